@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.channel import StoreChannel, single_rank_channel
+from reprise.files import Files
 from reprise.format.box import Split, box_of_splits
-from reprise.format.json_file import Json
-from reprise.format.layout import TensorKind, TensorSpec
+from reprise.json_file import Json
+from reprise.layout import TensorKind, TensorSpec
+from reprise.live_tensors import Contents, LiveTensor
 from reprise.saving.snapshot import Snapshot
-from reprise.storage.files import Files
 from reprise.storage.worker import Job
-from reprise.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 from trainer.metrics.run_log import IterationRecord
 

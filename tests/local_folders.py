@@ -9,18 +9,14 @@ from pathlib import Path
 
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.format.names import FORMAT, STATE
+from reprise.channel import StoreChannel
+from reprise.files import Files
+from reprise.folder import FORMAT, STATE
+from reprise.layout import TensorKind, TensorSpec
+from reprise.live_tensors import Contents
 from reprise.loading.blocks import blocks_of
-from reprise.loading.choose import LoadSource
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.loading.restorer import Restorer
-from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
-from reprise.policy import SavePolicy
-from reprise.storage.files import Files
-from reprise.tensors.live import Contents
+from reprise.reading import Checkpoint, LoadSource, open_checkpoint, read_places
+from reprise.savers import Checkpointer, LocalCheckpointer, LocalPolicy, Restorer, SavePolicy
 from tests.fakes import Axis, Sharding, all_ranks, tcp_store
 
 _CLONE_FS = 0x200  # linux/sched.h

@@ -31,10 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "models",
         "trainer",
-        "reprise.atomic",
-        "reprise.errors",
-        "reprise.json_value",
-        "reprise.regular_file",
+        "reprise",
         "trainer.config.suggest",
         "trainer.compare.text_table",
         "trainer.optim",
@@ -53,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.schedules.lr",
         "trainer.parallel.topology",
     ),
-    ("reprise", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
+    ("trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.config.terms",),
     (
         "trainer.record.compatibility",
@@ -98,8 +95,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY = "reprise"
 LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.json_value", f"{LIBRARY}.regular_file"),
+    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.regular_file"),
     (f"{LIBRARY}.storage",),
+    (f"{LIBRARY}.json_file",),
     (f"{LIBRARY}.format",),
     (f"{LIBRARY}.tensors",),
     (f"{LIBRARY}.commit", f"{LIBRARY}.policy", f"{LIBRARY}.save_arguments"),
@@ -115,14 +113,58 @@ LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{LIBRARY}.nested",),
     (f"{LIBRARY}.api", f"{LIBRARY}.program_end", f"{LIBRARY}.state_dict"),
     (f"{LIBRARY}.async_saver",),
+    tuple(
+        f"{LIBRARY}.{name}" for name in ("channel", "files", "folder", "layout", "live_tensors", "reading", "savers")
+    ),
     (LIBRARY,),
 )
 
+# The modules of reprise that others may import. Its unit tests may import any.
+FRONT = {
+    LIBRARY,
+    f"{LIBRARY}.channel",
+    f"{LIBRARY}.errors",
+    f"{LIBRARY}.files",
+    f"{LIBRARY}.folder",
+    f"{LIBRARY}.json_file",
+    f"{LIBRARY}.layout",
+    f"{LIBRARY}.live_tensors",
+    f"{LIBRARY}.reading",
+    f"{LIBRARY}.savers",
+}
+MAX_FRONT = 10
+# Modules and packages that measure parts of reprise, break them or count their calls, and the parts.
+PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
+    "scripts.bench": frozenset({"format", "saving", "storage.worker", "tensors"}),
+    "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
+    "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
+    "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),
+    "tests.distributed": frozenset({"format.manifest", "nested", "saving.plan", "storage.shared_folder"}),
+    "tests.fakes": frozenset({"format.box", "saving.snapshot", "storage.worker"}),
+    "tests.golden": frozenset({"saving.plan"}),
+    "tests.local_folders": frozenset({"loading.blocks"}),
+    "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
+    "tests.simulated": frozenset({"tensors"}),
+    "trainer.commands": frozenset({"format", "loading", "local", "saving.column_sharing"}),
+    "trainer.interop": frozenset({"commit", "format.manifest", "saving.room"}),
+}
+
 # What a package may import besides the standard library and itself.
-FOUNDATION = {"reprise.atomic", "reprise.errors", "reprise.json_value", "reprise.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
-    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", "pyarrow", "zstandard", *FOUNDATION}),
+    "trainer.data": frozenset(
+        {
+            "numpy",
+            "torch",
+            "xxhash",
+            "tokenizers",
+            "pyarrow",
+            "zstandard",
+            "reprise.errors",
+            "reprise.files",
+            "reprise.json_file",
+        }
+    ),
     "reprise": frozenset({"torch", "numpy", "xxhash"}),
 }
 
@@ -312,6 +354,22 @@ def library_layers(sources: Sequence[Source]) -> list[str]:
     """Imports within reprise point down; saving and loading do not import each other."""
     inside = [source for source in sources if is_or_in(source.module, LIBRARY)]
     return _upward_imports(inside, LIBRARY_LAYERS, LIBRARY)
+
+
+def front(sources: Sequence[Source]) -> list[str]:
+    """Others import the front of reprise alone, and the front is small."""
+    known = {source.module for source in PRODUCT if is_or_in(source.module, LIBRARY)}
+    found = [f"the front of reprise has {len(FRONT)} modules"] if len(FRONT) > MAX_FRONT else []
+    for source in sources:
+        if is_or_in(source.module, LIBRARY) or is_or_in(source.module, f"tests.unit.{LIBRARY}"):
+            continue
+        for target in sorted(imported_modules(source, known) - FRONT):
+            parts = {
+                part for user in PARTS_UNDER_TEST if is_or_in(source.module, user) for part in PARTS_UNDER_TEST[user]
+            }
+            if not any(is_or_in(target, f"{LIBRARY}.{part}") for part in parts):
+                found.append(f"{source.module} imports {target}, which is not in the front of reprise")
+    return found
 
 
 def _upward_imports(sources: Sequence[Source], table: Sequence[Sequence[str]], root: str) -> list[str]:
@@ -602,6 +660,7 @@ TESTS = read_sources("tests")
 RULES: tuple[Rule, ...] = (
     layers,
     library_layers,
+    front,
     no_cycles,
     foreign_imports,
     sizes,
@@ -620,7 +679,7 @@ RULES: tuple[Rule, ...] = (
 
 
 # The same for the tests.
-RULES_OF_TESTS: tuple[Rule, ...] = (annotations, short_test_names, public_seams, mirrored)
+RULES_OF_TESTS: tuple[Rule, ...] = (annotations, front, short_test_names, public_seams, mirrored)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -677,6 +736,10 @@ BROKEN = [
         "not below it",
     ),
     (library_layers, f"{LIBRARY}.brand_new", _DOC, "in no layer"),
+    (front, "trainer.run.build", _DOC + "from reprise.commit import finish\n", "imports reprise.commit.finish, which"),
+    (front, "trainer.run.build", _DOC + "from reprise.policy import SavePolicy\n", "imports reprise.policy, which"),
+    (front, "tests.resume.test_x", _DOC + "import reprise.policy\n", "imports reprise.policy, which"),
+    (front, "scripts.bench.ways", _DOC + "def f() -> None:\n    import reprise.policy\n", "imports reprise.policy"),
     (foreign_imports, "models.layers", _DOC + "import numpy as np\n", "models may not"),
     (foreign_imports, "models.layers", _DOC + "from reprise.errors import TrainerError\n", "models may not"),
     (foreign_imports, "trainer.data.text", _DOC + "def f() -> None:\n    import hydra\n", "trainer.data may not"),

@@ -20,7 +20,7 @@ import trainer.config.compose  # noqa: F401 (registers the schema)
 import trainer.config.options as command
 from models.families import parameter_count
 from reprise.errors import ConfigError
-from reprise.policy import SavePolicy
+from reprise.savers import SavePolicy
 from trainer.config.checks import validate
 from trainer.config.derived import length_of, topology_of
 from trainer.config.schema import CheckpointSection, Config, RunSection

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from reprise import json_file
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError
-from reprise.format import host_file, json_file, manifest
+from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
 from reprise.format.layout import TensorKind, model_index
 from reprise.format.manifest import FileEntry, Manifest, WrittenPiece

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file, sealed_json
+from reprise.format import sealed_json
 from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
 from reprise.format.names import HOST, MANIFEST
-from reprise.json_value import integer
+from reprise.json_file import integer
 from reprise.regular_file import read_regular
 
 FORMAT = "reprise-host/1"

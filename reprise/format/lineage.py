@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from reprise.errors import CheckpointError
 from reprise.format import sealed_json
-from reprise.format.json_file import Json
-from reprise.json_value import integer
+from reprise.json_file import Json, integer
 
-MEMBER = "run"  # of trainer_state.json
+LINEAGE = "run"  # the member of trainer_state.json
 FORMAT = "reprise-run/1"
 FRESH = -1  # where a branch begins that starts from initial values
 
@@ -108,6 +107,20 @@ class Lineage:
         run = None if origin["run"] is None else _text(origin["run"])
         return Lineage(branches, Parent(run, integer(origin["iteration"])))
 
+    def to_bytes(self) -> bytes:
+        """Return the content of a `run.json`."""
+        return sealed_json.to_bytes({"format": FORMAT, **self.record()})
+
+    @staticmethod
+    def from_bytes(data: bytes, *, where: object) -> Lineage:
+        """Return the lineage in a `run.json`.
+
+        Raises:
+            MismatchError: if it has another format version.
+            CheckpointError: if it is damaged or malformed.
+        """
+        return sealed_json.from_bytes(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
+
 
 def saved_lineage(state: Json, *, where: object) -> Lineage:
     """Return the lineage in a `trainer_state.json`; one without branches if an earlier version has written it.
@@ -115,30 +128,15 @@ def saved_lineage(state: Json, *, where: object) -> Lineage:
     Raises:
         CheckpointError: if it is malformed.
     """
-    if MEMBER not in state:
+    if LINEAGE not in state:
         return Lineage()
     try:
-        return Lineage.from_record(state[MEMBER])
+        return Lineage.from_record(state[LINEAGE])
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no lineage of its run", where=where, found=repr(error)) from error
 
 
-def to_bytes(lineage: Lineage) -> bytes:
-    """Return the content of a `run.json`."""
-    return sealed_json.to_bytes({"format": FORMAT, **lineage.record()})
-
-
-def from_bytes(data: bytes, *, where: object) -> Lineage:
-    """Parse and check a `run.json`.
-
-    Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it is damaged or malformed.
-    """
-    return sealed_json.from_bytes(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
-
-
-def newest(lineages: Iterable[Lineage]) -> Lineage:
+def newest_lineage(lineages: Iterable[Lineage]) -> Lineage:
     """Return the lineage with the most branches: the others were recorded before its last ones began."""
     return max(lineages, key=lambda lineage: len(lineage.branches), default=Lineage())
 

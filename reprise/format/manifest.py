@@ -14,11 +14,12 @@ from typing import Any
 
 import xxhash
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file, sealed_json
+from reprise.format import sealed_json
 from reprise.format.box import Box, image
 from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
-from reprise.json_value import integer
+from reprise.json_file import integer
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format.json_file import Json
-from reprise.format.layout import DTYPES, METADATA, MOST_DIMENSIONS, TensorKind, TensorSpec
+from reprise.format.layout import DTYPES, METADATA, MOST_DIMENSIONS, Place, TensorKind, TensorSpec
 from reprise.format.manifest import is_shape
+from reprise.json_file import Json
+
+
+def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *, where: object) -> list[Place]:
+    """Return the place of every tensor that a safetensors header lists.
+
+    Args:
+        data: the header, as `read_header` returns it.
+        name: the name of the file in its folder.
+        total_bytes: the size of the file.
+
+    Raises:
+        CheckpointError: if the header is malformed, or the file is longer or shorter than its tensors.
+    """
+    table, length = json_file.parse(data[8:], where=where), len(data) - 8
+    specs = parse(table, kind, data_bytes=total_bytes - 8 - length, where=where)
+    return [Place(spec, name, 8 + length + offset) for spec, offset in specs]
 
 
 def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:

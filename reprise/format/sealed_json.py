@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import xxhash
 
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import json_file
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 
 T = TypeVar("T")
 

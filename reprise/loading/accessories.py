@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from reprise.format import json_file
+from reprise import json_file
 from reprise.format.manifest import digest_of
 from reprise.loading.reader import Checkpoint
 from reprise.regular_file import read_regular

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from reprise.format.host_file import missing
-from reprise.format.json_file import Json
 from reprise.format.layout import DTYPE_NAMES, Place
+from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
 
 ITEMS = 1 << 20  # compared at once

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, UnreadableError
-from reprise.format import host_file, json_file, manifest
-from reprise.format import safetensors_file as header
+from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
-from reprise.format.json_file import Json
 from reprise.format.layout import Place, TensorSpec, kind_of_file
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
+from reprise.format.safetensors_file import header_places
+from reprise.json_file import Json
 from reprise.loading.gather import Gatherer
 from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
@@ -220,6 +221,16 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     return data
 
 
+def read_file(checkpoint: Checkpoint, name: str) -> bytes:
+    """Return the content of a file of the manifest that holds no tensors, checked against its digest.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged.
+        UnreadableError: if it cannot be read at the moment.
+    """
+    return _checked_file(checkpoint.path, name, checkpoint.manifest.files[name], checkpoint.files)
+
+
 def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
     """Check every safetensors header against the manifest, once, and return every tensor's place by name.
 
@@ -255,9 +266,8 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
         data = read_header(file, total_bytes, where=path)
     if manifest.digest_of(data) != digest:
         raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
-    table, length = json_file.parse(data[8:], where=path), len(data) - 8
-    specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
-    return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
+    places = header_places(data, name, kind, total_bytes, where=path)
+    return [replace(place, spec=_as_written(checkpoint, place.spec, where=path)) for place in places]
 
 
 def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from reprise import json_file
 from reprise.atomic import replace_file
 from reprise.errors import CheckpointError
-from reprise.format import host_file, json_file
+from reprise.format import host_file
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.reader import Checkpoint, open_tensor_file, read_header

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file
-from reprise.format.json_file import Json
 from reprise.format.names import FORMAT, STATE
+from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint
 from reprise.nested.stateful import references
 from reprise.nested.stored_names import Keys, keys_of_pointer, pointer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.json_file import Json
 from reprise.format.layout import TensorSpec
+from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import NestedValues, by_leaf, read_values
 from reprise.nested.loaded import LoadedState, Matched, Strictness, match

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file
 from reprise.format.layout import TensorKind
 from reprise.format.names import HOST, INDEX, MANIFEST, STATE
 from reprise.nested.typed_values import is_unicode

@@ -12,7 +12,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from reprise.nested.numbered import is_optimizer_state, names_of
 from reprise.nested.stateful import Receiver, Stateful, is_stateful, take_out
 from reprise.nested.stored_names import Keys, pointer, stored_name

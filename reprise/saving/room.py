@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from reprise import json_file
 from reprise.commit.attempt import Attempt, Successor
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
-from reprise.format import json_file
 from reprise.format.host_file import path_of
 from reprise.format.layout import Layout
 from reprise.format.names import INTERIM, STATE

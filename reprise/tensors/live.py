@@ -17,8 +17,8 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Split, box_of_splits, intersect, relative, whole
-from reprise.format.json_file import Document
 from reprise.format.layout import TensorKind, TensorSpec
+from reprise.json_file import Document
 from reprise.tensors.storable import check_byteorder, check_disjoint, check_memory
 
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]

@@ -25,17 +25,17 @@ import numpy as np
 import torch
 from numpy.random import default_rng
 
-from reprise.format.box import Box
-from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.files import Files
 from reprise.format.manifest import digest_of
+from reprise.layout import Box, TensorKind, TensorSpec, build_layout
+from reprise.live_tensors import map_memory
 from reprise.saving.chunks import CHUNK_BYTES, ChunkPart, Piece, PieceDigests, cut
 from reprise.saving.column_sharing import SharedMemory, Sharing
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.stripes import shared_bytes, stripes_of
 from reprise.saving.writer import THREADS, Writer
-from reprise.storage.files import Files
 from reprise.storage.worker import Worker
-from reprise.tensors.arena import Arena, Bytes, map_memory
+from reprise.tensors.arena import Arena, Bytes
 from reprise.tensors.memory import HostMemory
 from scripts.bench import machine, tables
 from scripts.bench.probe import seconds_of, sync_folder

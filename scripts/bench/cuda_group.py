@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from models.config import ModelConfig
 from reprise.errors import TrainerError
-from reprise.format.layout import TensorKind
+from reprise.layout import TensorKind
 from scripts.bench.subject import Subject
 from trainer.config.derived import topology_of
 from trainer.config.schema import CheckpointSection, Config, Dtype, ParallelSection, TrainSection

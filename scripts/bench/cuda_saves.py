@@ -22,11 +22,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.policy import Retention, SavePolicy
+from reprise.channel import single_rank_channel
+from reprise.reading import LoadSource
+from reprise.savers import Checkpointer, Restorer, Retention, SavePolicy
 from scripts.bench.cuda_group import Device, Figures, MeasuredSide, Setting, build_training, step_of
 from scripts.bench.peers import leave
 from scripts.bench.probe import PeakMemory, sync_folder

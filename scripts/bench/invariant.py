@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.random import default_rng
 
-from reprise.tensors.live import local_of
+from reprise.live_tensors import local_of
 from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
 from scripts.faults.ranks import free_port

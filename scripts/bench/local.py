@@ -17,13 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
-from reprise.policy import SavePolicy
-from reprise.storage.files import Files
+from reprise.channel import single_rank_channel
+from reprise.files import Files
+from reprise.reading import LoadSource
+from reprise.savers import Checkpointer, LocalCheckpointer, LocalPolicy, Restorer, SavePolicy
 from scripts.bench.machine import describe
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.training import Batch, train_with_saves

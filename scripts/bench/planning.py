@@ -22,12 +22,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reprise.format import manifest
-from reprise.format.layout import Layout, build_layout
 from reprise.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
 from reprise.format.report import decode, encode
+from reprise.layout import Layout, build_layout, pieces_of
+from reprise.live_tensors import is_dtensor
 from reprise.saving.chunks import Piece
-from reprise.saving.plan import pieces_of, plan
-from reprise.tensors.live import is_dtensor
+from reprise.saving.plan import plan
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config

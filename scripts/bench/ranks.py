@@ -16,14 +16,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from reprise.checkpointer import Checkpointer
-from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy
+from reprise.layout import DEFAULT_FILE_BYTES
+from reprise.live_tensors import Contents
+from reprise.reading import LoadSource
+from reprise.savers import Checkpointer, Restorer, SavePolicy
 from reprise.saving.plan import make_plan
 from reprise.saving.replica_digests import ReplicaDigests
-from reprise.tensors.live import Contents
 from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder, touched
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject

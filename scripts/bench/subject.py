@@ -12,9 +12,9 @@ import xxhash
 
 from models import families
 from models.config import ModelConfig
-from reprise.format.json_file import Json
-from reprise.format.names import STATE
-from reprise.tensors.live import Contents, LiveTensor
+from reprise.folder import STATE
+from reprise.json_file import Json
+from reprise.live_tensors import Contents, LiveTensor
 from scripts.bench.gpt2 import gpt2_config
 from trainer.config.derived import topology_of
 from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
-from reprise.format.layout import TensorKind
-from reprise.policy import Retention, SavePolicy
+from reprise.channel import single_rank_channel
+from reprise.layout import TensorKind
+from reprise.savers import Checkpointer, Retention, SavePolicy
 from scripts.bench.probe import resident_bytes
 from scripts.bench.subject import SAMPLES, SEQ_LENGTH, Subject
 from scripts.bench.ways import proven

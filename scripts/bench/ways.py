@@ -15,14 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from reprise import AsyncSaver, load_state_dict
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
+from reprise.files import Files
 from reprise.format.layout import PAGE_BYTES
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy, SaveReport
-from reprise.storage.files import Files
-from reprise.tensors.arena import map_memory
+from reprise.live_tensors import map_memory
+from reprise.reading import LoadSource
+from reprise.savers import Checkpointer, Restorer, SavePolicy, SaveReport
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
 

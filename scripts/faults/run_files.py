@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reprise.format.layout import Place
-from reprise.format.lineage import MEMBER as LINEAGE
-from reprise.format.names import MANIFEST, STATE
+from reprise.files import Files
+from reprise.folder import MANIFEST, STATE
+from reprise.layout import Place
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.storage.files import Files
+from reprise.reading import LINEAGE, Checkpoint, open_checkpoint, read_places
 from trainer.config.saved import RUN_CONFIG
 
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder, iteration_name
+from reprise.files import Files
+from reprise.folder import CheckpointFolder, iteration_name
 from scripts.faults.run_files import contents_of, curve_of, odd_pieces, rows_of
 from trainer.commands.arguments import local_path
 

@@ -32,10 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.loading.reader import open_checkpoint, read_places
-from reprise.loading.verify import verify_share
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.files import Files
+from reprise.folder import CheckpointFolder
+from reprise.reading import open_checkpoint, read_places, verify_share
 from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem

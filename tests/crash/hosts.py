@@ -24,8 +24,8 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from scripts.faults.run_files import held_ranges
 from tests.harness import tensor_files
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
+from reprise.folder import WEIGHTS, iteration_of
 from reprise.storage import files
-from reprise.storage.folder import WEIGHTS, iteration_of
 
 BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.

@@ -21,11 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from reprise.files import Files
+from reprise.folder import MANIFEST, WEIGHTS, CheckpointFolder, iteration_name
 from reprise.format.host_file import attempt_of
-from reprise.format.names import MANIFEST
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
-from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name
+from reprise.reading import open_checkpoint
 from scripts.faults.run_files import held_ranges
 from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN

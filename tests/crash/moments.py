@@ -27,9 +27,9 @@ import trainer.run.build
 import trainer.start.restore
 import trainer.training.loop
 import trainer.training.step
-from reprise.loading.reader import Checkpoint
+from reprise.files import Files
 from reprise.local.link import Link
-from reprise.storage.files import Files
+from reprise.reading import Checkpoint
 from tests.harness import Running, started
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler

@@ -23,20 +23,24 @@ from torch.distributed import TCPStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from reprise import AsyncSaver, load_state_dict
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.format.json_file import Document
-from reprise.format.layout import build_layout
-from reprise.format.names import FORMAT, STATE
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
-from reprise.policy import Retention, SavePolicy
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
-from reprise.tensors.file_aligned import zeros_like_files
-from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
-from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+from reprise.channel import StoreChannel, single_rank_channel
+from reprise.files import Files
+from reprise.folder import FORMAT, STATE, CheckpointFolder
+from reprise.json_file import Document
+from reprise.layout import build_layout
+from reprise.live_tensors import Contents, Grid, live_tensors, zeros_like_files
+from reprise.reading import LoadSource
+from reprise.savers import (
+    Checkpointer,
+    LocalCheckpointer,
+    LocalPolicy,
+    Restorer,
+    Retention,
+    SavePolicy,
+    WeightsCheckpointer,
+    WeightsPolicy,
+)
+from reprise.tensors.live import aliases_of
 from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
 from trainer.metrics.run_log import IterationRecord, RunLog

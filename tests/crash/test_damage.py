@@ -9,18 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
-from reprise.format.box import whole
-from reprise.format.layout import TensorKind
-from reprise.format.names import ACCESSORIES
-from reprise.loading.accessories import find_accessory
-from reprise.loading.choose import LoadSource
-from reprise.loading.loader import check_tensors
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.loading.restorer import Restorer
-from reprise.storage.files import Files
-from reprise.tensors.live import LiveTensor
+from reprise.files import Files
+from reprise.folder import ACCESSORIES
+from reprise.layout import TensorKind, whole
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Checkpoint, LoadSource, check_tensors, find_accessory, open_checkpoint, read_places
+from reprise.savers import Restorer
 from tests.harness import TINY, compose, launch, run_ok
 from trainer.config.schema import OptimizerName
 from trainer.run.state import checkpoint_specs

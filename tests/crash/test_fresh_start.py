@@ -11,7 +11,7 @@ import pytest
 
 import trainer.__main__
 import trainer.start.restore
-from reprise.storage.folder import iteration_name
+from reprise.folder import iteration_name
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, tensor_files
 from trainer.run.build import Run

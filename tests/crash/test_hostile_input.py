@@ -21,11 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reprise import load
+from reprise import json_file, load
 from reprise.errors import TrainerError
-from reprise.format import json_file, manifest
+from reprise.folder import INDEX, MANIFEST, STATE
+from reprise.format import manifest
 from reprise.format.manifest import FileEntry, digest_of
-from reprise.format.names import INDEX, MANIFEST, STATE
 from scripts.faults.fuzz.mutate import mutate
 from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.harness import TINY, launch, run_ok

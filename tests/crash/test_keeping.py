@@ -14,8 +14,8 @@ import pytest
 import trainer.__main__
 import trainer.run.build
 import trainer.training.loop
-from reprise.storage.files import Files
-from reprise.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
+from reprise.files import Files
+from reprise.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
 from tests.harness import DEADLINE_S, TINY, Ended, around_iterations, curve, started
 from trainer.launch.control import SAVE_NOW, RunControl
 from trainer.run.build import Run

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from reprise.files import Files
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import open_checkpoint, read_places
-from reprise.storage.files import Files
+from reprise.reading import open_checkpoint, read_places
 from tests.crash.hosts import require_mounts
 from tests.crash.killing import AFTER, BEFORE
 from tests.crash.matrix import HostTrial, Scenario, Trial, sample, scenarios, trial_of

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder, iteration_name
+from reprise.files import Files
+from reprise.folder import CheckpointFolder, iteration_name
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import DEADLINE_S, TINY, call_on_ranks, curve, run_ok, started, tensor_files
 

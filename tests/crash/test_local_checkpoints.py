@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from reprise.files import Files
+from reprise.folder import CheckpointFolder
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import open_checkpoint, read_places
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.reading import open_checkpoint, read_places
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files

@@ -14,7 +14,7 @@ import torch
 
 import trainer.__main__
 import trainer.training.step
-from reprise.tensors.live import local_of, parameter_names
+from reprise.live_tensors import local_of, parameter_names
 from tests.harness import TINY, Ended, call_on_ranks, curve, last_iteration, launch, run_ok, tensor_files
 from trainer.run.state import TrainerState
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from reprise.storage.files import Files
+from reprise.files import Files
 from reprise.storage.lock import STALE_S
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import trainer.__main__
-from reprise.storage.folder import iteration_of
+from reprise.folder import iteration_of
 from tests.crash.tracing import Tracer
 from tests.harness import TINY, call_on_ranks
 from trainer.metrics.run_log import RunLog

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests.crash.hosts import FIRST_HOST, Link, Mount
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import trainer.__main__
+from reprise.files import Files
 from reprise.storage import patience
-from reprise.storage.files import Files
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
 
 pytestmark = pytest.mark.slow

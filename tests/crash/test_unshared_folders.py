@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 import reprise
 from reprise.errors import CheckpointError
+from reprise.files import Files
+from reprise.folder import MANIFEST, STATE
 from reprise.format.manifest import digest_of
-from reprise.format.names import MANIFEST, STATE
-from reprise.loading.reader import open_checkpoint, read_places
-from reprise.loading.verify import verify_share
-from reprise.storage.files import Files
+from reprise.reading import open_checkpoint, read_places, verify_share
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started, tensor_files

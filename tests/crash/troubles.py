@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import trainer.__main__
-from reprise.storage.files import Files
-from reprise.storage.folder import iteration_of
+from reprise.files import Files
+from reprise.folder import iteration_of
 from tests.harness import around_iterations
 from trainer.run.build import Run
 

@@ -16,23 +16,22 @@ import xxhash
 from torch import nn
 
 from reprise import AsyncSaver, load, save
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
+from reprise.files import Files
+from reprise.folder import STATE
 from reprise.format.manifest import DIGEST_BYTES, Written
-from reprise.format.names import STATE
+from reprise.live_tensors import Contents, Grid, live_tensors, map_memory, memory_of
 from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
-from reprise.policy import Retention, SavePolicy
+from reprise.savers import Checkpointer, Retention, SavePolicy
 from reprise.saving import staging
 from reprise.saving.chunks import Piece
 from reprise.saving.plan import make_plan
 from reprise.saving.replica_digests import ReplicaDigests, blocks_of, checksum
 from reprise.saving.snapshot import Snapshot
-from reprise.storage.files import Files
-from reprise.tensors.arena import Arena, Bytes, map_memory, pin
-from reprise.tensors.live import Contents, Grid, live_tensors
-from reprise.tensors.memory import _copy_stream, memory_of
+from reprise.tensors.arena import Arena, Bytes, pin
+from reprise.tensors.memory import _copy_stream
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
 from tests.harness import tensor_files

@@ -12,9 +12,9 @@ from torch import nn
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
+from reprise.folder import FolderLock
 from reprise.nested.filling import Filling
 from reprise.storage import shared_folder
-from reprise.storage.lock import FolderLock
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
 

@@ -12,7 +12,7 @@ import torch
 
 import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
-from reprise.loading.choose import LoadSource
+from reprise.reading import LoadSource
 from tests.harness import TINY, call_on_ranks, compose, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import Run, build

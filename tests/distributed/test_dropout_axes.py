@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from reprise.format.manifest import digest_of
-from reprise.tensors.live import is_dtensor
-from reprise.tensors.memory import memory_of
+from reprise.live_tensors import is_dtensor, memory_of
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import build

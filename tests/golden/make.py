@@ -13,14 +13,13 @@ from unittest.mock import patch
 
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
-from reprise.format.json_file import Json
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.format.names import STATE
-from reprise.policy import SavePolicy
+from reprise.channel import StoreChannel
+from reprise.folder import STATE
+from reprise.json_file import Json
+from reprise.layout import TensorKind, TensorSpec
+from reprise.live_tensors import Contents
+from reprise.savers import Checkpointer, SavePolicy
 from reprise.saving import plan
-from reprise.tensors.live import Contents
 from tests.fakes import Axis, Sharding, all_ranks
 
 ITERATION = 7

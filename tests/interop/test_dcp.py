@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from models.config import ModelConfig
 from models.families import stored_tensors
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,

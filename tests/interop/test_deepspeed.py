@@ -23,8 +23,8 @@ import torch
 
 from models.families import aliases, hf_config, stored_tensors
 from reprise.errors import CheckpointError, ConfigError, MismatchError, TrainerError
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions

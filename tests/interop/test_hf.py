@@ -28,11 +28,11 @@ from transformers import (
 
 from models.build import build_model
 from models.config import Activation
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import TrainerError
-from reprise.format.box import Box
-from reprise.storage.files import Files
-from reprise.tensors.live import LiveTensor
+from reprise.files import Files
+from reprise.layout import Box
+from reprise.live_tensors import LiveTensor
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.commands import checkpoint as look

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests.harness import TINY, compose, launch, run_ok
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
 from tests.interop.test_llmc import GPT2_HEADER, gpt2_order, make_gpt2, write_file

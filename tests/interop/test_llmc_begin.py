@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from models.families import stored_tensors
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import TrainerError
-from reprise.format.box import Box
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.storage.files import Files
-from reprise.tensors.live import LiveTensor
+from reprise.files import Files
+from reprise.layout import Box, TensorKind, TensorSpec
+from reprise.live_tensors import LiveTensor
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,

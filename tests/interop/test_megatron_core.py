@@ -28,8 +28,8 @@ from torch import Tensor
 from models.build import build_model
 from models.config import ModelConfig
 from models.families import stored_tensors
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests.harness import compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import TRAINING, batches
 from trainer.commands import convert

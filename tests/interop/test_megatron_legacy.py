@@ -16,8 +16,8 @@ import torch
 
 from models.families import stored_tensors
 from reprise.errors import ConfigError, TrainerError
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop import megatron_layout
 from tests.interop.megatron_layout import Way, write, write_deepspeed

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from reprise.errors import CheckpointError, ConfigError, LockError, MismatchError
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
-from reprise.storage.lock import FolderLock
+from reprise.files import Files
+from reprise.folder import FolderLock
+from reprise.reading import open_checkpoint
 from tests.harness import TINY, all_files, compose, curve, launch, run_ok, tensor_files
 from trainer.commands import checkpoint as look
 from trainer.interop.output import write_checkpoint

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError, TrainerError
 from tests.harness import TINY, compose, launch, run_ok
 from trainer.commands import checkpoint as look

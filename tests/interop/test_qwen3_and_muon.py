@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from reprise.errors import ConfigError, MismatchError
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import Checkpoint, open_checkpoint
 from tests.harness import TINY, compose
 from trainer.commands import convert
 from trainer.config.schema import OptimizerName

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, pipeline
 
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from tests.harness import TINY, compose, launch, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate

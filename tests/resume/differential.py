@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from reprise.storage.files import Files
-from reprise.storage.folder import TRACKER, CheckpointFolder
+from reprise.files import Files
+from reprise.folder import TRACKER, CheckpointFolder
 from tests.crash.moments import DEADLINE_S, await_true, standing
 from tests.harness import launch, state_of, tensor_files
 

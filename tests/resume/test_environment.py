@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.format.names import STATE
+from reprise.folder import STATE
 from scripts.faults.ranks import free_port, rank_variables
 from tests.harness import TINY, curve, run_ok
 

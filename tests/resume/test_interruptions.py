@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.files import Files
+from reprise.folder import CheckpointFolder
 from tests.crash.moments import DEADLINE_S, standing
 from tests.harness import TINY, curve, run_ok, state_of, tensor_files
 

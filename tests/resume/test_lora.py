@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from trainer.interop.open_model import open_model

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reprise.folder import MANIFEST, STATE
 from reprise.format import manifest
 from reprise.format.manifest import FileEntry, digest_of
-from reprise.format.names import MANIFEST, STATE
 from tests.harness import ALL_CORES, TINY, Ended, all_files, curve, launch, run_ok
 from trainer.data.token_file import write_token_file
 

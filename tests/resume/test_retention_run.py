@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.files import Files
+from reprise.folder import CheckpointFolder
 from tests.harness import TINY, curve, launch, run_ok
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=10", "schedule.lr_decay_iters=20", "checkpoint.save_interval=1"]

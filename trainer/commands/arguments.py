@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from reprise.regular_file import is_url
+from reprise.files import is_url
 
 
 def positive(text: str) -> int:

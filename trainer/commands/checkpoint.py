@@ -18,33 +18,29 @@ from pathlib import Path
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format.host_file import HostFile
-from reprise.format.layout import DTYPE_NAMES
-from reprise.format.names import ADAPTERS, HOST, MANIFEST
-from reprise.json_value import dumps
-from reprise.loading.accessories import misleading_files
-from reprise.loading.choose import LoadSource, committed_in, no_folder
-from reprise.loading.difference import state_differences, tensor_differences
-from reprise.loading.reader import (
-    Checkpoint,
-    check_first_blocks,
-    open_checkpoint,
-    read_places,
-)
-from reprise.loading.verify import verify_share
-from reprise.policy import Retention
-from reprise.storage.files import Files
-from reprise.storage.folder import (
+from reprise.files import Files
+from reprise.folder import (
+    ADAPTERS,
     HOLD,
+    HOST,
+    MANIFEST,
     WEIGHTS,
     CheckpointFolder,
+    FolderLock,
     is_iteration_name,
     iteration_of,
     kind_of,
     named_iteration,
     shown_name,
 )
-from reprise.storage.lock import FolderLock
+from reprise.format.host_file import HostFile
+from reprise.json_file import dumps
+from reprise.layout import DTYPE_NAMES
+from reprise.loading.accessories import misleading_files
+from reprise.loading.difference import state_differences, tensor_differences
+from reprise.loading.reader import check_first_blocks
+from reprise.reading import Checkpoint, LoadSource, committed_in, no_folder, open_checkpoint, read_places, verify_share
+from reprise.savers import Retention
 from trainer.commands.arguments import natural, positive
 from trainer.commands.gather import add_arguments, gather
 from trainer.commands.host_parts import PART, WHOLE, describe_held, held_bytes, pieces_by_host, together, without_damage

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reprise.errors import DataError, TrainerError
-from reprise.json_value import dumps
+from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
 from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from reprise.errors import ConfigError, TrainerError
-from reprise.loading import choose
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import local_path
 from trainer.config.compose import compose
 from trainer.interop.formats import ExportOptions, ImportOptions
@@ -106,7 +105,7 @@ def bring_out(options: argparse.Namespace) -> int:
 
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint given by its own folder, or the newest valid one of a run."""
-    chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
+    chooser = Chooser(LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files(), may_lack=True)
 
 

@@ -24,14 +24,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reprise.commit.hosts import Hosts, find_hosts
+from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError
+from reprise.files import Files, describe_free_space, why_unseen
+from reprise.folder import CheckpointFolder, FolderLock
+from reprise.live_tensors import map_memory
 from reprise.saving.column_sharing import SharedMemory
-from reprise.storage.files import Files, describe_free_space
-from reprise.storage.folder import CheckpointFolder
-from reprise.storage.lock import FolderLock
-from reprise.storage.shared_folder import why_unseen
-from reprise.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
 from trainer.config.terms import WAY_OUT
 from trainer.launch import process_group

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError
-from reprise.format.names import HOST
-from reprise.json_value import dumps
-from reprise.loading.choose import LoadSource, no_folder
-from reprise.loading.reader import Checkpoint, read_places
+from reprise.files import Files
+from reprise.folder import HOST, CheckpointFolder, FolderLock
+from reprise.json_file import dumps
 from reprise.local.join import join, open_parts, whole_together
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
-from reprise.storage.lock import FolderLock
+from reprise.reading import Checkpoint, LoadSource, no_folder, read_places
 from trainer.commands.arguments import local_path, natural
 from trainer.commands.rows import Row, print_rows
 

@@ -16,10 +16,9 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
-from reprise.format.names import MANIFEST
-from reprise.loading.accessories import find_accessory
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.folder import MANIFEST
+from reprise.reading import find_accessory, open_checkpoint
 from trainer.commands.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with

@@ -8,9 +8,9 @@ from dataclasses import replace
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile, missing, without
 from reprise.loading.blocks import bytes_of
-from reprise.loading.reader import Checkpoint, read_places
 from reprise.local.fetch import damaged_pieces
 from reprise.local.survey import candidates, describe
+from reprise.reading import Checkpoint, read_places
 from trainer.commands.rows import Row
 
 PART = "a part"  # of a checkpoint, the rest of which lies on other hosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reprise.json_value import dumps
+from reprise.json_file import dumps
 from trainer.compare.text_table import format_table
 
 WIDEST = 60  # of a list in a table

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.json_value import integer
-from reprise.regular_file import SMALL_BYTES, read_regular
+from reprise.files import SMALL_BYTES, read_regular
+from reprise.json_file import integer
 
 METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"

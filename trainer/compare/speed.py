@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from reprise.errors import DataError
-from reprise.json_value import finite_number
+from reprise.json_file import finite_number
 from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
 from trainer.compare.text_table import format_table
 

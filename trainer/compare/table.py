@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.json_value import finite
+from reprise.json_file import finite
 from trainer.compare.curves import Comparison, Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
 from trainer.compare.text_table import format_table

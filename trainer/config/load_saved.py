@@ -7,16 +7,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format import json_file, manifest
-from reprise.format.names import MANIFEST
-from reprise.loading.accessories import find_accessory
-from reprise.loading.choose import LoadSource
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.regular_file import read_regular
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder, is_iteration_name
-from reprise.storage.patience import Patience, PatientFiles, failed_read
+from reprise import json_file
+from reprise.errors import TrainerError, UnreadableError
+from reprise.files import Files, Patience, PatientFiles, failed_read
+from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
+from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_file
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.saved import RUN_CONFIG, saved_values
@@ -52,17 +47,10 @@ def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedC
         checkpoint = _open(load if own is None or load.exists() else own, iteration, files)
     except OSError as error:
         raise failed_read("A path cannot be read", error, where=load, fix="Correct checkpoint.load.") from error
-    entry = None if checkpoint is None else checkpoint.manifest.files.get(RUN_CONFIG)
-    if checkpoint is None or entry is None:
+    if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
         return None
     path = checkpoint.path / RUN_CONFIG
-    try:
-        data = read_regular(path, limit_bytes=json_file.MAX_BYTES)
-    except OSError as error:
-        raise failed_read("A checkpoint's configuration cannot be read", error, where=path) from error
-    if manifest.digest_of(data) != entry.digest:
-        raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
-    values = saved_values(json_file.parse(data, where=path), checkpoint.state, where=path)
+    values = saved_values(json_file.parse(read_file(checkpoint, RUN_CONFIG), where=path), checkpoint.state, where=path)
     return SavedConfig(path, _with_tokenizer(values, checkpoint))
 
 

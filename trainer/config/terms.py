@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reprise.loading.choose import LoadTerms
-from reprise.storage.folder import FolderTerms
+from reprise.folder import FolderTerms
+from reprise.reading import LoadTerms
 
 # How a run saves on hosts that share no folder.
 WAY_OUT = (

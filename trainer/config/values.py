@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
-from reprise.regular_file import is_url
+from reprise.files import is_url
 
 # Keys that name a file or a folder, or become a part of a path.
 _PATHS = (

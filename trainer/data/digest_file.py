@@ -15,9 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from reprise.atomic import FileCalls, atomic_output
 from reprise.errors import DataError
-from reprise.regular_file import read_regular
+from reprise.files import FileCalls, atomic_output, read_regular
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
 

@@ -19,9 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from reprise.atomic import FileCalls, atomic_output
 from reprise.errors import DataError
-from reprise.regular_file import open_regular
+from reprise.files import FileCalls, atomic_output, open_regular
 from trainer.data.text import find_files
 from trainer.data.token_file import TokenArray, TokenFile, unreadable
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reprise.atomic import FileCalls, atomic_output
 from reprise.errors import DataError
+from reprise.files import FileCalls, atomic_output
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,

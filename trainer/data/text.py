@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.regular_file import read_regular
+from reprise.files import read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable

@@ -20,9 +20,8 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from reprise.atomic import FileCalls, atomic_output
 from reprise.errors import DataError
-from reprise.regular_file import open_regular
+from reprise.files import FileCalls, atomic_output, open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 

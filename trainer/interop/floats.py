@@ -8,10 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reprise.format.box import Box, absolute, extent
-from reprise.format.layout import Place
-from reprise.loading.gather import Gatherer
-from reprise.loading.reader import OpenFile
+from reprise.layout import Box, Place, absolute, extent
+from reprise.reading import Gatherer, OpenFile
 
 ITEMS = 1 << 20  # read and cast at once
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from reprise.errors import MismatchError
-from reprise.loading.reader import Checkpoint
+from reprise.reading import Checkpoint
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
 

@@ -15,10 +15,9 @@ from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.names import STATE
-from reprise.loading.choose import Chooser, LoadSource, LoadTerms
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.folder import STATE
+from reprise.reading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied, read_whole

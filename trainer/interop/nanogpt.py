@@ -20,7 +20,7 @@ from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.json_value import integer, shown, step_count
+from reprise.json_file import integer, shown, step_count
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.source import StateSource

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reprise.atomic import atomic_output
 from reprise.errors import CheckpointError
-from reprise.storage.files import Files, cannot_write, describe_free_space
+from reprise.files import Files, atomic_output, cannot_write, describe_free_space
 
 
 @contextmanager

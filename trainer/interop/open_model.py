@@ -13,9 +13,8 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.loading.choose import Chooser, LoadSource
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import Chooser, LoadSource, open_checkpoint
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import check_adapters, merged

@@ -16,14 +16,12 @@ from models.families import problems as model_problems
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.format.json_file import Document
-from reprise.format.layout import build_layout
-from reprise.format.names import STATE
-from reprise.policy import Retention
+from reprise.files import Files, cannot_write
+from reprise.folder import STATE, CheckpointFolder, FolderLock
+from reprise.json_file import Document
+from reprise.layout import build_layout
+from reprise.savers import Retention
 from reprise.saving.room import require_room
-from reprise.storage.files import Files, cannot_write
-from reprise.storage.folder import CheckpointFolder
-from reprise.storage.lock import FolderLock
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.saved import RUN_CONFIG

@@ -10,12 +10,10 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import whole
-from reprise.format.names import ADAPTERS
-from reprise.loading.accessories import find_accessory
-from reprise.loading.loader import fill
-from reprise.loading.reader import Checkpoint, read_places
-from reprise.tensors.live import LiveTensor
+from reprise.folder import ADAPTERS
+from reprise.layout import whole
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Checkpoint, fill, find_accessory, read_places
 from trainer.record.run_record import saved_model
 
 # What tokenizers of transformers save themselves as.

@@ -10,16 +10,12 @@ from pathlib import Path
 
 from models import families
 from models.config import ModelConfig
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
 from reprise.errors import MismatchError, TrainerError
-from reprise.format.layout import Place
-from reprise.loading.loader import LoadReport
-from reprise.loading.replicas import check_replicas
-from reprise.storage.files import Files
-from reprise.storage.patience import unreadable
-from reprise.storage.progress_line import ProgressLine
-from reprise.storage.shared_folder import on_this_host
-from reprise.tensors.live import LiveTensor
+from reprise.files import Files, on_this_host, unreadable
+from reprise.layout import Place
+from reprise.live_tensors import LiveTensor
+from reprise.reading import LoadReport, ProgressLine, check_replicas
 from trainer.config.schema import CheckpointSection
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences

@@ -9,10 +9,9 @@ import torch
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError
-from reprise.format.box import whole
-from reprise.format.layout import FileLayout, Layout, Place
+from reprise.files import Files
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
-from reprise.storage.files import Files
+from reprise.layout import FileLayout, Layout, Place, whole
 from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reprise.json_value import shown
+from reprise.json_file import shown
 from trainer.interop.plain_pickle import PickleProblem, most_reads
 
 _BLOCK_BYTES = 4 << 20

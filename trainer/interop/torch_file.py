@@ -12,9 +12,8 @@ from typing import Any, TypeGuard
 import torch
 
 from reprise.errors import CheckpointError
-from reprise.json_value import shown
-from reprise.regular_file import open_regular
-from reprise.storage.patience import failed_read
+from reprise.files import failed_read, open_regular
+from reprise.json_file import shown
 from trainer.interop.plain_pickle import ForeignClass, PickleProblem, check_keys, most_reads, require_tree, unpickle
 from trainer.interop.torch_archive import Storage, TorchArchive
 

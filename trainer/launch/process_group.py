@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import LaunchError
 from trainer.launch.device import CPU, choose_device
 from trainer.launch.environment import Environment

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from reprise.atomic import replace_file
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file
-from reprise.format.json_file import Json
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.files import Files, replace_file
+from reprise.folder import CheckpointFolder
+from reprise.json_file import Json
 
 RECORD = "launch.json"
 

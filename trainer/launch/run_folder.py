@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
 from reprise.errors import TrainerError
-from reprise.storage.files import cannot_write
-from reprise.storage.lock import FolderLock
+from reprise.files import cannot_write
+from reprise.folder import FolderLock
 from trainer.config.terms import RUN
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
 from reprise.errors import LaunchError, TrainerError
 
 # The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.

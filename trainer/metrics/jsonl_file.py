@@ -8,10 +8,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from reprise.atomic import replace_file, temporary_of
-from reprise.json_value import dumps
-from reprise.regular_file import read_regular
-from reprise.storage.files import Files
+from reprise.files import Files, read_regular, replace_file, temporary_of
+from reprise.json_file import dumps
 
 _log = logging.getLogger(__name__)
 

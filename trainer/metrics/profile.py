@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from reprise.atomic import make_folders
-from reprise.storage.files import Files
+from reprise.files import Files, make_folders
 
 _log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from reprise.atomic import make_folders, replace_file
-from reprise.policy import SaveReport
-from reprise.storage.files import Files
+from reprise.files import Files, make_folders, replace_file
+from reprise.savers import SaveReport
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_file import JsonlFile, cut_after

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reprise.atomic import replace_file, temporary_of
-from reprise.regular_file import read_regular
-from reprise.storage.files import Files
+from reprise.files import Files, read_regular, replace_file, temporary_of
 
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in
 # TensorFlow's lib/io/record_writer.h. Records are copied as they are: TensorBoard's own reader computes checksums byte

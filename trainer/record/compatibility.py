@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from reprise.errors import MismatchError
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 
 _MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from trainer.config.schema import CheckpointSection
 from trainer.optim.table import SECTIONS
 from trainer.record.compatibility import Difference, Rule, Verdict, flattened

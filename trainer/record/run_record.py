@@ -13,9 +13,8 @@ from models.adapters import adapter_problems, is_adapted
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from reprise.errors import CheckpointError
-from reprise.format.json_file import Json
-from reprise.format.names import FORMAT
-from reprise.json_value import finite_number, integer
+from reprise.folder import FORMAT
+from reprise.json_file import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, OptimizerSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 
 

@@ -13,15 +13,13 @@ import torch
 
 from models import families
 from models.network import Model
-from reprise.checkpointer import Checkpointer
 from reprise.errors import TrainerError
-from reprise.format.json_file import Json
-from reprise.loading.choose import LoadSource
-from reprise.loading.restorer import Restorer
-from reprise.policy import Retention, SavePolicy
-from reprise.storage.files import Files
-from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
-from reprise.tensors.live import Grid
+from reprise.files import Files
+from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
+from reprise.json_file import Json
+from reprise.live_tensors import Grid
+from reprise.reading import LoadSource
+from reprise.savers import Checkpointer, Restorer, Retention, SavePolicy
 from trainer.config import saved, terms
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
@@ -51,8 +49,7 @@ from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
 
 if TYPE_CHECKING:
-    from reprise.local_checkpointer import LocalCheckpointer
-    from reprise.weights_checkpointer import WeightsCheckpointer
+    from reprise.savers import LocalCheckpointer, WeightsCheckpointer
 
 
 @dataclass(slots=True)
@@ -289,7 +286,7 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
     section, local = config.checkpoint, config.checkpoint.local
     if local.dir is None:
         return None
-    from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+    from reprise.savers import LocalCheckpointer, LocalPolicy
 
     saving = _save_policy(section, terms.LOCAL)
     shared, named = None if section.save is None else Path(section.save), saving.retention.named
@@ -311,7 +308,7 @@ def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsChec
     is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
     if not (section.save_weights_interval or section.save_steps or is_there):
         return None
-    from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+    from reprise.savers import WeightsCheckpointer, WeightsPolicy
 
     policy = WeightsPolicy(
         section.save_weights_interval,

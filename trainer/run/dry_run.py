@@ -20,10 +20,8 @@ from models.adapters import is_adapted, saved_tensors
 from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
-from reprise.format.box import Box, Image, image, intersect, whole
-from reprise.format.layout import Layout, TensorSpec, build_layout
-from reprise.saving.plan import Holding, pieces_of
-from reprise.tensors.live import Grid, placed_box
+from reprise.layout import Box, Holding, Image, Layout, TensorSpec, build_layout, image, intersect, pieces_of, whole
+from reprise.live_tensors import Grid, placed_box
 from trainer.compare.text_table import format_table
 from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names

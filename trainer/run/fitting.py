@@ -14,9 +14,8 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.format.box import Box
-from reprise.format.layout import Place, TensorSpec
-from reprise.tensors.live import LiveTensor
+from reprise.layout import Box, Place, TensorSpec
+from reprise.live_tensors import LiveTensor
 from trainer.config.schema import CheckpointSection, NewRows
 from trainer.run.random import fill_initial_values
 

@@ -17,9 +17,8 @@ from models.config import Stage
 from models.layers import token_loss
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.format.box import cut
-from reprise.tensors.live import Grid, local_of, with_memory
-from reprise.tensors.memory import memory_of
+from reprise.layout import cut
+from reprise.live_tensors import Grid, local_of, memory_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, Dtype

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from models.config import Initial, InitialKind
-from reprise.tensors.live import LiveTensor
+from reprise.live_tensors import LiveTensor
 
 # Rows of a tensor that are drawn together; a rank draws only the blocks that overlap its box.
 ROWS_PER_BLOCK = 64

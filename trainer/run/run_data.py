@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import xxhash
 
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
 from reprise.errors import DataError, TrainerError
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare

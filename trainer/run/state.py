@@ -13,10 +13,9 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.format.json_file import Document
-from reprise.format.layout import TensorKind, TensorSpec, build_layout
-from reprise.tensors.file_aligned import zeros_like_files
-from reprise.tensors.live import (
+from reprise.json_file import Document
+from reprise.layout import TensorKind, TensorSpec, build_layout
+from reprise.live_tensors import (
     Contents,
     Grid,
     LiveTensor,
@@ -26,6 +25,7 @@ from reprise.tensors.live import (
     live_tensors,
     local_of,
     memory_marks,
+    zeros_like_files,
 )
 from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer, stored_names

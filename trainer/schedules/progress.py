@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reprise.json_value import finite_number, integer
+from reprise.json_file import finite_number, integer
 
 
 @dataclass(frozen=True, slots=True)

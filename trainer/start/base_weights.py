@@ -9,14 +9,11 @@ from pathlib import Path
 
 from models.adapters import base_of
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format.names import ADAPTERS, MANIFEST
-from reprise.loading.choose import Chooser, LoadSource
-from reprise.loading.loader import LoadReport, check_tensors, fill
-from reprise.loading.reader import Checkpoint, read_places
-from reprise.loading.restorer import Restored
-from reprise.storage.files import Files
-from reprise.storage.patience import Patience, failed_read
-from reprise.tensors.live import LiveTensor
+from reprise.files import Files, Patience, failed_read
+from reprise.folder import ADAPTERS, MANIFEST
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Checkpoint, Chooser, LoadReport, LoadSource, check_tensors, fill, read_places
+from reprise.savers import Restored
 from trainer.config import terms
 from trainer.config.schema import CheckpointSection, Verify
 from trainer.interop.hf.folder import is_folder, open_folder, tensor_files

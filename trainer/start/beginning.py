@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from reprise.errors import TrainerError
-from reprise.storage.files import Files, cannot_write
-from reprise.storage.folder import CheckpointFolder
+from reprise.files import Files, cannot_write
+from reprise.folder import CheckpointFolder
 from trainer.config.derived import save_folder
 from trainer.config.schema import CheckpointSection
 from trainer.config.terms import SAVE

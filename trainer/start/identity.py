@@ -12,17 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.atomic import atomic_output
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
-from reprise.format import json_file
-from reprise.format import lineage as lineage_format
-from reprise.format.json_file import Json
-from reprise.format.lineage import FRESH, MEMBER, Branch, Lineage, Parent, newest, saved_lineage
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.regular_file import read_regular
-from reprise.storage.files import Files, cannot_write
-from reprise.storage.folder import CheckpointFolder
-from reprise.storage.patience import failed_read, is_damage
+from reprise.files import Files, atomic_output, cannot_write, failed_read, is_damage, read_regular
+from reprise.folder import CheckpointFolder
+from reprise.json_file import Json
+from reprise.reading import (
+    FRESH,
+    LINEAGE,
+    Branch,
+    Checkpoint,
+    Lineage,
+    Parent,
+    newest_lineage,
+    open_checkpoint,
+    saved_lineage,
+)
 from trainer.config.derived import save_folder
 from trainer.config.terms import LOCAL, RUN
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
@@ -125,7 +130,7 @@ def choose_lineage(
     if is_adopted:
         run = next(iter(runs), None)
     recorded = [lineage for lineage in (*known, *saved) if lineage.branches and lineage.run == run]
-    current = newest(recorded)
+    current = newest_lineage(recorded)
     has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
     strange = {
         host.name: lineage.run
@@ -164,7 +169,7 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
             _write(Path(run.config.run.dir), lineage)
             data = json.dumps(lineage.record()).encode()
     record: Json = json.loads(channel.broadcast("lineage/next", data))
-    run.description = {**run.description, MEMBER: record}
+    run.description = {**run.description, LINEAGE: record}
     with channel.agreed("lineage/hosts noted"):
         if run.local is not None and run.local.folders.leads:
             lineage = Lineage.from_record(record)
@@ -204,7 +209,7 @@ def _read(path: Path) -> Lineage:
         UnreadableError: if it cannot be read at the moment.
     """
     try:
-        return lineage_format.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+        return Lineage.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
     except OSError as error:
         if not is_damage(error):
             raise failed_read("The record of a run cannot be read", error, where=path) from error
@@ -230,7 +235,7 @@ def _newest_saved(folder: CheckpointFolder) -> Lineage:
 
 def _write(folder: Path, lineage: Lineage, another: str = RUN.another) -> None:
     """Write a `run.json` durably, unless it is there already. Hosts that share the folder may do so at once."""
-    path, data = folder / RUN_FILE, lineage_format.to_bytes(lineage)
+    path, data = folder / RUN_FILE, lineage.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:
             return

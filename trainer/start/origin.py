@@ -9,12 +9,9 @@ from pathlib import Path
 
 from models.adapters import is_adapted
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format.lineage import FRESH, Lineage, saved_lineage
-from reprise.loading.choose import LoadSource
-from reprise.loading.reader import open_checkpoint
-from reprise.storage.files import Files
-from reprise.storage.folder import TRACKER, CheckpointFolder, named_iteration
-from reprise.storage.patience import Patience, failed_read
+from reprise.files import Files, Patience, failed_read
+from reprise.folder import TRACKER, CheckpointFolder, named_iteration
+from reprise.reading import FRESH, Lineage, LoadSource, open_checkpoint, saved_lineage
 from trainer.config import terms
 from trainer.config.derived import save_folder
 from trainer.interop.start import WeightsKind

@@ -10,12 +10,11 @@ from pathlib import Path
 from models import families
 from models.adapters import adapter_initial_values, is_adapted
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format.layout import TensorSpec
-from reprise.loading.loader import check_tensors, fill
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
-from reprise.tensors.live import LiveTensor, local_of
+from reprise.files import Files
+from reprise.folder import CheckpointFolder
+from reprise.layout import TensorSpec
+from reprise.live_tensors import LiveTensor, local_of
+from reprise.reading import Checkpoint, check_tensors, fill, open_checkpoint, read_places
 from trainer.config.checks import batch_problems
 from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from models import families
 from models.adapters import is_adapted, model_documents
-from reprise.checkpointer import Checkpointer
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
-from reprise.format.json_file import Document
-from reprise.format.names import INTERIM, STATE
-from reprise.policy import SaveReport
+from reprise.folder import INTERIM, STATE
+from reprise.json_file import Document
+from reprise.savers import Checkpointer, SaveReport
 from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import OnNonfinite

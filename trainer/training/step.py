@@ -13,7 +13,7 @@ import torch
 from models.adapters import saved_tensors
 from models.families import aliases
 from reprise.errors import NonFiniteError
-from reprise.tensors.live import local_of
+from reprise.live_tensors import local_of
 from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import OwnTime, RankTime
 from trainer.optim import exact_sum

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from reprise import load, save
+from reprise import json_file, load, save
 from reprise.errors import TrainerError
-from reprise.format import json_file, manifest
-from reprise.format.json_file import Json
+from reprise.folder import INDEX, MANIFEST, STATE
+from reprise.format import manifest
 from reprise.format.manifest import FileEntry, Manifest, digest_of
-from reprise.format.names import INDEX, MANIFEST, STATE
+from reprise.json_file import Json
 from trainer.config.schema import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
-from reprise.format.names import FORMAT, MANIFEST, STATE
-from reprise.policy import SavePolicy
-from reprise.storage.lock import FolderLock
+from reprise.channel import single_rank_channel
+from reprise.folder import FORMAT, MANIFEST, STATE, FolderLock
+from reprise.savers import Checkpointer, SavePolicy
 from tests.fakes import lone_contents
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 

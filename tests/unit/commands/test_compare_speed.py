@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import DataError
-from reprise.policy import SaveReport
+from reprise.savers import SaveReport
 from tests.fakes import iteration_record
 from trainer.commands.compare_speed import main
 from trainer.compare.speed import Spread, measure, read_timing

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.storage.files import Files
+from reprise.files import Files
 from trainer.commands import doctor
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from reprise.loading.reader import Checkpoint
+from reprise.reading import Checkpoint
 from trainer.config.compose import compose
 from trainer.config.load_saved import own_command
 from trainer.config.saved import RUN_CONFIG

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch import device
 
-from reprise.commit.channel import single_rank_channel
+from reprise.channel import single_rank_channel
 from reprise.errors import DataError
 from tests.harness import TINY, compose
 from trainer.data.digest_file import beside, digest_of, in_cache

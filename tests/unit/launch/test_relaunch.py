@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from reprise.errors import CheckpointError
-from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder, iteration_name
+from reprise.files import Files
+from reprise.folder import CheckpointFolder, iteration_name
 from trainer.launch.relaunch import RECORD, Launch, has_committed, identify, note
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel
+from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, LaunchError
 from tests.fakes import JOIN_S, run_ranks
 from trainer.launch import watchdog as peers

@@ -17,9 +17,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from reprise.errors import TrainerError
-from reprise.json_value import dumps
-from reprise.policy import SaveReport
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.json_file import dumps
+from reprise.savers import SaveReport
 from tests.fakes import iteration_record
 from trainer.compare.read import read_curve
 from trainer.compare.speed import read_timing

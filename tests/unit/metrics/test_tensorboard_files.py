@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
-from reprise.atomic import temporary_of
-from reprise.policy import SaveReport
+from reprise.files import temporary_of
+from reprise.savers import SaveReport
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
 from trainer.metrics.tensorboard_files import _parsed, cut_events, put_before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from trainer.record.compatibility import Rule, Verdict, differences, settle
 
 TABLE = (

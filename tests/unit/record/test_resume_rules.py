@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from tests.harness import TINY, compose
 from trainer.config.derived import length_of, topology_of
 from trainer.config.schema import OptimizerName, OptimizerSection

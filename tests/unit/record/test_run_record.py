@@ -11,7 +11,7 @@ import pytest
 from models.build import build_model
 from models.config import LoraConfig
 from reprise.errors import CheckpointError
-from reprise.format.json_file import Json
+from reprise.json_file import Json
 from tests.unit.model_samples import QWEN3
 from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.optim.adamw import apply_settings, build_optimizer

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.box import Box
-from reprise.format.layout import Place, TensorKind, TensorSpec
-from reprise.tensors.live import LiveTensor
+from reprise.layout import Box, Place, TensorKind, TensorSpec
+from reprise.live_tensors import LiveTensor
 from tests.harness import compose
 from trainer.config.schema import CheckpointSection, NewRows
 from trainer.run.fitting import Fit, Fitting, fill_unstored

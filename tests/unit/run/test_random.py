@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.config import Initial, InitialKind
-from reprise.format.box import Box
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.tensors.live import LiveTensor
+from reprise.layout import Box, TensorKind, TensorSpec
+from reprise.live_tensors import LiveTensor
 from trainer.run.random import dropout_key, fill_initial_values
 
 NORMAL = Initial(InitialKind.normal, 0.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.format.lineage import FRESH, Branch, Lineage
+from reprise.reading import FRESH, Branch, Lineage
 from trainer.start.identity import HostRecord, choose_lineage
 
 A = Lineage((Branch("a", FRESH),))

@@ -11,12 +11,12 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
+from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.format import json_file
-from reprise.format.names import STATE
-from reprise.json_value import finite_number
-from reprise.loading.reader import Checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.folder import STATE
+from reprise.json_file import finite_number
+from reprise.reading import Checkpoint
 from trainer.config.schema import OptimizerSection
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from reprise.errors import CheckpointError
-from reprise.format.box import Box, intersect, relative
-from reprise.json_value import shown
-from reprise.regular_file import is_file_name
+from reprise.files import is_file_name
+from reprise.json_file import shown
+from reprise.layout import Box, intersect, relative
 from trainer.interop.dcp.metadata import read_metadata, unsound
 from trainer.interop.plain_pickle import PickleProblem
 from trainer.interop.torch_file import PlainObject, load_plain, mapped

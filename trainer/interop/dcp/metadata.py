@@ -16,10 +16,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import Box, intersect
-from reprise.json_value import shown
-from reprise.regular_file import read_regular
-from reprise.storage.patience import failed_read
+from reprise.files import failed_read, read_regular
+from reprise.json_file import shown
+from reprise.layout import Box, intersect
 from trainer.interop.plain_pickle import ForeignClass, PickleProblem, most_reads, unpickle
 
 _MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million

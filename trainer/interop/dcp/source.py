@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import json_file
-from reprise.json_value import shown, step_count
+from reprise.json_file import shown, step_count
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, of_optimizer, possessive

@@ -21,7 +21,7 @@ from torch.futures import Future
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError, TrainerError
-from reprise.storage.files import Files
+from reprise.files import Files
 
 _FILE_BYTES = 256 << 20
 

@@ -19,7 +19,7 @@ from math import prod
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import shown, step_count
+from reprise.json_file import shown, step_count
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
 from trainer.interop.torch_file import is_plain

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import shown
-from reprise.loading.choose import no_folder
-from reprise.regular_file import is_file_name
+from reprise.files import is_file_name
+from reprise.json_file import shown
+from reprise.reading import no_folder
 from trainer.interop.torch_file import open_torch_file
 
 Table = Mapping[Any, Any]

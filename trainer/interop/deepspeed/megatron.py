@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import integer, shown
+from reprise.json_file import integer, shown
 from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, check_complete, take
 from trainer.interop.formats import ImportOptions

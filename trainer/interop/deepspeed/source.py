@@ -11,9 +11,9 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
+from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.format import json_file
-from reprise.json_value import shown
+from reprise.json_file import shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take

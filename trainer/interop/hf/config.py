@@ -8,8 +8,7 @@ from dataclasses import asdict
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.format.json_file import Json
-from reprise.json_value import shown
+from reprise.json_file import Json, shown
 
 # Fields that affect neither the tensors nor the result: a difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.adapters import model_documents
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import json_file
-from reprise.format.json_file import Json
-from reprise.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
-from reprise.format.names import INDEX
-from reprise.loading.reader import Checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.folder import INDEX
+from reprise.json_file import Json
+from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index
+from reprise.reading import Checkpoint
 from trainer.data.text import read_tokenizer
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places

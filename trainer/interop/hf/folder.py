@@ -11,15 +11,13 @@ import torch
 
 from models import families
 from models.config import ModelConfig, StoredTensor
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import json_file
-from reprise.format import safetensors_file as header
-from reprise.format.layout import Place, TensorKind
-from reprise.format.names import INDEX, MANIFEST
-from reprise.json_value import shown
-from reprise.loading.reader import open_tensor_file, read_header
-from reprise.storage.files import Files
-from reprise.storage.folder import is_iteration_name
+from reprise.files import Files
+from reprise.folder import INDEX, MANIFEST, is_iteration_name
+from reprise.json_file import shown
+from reprise.layout import Place, TensorKind
+from reprise.reading import header_places, open_tensor_file, read_header
 from trainer.interop.hf.config import read_model, require_layers
 
 CONFIG = "config.json"
@@ -200,6 +198,4 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
         raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
     with open_tensor_file(files, path) as file:
         data = read_header(file, size, where=root / name)
-    table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
-    specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)
-    return [Place(spec, name, 8 + length + offset) for spec, offset in specs]
+    return header_places(data, name, TensorKind.MODEL, size, where=root / name)

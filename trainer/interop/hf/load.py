@@ -11,13 +11,9 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.format.box import Box, in_bytes, whole
-from reprise.format.layout import Place
-from reprise.loading.gather import Gatherer
-from reprise.loading.loader import LoadReport
-from reprise.loading.reader import open_tensor_file
-from reprise.loading.target import Target
-from reprise.tensors.live import LiveTensor
+from reprise.layout import Box, Place, in_bytes, whole
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Gatherer, LoadReport, Target, open_tensor_file
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import ITEMS, read_floats
 from trainer.interop.hf.folder import HfFolder

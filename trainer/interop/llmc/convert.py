@@ -11,8 +11,8 @@ from tqdm import tqdm
 from models import families
 from models.config import ModelConfig
 from reprise.errors import ConfigError, MismatchError
-from reprise.loading.reader import Checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import Checkpoint
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.llmc.contents import FAMILIES, HEADER_BYTES, VERSIONS, LlmcTensor
 from trainer.interop.llmc.file import HEADER, open_file, read_whole

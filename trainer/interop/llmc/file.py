@@ -13,8 +13,8 @@ import torch
 from models.config import ModelConfig
 from models.families import problems as model_problems
 from reprise.errors import CheckpointError
-from reprise.loading.reader import open_tensor_file
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.reading import open_tensor_file
 from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
 
 HEADER = struct.Struct("<256i")

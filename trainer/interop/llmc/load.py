@@ -9,13 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from reprise.format.box import Box, in_bytes
-from reprise.format.layout import Place, TensorKind, TensorSpec
-from reprise.loading.gather import Gatherer
-from reprise.loading.loader import LoadReport
-from reprise.loading.reader import open_tensor_file
-from reprise.loading.target import Target
-from reprise.tensors.live import LiveTensor
+from reprise.layout import Box, Place, TensorKind, TensorSpec, in_bytes
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Gatherer, LoadReport, Target, open_tensor_file
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import read_floats
 from trainer.interop.llmc.contents import LlmcForm, LlmcTensor

@@ -14,7 +14,7 @@ from typing import Any
 from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from reprise.errors import MismatchError
-from reprise.json_value import finite_number, integer, shown
+from reprise.json_file import finite_number, integer, shown
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
 from trainer.interop.megatron.names import Correspondence, correspondences

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
+from reprise import json_file
 from reprise.errors import ConfigError, MismatchError
-from reprise.format import json_file
-from reprise.format.names import STATE
-from reprise.loading.reader import Checkpoint
-from reprise.storage.files import Files
+from reprise.files import Files
+from reprise.folder import STATE
+from reprise.reading import Checkpoint
 from trainer.config.schema import OptimizerSection
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder

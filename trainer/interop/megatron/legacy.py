@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import integer, shown
+from reprise.json_file import integer, shown
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate

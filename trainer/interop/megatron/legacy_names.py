@@ -15,7 +15,7 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import shown
+from reprise.json_file import shown
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.torch_file import is_plain
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_value import shown, step_count
+from reprise.json_file import shown, step_count
 from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.megatron.state import MOMENTS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import json_file
-from reprise.json_value import shown
+from reprise.json_file import shown
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
 _BACKEND = "sharded_backend"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.loading.choose import no_folder
+from reprise.reading import no_folder
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER

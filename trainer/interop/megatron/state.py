@@ -14,7 +14,7 @@ import xxhash
 
 from models.families import stored_tensors
 from reprise.errors import CheckpointError
-from reprise.json_value import shown
+from reprise.json_file import shown
 from trainer.interop.finite import require_finite
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor, by_our_name, is_norm

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import json_file
-from reprise.json_value import integer, shown, step_count
+from reprise.json_file import integer, shown, step_count
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
-from reprise.format import lineage as lineage_format
 from reprise.format.host_file import HostFile
-from reprise.format.json_file import Json
-from reprise.format.lineage import FRESH, MEMBER, Branch, Lineage, Parent, newest, saved_lineage
+from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.json_file import Json
 from reprise.local.survey import candidates
 
 A = Lineage((Branch("a", FRESH),))
@@ -51,14 +50,14 @@ def test_a_start_that_leaves_nothing_newer_begins_no_branch() -> None:
 
 
 def test_the_lineage_with_the_most_rewinds_is_the_newest() -> None:
-    assert newest([A, C, B]) == C
-    assert newest([]) == Lineage()
+    assert newest_lineage([A, C, B]) == C
+    assert newest_lineage([]) == Lineage()
 
 
 @pytest.mark.parametrize("lineage", [A, C, Lineage(A.branches, Parent("x", 7)), Lineage(A.branches, Parent(None, 0))])
 def test_a_record_is_read_as_it_was_written(lineage: Lineage) -> None:
-    assert lineage_format.from_bytes(lineage_format.to_bytes(lineage), where="run.json") == lineage
-    assert saved_lineage({MEMBER: lineage.record()}, where="state") == lineage
+    assert Lineage.from_bytes(lineage.to_bytes(), where="run.json") == lineage
+    assert saved_lineage({LINEAGE: lineage.record()}, where="state") == lineage
     assert saved_lineage({"iteration": 3}, where="state") == Lineage()
 
 
@@ -80,7 +79,7 @@ def test_a_record_is_read_as_it_was_written(lineage: Lineage) -> None:
 )
 def test_a_malformed_record_is_refused(record: Json) -> None:
     with pytest.raises(CheckpointError, match="A state file has no lineage of its run"):
-        saved_lineage({MEMBER: record}, where="state")
+        saved_lineage({LINEAGE: record}, where="state")
 
 
 PIECES, HOSTS = frozenset(range(3)), range(3)

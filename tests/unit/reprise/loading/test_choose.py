@@ -12,7 +12,7 @@ from reprise import load, save
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format.lineage import FRESH, MEMBER, Branch, Lineage
+from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms
 from reprise.policy import SavePolicy
@@ -117,7 +117,7 @@ def test_a_reason_of_several_checkpoints_is_given_once(tmp_path: Path, caplog: p
 
 def save_of(folder: Path, iteration: int, lineage: Lineage) -> None:
     """Save an iteration of a run with this lineage."""
-    state = {STATE: {"format": FORMAT, "iteration": iteration, MEMBER: lineage.record()}}
+    state = {STATE: {"format": FORMAT, "iteration": iteration, LINEAGE: lineage.record()}}
     saver = Checkpointer(SavePolicy(folder), single_rank_channel(), nonce=f"n{iteration}")
     saver.start()
     saver.save(iteration, lone_contents({"w": torch.ones(3)}, state))

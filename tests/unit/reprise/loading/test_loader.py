@@ -21,10 +21,10 @@ from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
-from reprise.format.json_file import Json
 from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
+from reprise.json_file import Json
 from reprise.loading import loader
 from reprise.loading.choose import LoadSource
 from reprise.loading.loader import LoadReport, check_tensors, fill

@@ -14,8 +14,8 @@ import torch
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.json_file import Json
 from reprise.format.names import FORMAT, STATE
+from reprise.json_file import Json
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer

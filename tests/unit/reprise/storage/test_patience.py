@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from reprise import json_file
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import UnreadableError
-from reprise.format import json_file
 from reprise.format.names import MANIFEST, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer

@@ -1,0 +1,41 @@
+"""The tensors of a model and an optimizer in this process: their names, their shards, their memory."""
+
+from reprise.tensors.arena import map_memory
+from reprise.tensors.file_aligned import zeros_like_files
+from reprise.tensors.live import (
+    Contents,
+    Grid,
+    LiveTensor,
+    Marks,
+    Stored,
+    free_gathered_parameters,
+    is_dtensor,
+    is_fsdp_module,
+    live_tensors,
+    local_of,
+    memory_marks,
+    parameter_names,
+    placed_box,
+    with_memory,
+)
+from reprise.tensors.memory import memory_of
+
+__all__ = [
+    "Contents",
+    "Grid",
+    "LiveTensor",
+    "Marks",
+    "Stored",
+    "free_gathered_parameters",
+    "is_dtensor",
+    "is_fsdp_module",
+    "live_tensors",
+    "local_of",
+    "map_memory",
+    "memory_marks",
+    "memory_of",
+    "parameter_names",
+    "placed_box",
+    "with_memory",
+    "zeros_like_files",
+]

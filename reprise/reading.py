@@ -1,0 +1,53 @@
+"""Opens checkpoints, chooses the one to load, and reads tensors and files from it."""
+
+from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.format.safetensors_file import header_places
+from reprise.loading.accessories import find_accessory
+from reprise.loading.choose import Chooser, LoadSource, LoadTerms, committed_in, no_folder
+from reprise.loading.gather import Gatherer
+from reprise.loading.loader import LoadReport, check_tensors, fill
+from reprise.loading.reader import (
+    Checkpoint,
+    OpenFile,
+    open_checkpoint,
+    open_tensor_file,
+    read_file,
+    read_header,
+    read_places,
+)
+from reprise.loading.replicas import check_replicas
+from reprise.loading.target import Target
+from reprise.loading.verify import verify_share
+from reprise.storage.progress_line import ProgressLine
+
+__all__ = [
+    "FRESH",
+    "LINEAGE",
+    "Branch",
+    "Checkpoint",
+    "Chooser",
+    "Gatherer",
+    "Lineage",
+    "LoadReport",
+    "LoadSource",
+    "LoadTerms",
+    "OpenFile",
+    "Parent",
+    "ProgressLine",
+    "Target",
+    "check_replicas",
+    "check_tensors",
+    "committed_in",
+    "fill",
+    "find_accessory",
+    "header_places",
+    "newest_lineage",
+    "no_folder",
+    "open_checkpoint",
+    "open_tensor_file",
+    "read_file",
+    "read_header",
+    "read_places",
+    "saved_lineage",
+    "verify_share",
+]
