@@ -14,7 +14,7 @@ _ITEMS = 1 << 20  # looked at at once
 
 
 class FiniteCheck:
-    """Counts the non-finite numbers of one tensor, or of a part of it, given part by part in C order."""
+    """Counts the non-finite numbers of a tensor, or of a part of it, given part by part in C order."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -29,6 +29,6 @@ def read_floats(
         gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
         values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).numpy()
         at = 0
-        for found in extent(box.shape, lo, hi):
-            yield absolute(found, box), values[at : at + found.numel].reshape(found.shape)
-            at += found.numel
+        for piece in extent(box.shape, lo, hi):
+            yield absolute(piece, box), values[at : at + piece.numel].reshape(piece.shape)
+            at += piece.numel

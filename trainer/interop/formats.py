@@ -1,4 +1,4 @@
-"""The interface of a format that can be converted. `table.py` lists the formats."""
+"""The interface of a format to convert. `table.py` lists the formats."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ImportOptions:
     """Command-line options of an import.
 
     Args:
-        config: configuration of the run that will continue; its model is the expected one.
+        config: configuration of the run to continue; its model is the expected model.
         trusts_pickle: whether files may be unpickled, which can run code.
         weights_only: whether the optimizer's state is left out.
-        optimizer_names: the optimizer's parameter names in its order, for formats that keep them by number.
-        overrides: the command-line overrides that `config` was composed of.
+        optimizer_names: the optimizer's parameter names in its order, for formats with numbers in their place.
+        overrides: the command-line overrides in `config`.
         from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
     """
 
@@ -35,16 +35,16 @@ class ImportOptions:
     from_rank0: bool = False
 
 
-def require_moments(signs: Sequence[str], asked: ImportOptions, *, where: object) -> None:
-    """Refuse to import weights alone from a checkpoint that was saved with moments, unless they alone are wanted.
+def require_moments(signs: Sequence[str], options: ImportOptions, *, where: object) -> None:
+    """Refuse to import weights alone from a checkpoint saved with moments, unless `weights_only` is set.
 
     Args:
-        signs: what says that there were moments; nothing if the checkpoint was saved without.
+        signs: evidence of moments at the save; empty if the checkpoint was saved without.
 
     Raises:
         MismatchError: naming the signs.
     """
-    if signs and not asked.weights_only:
+    if signs and not options.weights_only:
         raise MismatchError(
             "The optimizer's moments of a checkpoint are not there, and a run would begin again without them",
             where=where,
@@ -77,12 +77,12 @@ class Format:
         summary: a short description.
         read: opens a path for import; None if the format is export only.
         write: writes a checkpoint of ours to a new path; None if the format is import only.
-        names_model: whether the format describes the model, so that no override needs to.
-        completes_model: whether it takes what its files leave open from the configured model, so that a group
-            `model=NAME` is not what has to be found.
-        merges: whether adapters can be merged with their base, so that `ExportOptions.merge` applies.
-        numbers_moments: whether moments may be kept by number, so that `ImportOptions.optimizer_names` applies.
-        has_copies: whether several ranks may keep copies of a tensor, so that `ImportOptions.from_rank0` applies.
+        names_model: whether the format describes the model, and no override needs to.
+        completes_model: whether it takes what its files leave open from the configured model, so a group `model=NAME`
+            need not equal the stored model.
+        merges: whether adapters can be merged with their base: `ExportOptions.merge` applies.
+        numbers_moments: whether moments may be kept by number: `ImportOptions.optimizer_names` applies.
+        has_copies: whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
     summary: str

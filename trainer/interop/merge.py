@@ -30,24 +30,24 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     """Return the weights of a base with the adapters of a checkpoint added to them.
 
     Args:
-        base: a run, a checkpoint, one iteration, a model folder of transformers or a weight file of llm.c.
+        base: a run, a checkpoint, an iteration, a model folder of transformers or a weight file of llm.c.
 
     Raises:
-        MismatchError: if there are no adapters, or it is not the base that they were trained on.
-        CheckpointError: if one of the two is damaged.
+        MismatchError: if there are no adapters, or they were trained on another base.
+        CheckpointError: if either is damaged.
     """
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
     adapters, expected = adapters_of(checkpoint), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
         raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
-    weights, found = _open_base(base, adapters.model, expected.get("xxh3_64"))
-    if found != dict(expected):
+    weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"))
+    if identity != dict(expected):
         raise MismatchError(
             "The adapters were trained on another base",
             where=base,
             expected=f"{expected.get('format')}, digest {expected.get('xxh3_64')}",
-            found=f"{found['format']}, digest {found['xxh3_64']}",
+            found=f"{identity['format']}, digest {identity['xxh3_64']}",
             fix="Name the weights that the run of these adapters named.",
         )
     model, modules = adapters.model, frozenset(adapted_modules(adapters.model))
@@ -67,7 +67,7 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
 
 
 def check_adapters(checkpoint: Checkpoint) -> None:
-    """Read the adapters of a checkpoint, if it has any, so that later only their base can be damaged.
+    """Read the adapters of a checkpoint, if any: later damage is then of their base.
 
     Raises:
         CheckpointError: naming the damage.
@@ -81,7 +81,7 @@ def _open_base(path: Path, model: ModelConfig, digest: object) -> tuple[StateSou
     """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it.
 
     Args:
-        digest: of the base that they were trained on; of a run, the iteration that has it is the base.
+        digest: of the base of their training; of a run, the base is the iteration with this digest.
     """
     plain, files = base_of(model), Files()
     if path.is_file():
@@ -97,6 +97,6 @@ def _open_base(path: Path, model: ModelConfig, digest: object) -> tuple[StateSou
         identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=lambda n: read_whole(folder, places[n])), identity
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
-    same = (found for found in chooser.openable() if found.digest == digest)
+    same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

@@ -59,14 +59,14 @@ class _Saved:
     state: Table = field(default_factory=dict)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in our orientation; biases that the model lacks are zero, with zero moments and step 0."""
-        key, _, rest = name.partition(".")
+        """Return a tensor in our orientation; missing biases are zero, with zero moments and step 0."""
+        key, _, parameter = name.partition(".")
         if key != _STEP and key not in _MOMENTS:
             return self._turned(name, self.weights.get(name))
-        if rest not in self.weights:
-            return torch.zeros(() if key == _STEP else stored_tensors(self.model)[rest].shape)
-        entry = self.state[self.numbers[rest]]
-        return torch.tensor(_steps(entry, self.path)) if key == _STEP else self._turned(rest, entry[key])
+        if parameter not in self.weights:
+            return torch.zeros(() if key == _STEP else stored_tensors(self.model)[parameter].shape)
+        entry = self.state[self.numbers[parameter]]
+        return torch.tensor(_steps(entry, self.path)) if key == _STEP else self._turned(parameter, entry[key])
 
     def _turned(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
         if tensor is None:
@@ -74,18 +74,18 @@ class _Saved:
         return tensor.T if name.endswith(_TRANSPOSED) else tensor
 
 
-def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a `ckpt.pt`, or the folder that has it.
+def read_source(path: Path, options: ImportOptions) -> StateSource:
+    """Open a `ckpt.pt`, or its folder.
 
-    The tensors are mapped; beyond that at most one is in memory. A model without biases gets biases of zero, which a
-    run trains unless `train.freeze` names them.
+    The tensors are mapped; beyond the map, at most one is in memory. A model without biases gets biases of zero, which
+    a run trains unless `train.freeze` names them.
 
     Raises:
-        ConfigError: if pickles are not trusted: the file is one, although no code in it is run.
+        ConfigError: if pickles are not trusted: the file is a pickle, although no code in it is run.
         CheckpointError: if the file is missing or damaged.
-        MismatchError: if it holds another model than nanoGPT's, or moments that cannot be assigned with certainty.
+        MismatchError: if the model is not nanoGPT's, or its moments cannot be assigned with certainty.
     """
-    if not asked.trusts_pickle:
+    if not options.trusts_pickle:
         raise ConfigError(
             "nanoGPT's file is a pickle",
             where=path,
@@ -96,40 +96,40 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
     weights = _weights(_table(table, "model", file), file)
     model = _model(_table(table, "model_args", file), weights, where=file)
     _check_model(weights, model, where=file)
-    groups = _groups(table, file) if "optimizer" in table or not asked.weights_only else []
+    groups = _groups(table, file) if "optimizer" in table or not options.weights_only else []
     order, is_sorted = _order(groups, [name for name in stored_tensors(model) if name in weights], weights)
     if is_sorted:
         model = replace(model, activation=Activation.gelu_tanh)
     saved = _Saved(file, model, weights)
-    if not asked.weights_only:
+    if not options.weights_only:
         if order is None:
             raise _of_no_order(groups, weights, file)
         numbers = {name: number for number, name in enumerate(order)}
         saved = replace(saved, numbers=numbers, state=_table(table["optimizer"], "state", file))
         _check_moments(saved)
-    _tell(saved, table, groups, asked, is_sorted=is_sorted)
-    iteration = 0 if asked.weights_only else _iteration(table, file)
-    return StateSource(model, iteration, has_optimizer=not asked.weights_only, read=saved.read)
+    _log_choices(saved, table, groups, options, is_sorted=is_sorted)
+    iteration = 0 if options.weights_only else _iteration(table, file)
+    return StateSource(model, iteration, has_optimizer=not options.weights_only, read=saved.read)
 
 
 def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
     """Return the weights in the file's order by name, without compilation's prefix, masks and a tied output."""
-    found = {str(name).removeprefix(_COMPILED): tensor for name, tensor in module.items()}
-    found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
-    if odd := [name for name, tensor in found.items() if not is_plain(tensor)]:
-        raise CheckpointError("A weight is no dense tensor of floating point", where=where, found=", ".join(odd))
+    weights = {str(name).removeprefix(_COMPILED): tensor for name, tensor in module.items()}
+    weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
+    if malformed := [name for name, tensor in weights.items() if not is_plain(tensor)]:
+        raise CheckpointError("A weight is no dense tensor of floating point", where=where, found=", ".join(malformed))
     for name in (_EMBEDDING, _POSITIONS):
-        if name not in found or found[name].dim() != 2:
+        if name not in weights or weights[name].dim() != 2:
             raise MismatchError(
                 "The file holds no model of nanoGPT",
                 where=where,
                 expected=f"a matrix {name}",
-                found=", ".join(list(found)[:_MOST_NAMED]),
+                found=", ".join(list(weights)[:_MOST_NAMED]),
             )
-    output = found.get(OUTPUT)
-    if output is not None and torch.equal(output, found[_EMBEDDING]):
-        del found[OUTPUT]
-    return found
+    output = weights.get(OUTPUT)
+    if output is not None and torch.equal(output, weights[_EMBEDDING]):
+        del weights[OUTPUT]
+    return weights
 
 
 def _groups(table: Table, where: Path) -> list[Table]:
@@ -148,7 +148,7 @@ def _groups(table: Table, where: Path) -> list[Table]:
 def _order(
     groups: Sequence[Table], names: Sequence[str], weights: Mapping[str, torch.Tensor]
 ) -> tuple[list[str] | None, bool]:
-    """Return the optimizer's parameters in its order, None if it is not known, and whether that is the older order.
+    """Return the optimizer's parameters in its order, None if unknown, and whether the order is the older.
 
     Until 6 May 2023 the names were sorted, and embeddings did not decay; an untied output layer did.
 
@@ -178,7 +178,7 @@ def _of_no_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], w
 
 
 def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path) -> ModelConfig:
-    """Return the model: sizes are those of the tensors, which `model_args` must not contradict."""
+    """Return the model, with the sizes of the tensors; `model_args` must not contradict them."""
     if unknown := sorted(set(map(str, arguments)) - _ARGUMENTS):
         raise MismatchError(
             "The model has settings that nanoGPT's own does not have",
@@ -191,23 +191,25 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
     layers = {match[1] for name in weights if (match := _LAYER.match(name))}
     has_bias = any(name.endswith(".bias") for name in weights)
     positions = len(weights[_POSITIONS])
-    sizes = {"n_layer": len(layers), "n_embd": width, "block_size": positions, "vocab_size": vocab_size}
-    found = {**sizes, "bias": has_bias}
-    given = {name: arguments[name] for name in found if arguments.get(name) is not None}
-    odd = [
-        f"{name}={shown(value)}, the tensors have {found[name]}"
-        for name, value in given.items()
-        if not isinstance(value, int) or value != found[name]
+    tensor_sizes = {"n_layer": len(layers), "n_embd": width, "block_size": positions, "vocab_size": vocab_size}
+    sizes = {**tensor_sizes, "bias": has_bias}
+    stated = {name: arguments[name] for name in sizes if arguments.get(name) is not None}
+    contradictions = [
+        f"{name}={shown(value)}, the tensors have {sizes[name]}"
+        for name, value in stated.items()
+        if not isinstance(value, int) or value != sizes[name]
     ]
     try:
         heads = integer(arguments.get("n_head"))
     except ValueError:
         heads = 0
-    if odd or heads < 1 or width % heads:
-        odd += (
+    if contradictions or heads < 1 or width % heads:
+        contradictions += (
             [] if heads >= 1 and not width % heads else [f"n_head={shown(arguments.get('n_head'))} of n_embd={width}"]
         )
-        raise CheckpointError("model_args and the tensors are of two models", where=where, found="; ".join(odd))
+        raise CheckpointError(
+            "model_args and the tensors are of two models", where=where, found="; ".join(contradictions)
+        )
     dropout = arguments.get("dropout", 0.0)
     end = _END_OF_TEXT if vocab_size > _END_OF_TEXT else vocab_size - 1
     return ModelConfig(
@@ -228,14 +230,14 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
 
 
 def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, where: Path) -> None:
-    """Refuse tensors that are missing, unexpected or of another shape; a model may lack all its biases."""
+    """Refuse missing or unexpected tensors, and other shapes; a model may lack all its biases."""
     expected = stored_tensors(model)
     has_bias = any(name.endswith(".bias") for name in weights)
     problems = [f"missing: {n}" for n in expected if n not in weights and (has_bias or not n.endswith(".bias"))]
     problems += [f"not of the model: {name}" for name in weights if name not in expected]
     for name, tensor in weights.items():
-        theirs = tuple(reversed(tensor.shape)) if name.endswith(_TRANSPOSED) else tuple(tensor.shape)
-        if name in expected and theirs != expected[name].shape:
+        shape = tuple(reversed(tensor.shape)) if name.endswith(_TRANSPOSED) else tuple(tensor.shape)
+        if name in expected and shape != expected[name].shape:
             problems.append(f"{name}: shape {list(tensor.shape)}")
     if problems:
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
@@ -289,29 +291,31 @@ def _iteration(table: Table, where: Path) -> int:
 
 
 def _table(table: Table, key: str, where: Path) -> Table:
-    found = table.get(key)
-    if not isinstance(found, Mapping):
+    value = table.get(key)
+    if not isinstance(value, Mapping):
         raise CheckpointError(
             "The file is not one of nanoGPT's",
             where=where,
             expected=f"the dictionary {key}",
             found=", ".join(map(str, list(table)[:_MOST_NAMED])),
         )
-    return found
+    return value
 
 
-def _damaged(where: Path, key: str, found: str) -> CheckpointError:
-    return CheckpointError("An entry of nanoGPT's file makes no sense", where=f"{where}, {key}", found=found)
+def _damaged(where: Path, key: str, actual: str) -> CheckpointError:
+    return CheckpointError("An entry of nanoGPT's file makes no sense", where=f"{where}, {key}", found=actual)
 
 
-def _tell(saved: _Saved, table: Table, groups: Sequence[Table], asked: ImportOptions, *, is_sorted: bool) -> None:
-    """Log the choices that the file does not settle, and the part of it that is not carried over."""
+def _log_choices(
+    saved: _Saved, table: Table, groups: Sequence[Table], options: ImportOptions, *, is_sorted: bool
+) -> None:
+    """Log the choices left open by the file, and its part not carried over."""
     since = "sorted names, before May 2023" if is_sorted else "since May 2023"
     _log.info(f"{saved.path}: model.activation={saved.model.activation.value}, that of nanoGPT's version ({since})")
     if is_sorted:
         _log.warning("that version decayed no embeddings; a run decays them, unless optimizer.weight_decay=0")
     lacking = {name for name in stored_tensors(saved.model) if name not in saved.weights}
-    lacking -= frozen_names(saved.model, asked.config.train.freeze)
+    lacking -= frozen_names(saved.model, options.config.train.freeze)
     if lacking:
         _log.warning(
             f"the model has no biases: {len(lacking)} are zero, and a run trains them; "

@@ -1,4 +1,4 @@
-"""Opens the model of a run, a checkpoint or a transformers folder, unsharded on one device, for inference."""
+"""Opens the model of a run, a checkpoint or a transformers folder, unsharded on a single device, for inference."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from trainer.interop.source import of_checkpoint
 
 
 def open_model(path: Path, device: torch.device, base: Path | None = None) -> tuple[Model, Path]:
-    """Return a model in float32, and the folder it was read from.
+    """Return a model in float32, and its folder.
 
     Args:
-        path: a run's folder or its checkpoint folder, for the newest valid checkpoint; one iteration; or a folder
+        path: a run's folder or its checkpoint folder, for the newest valid checkpoint; an iteration; or a folder
             written by transformers' `save_pretrained`.
-        base: the weights beneath the adapters of that checkpoint, which are added to them; None where it holds a whole
-            model.
+        base: the weights beneath the adapters of the checkpoint, which are added to them; None for a complete model.
 
     Raises:
-        TrainerError: if there is none, it is damaged, or its family is not supported.
+        TrainerError: if there is no model, it is damaged, or its family is not supported.
     """
     files = Files()
     if is_folder(path):

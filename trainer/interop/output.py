@@ -1,4 +1,4 @@
-"""Writes a state as a checkpoint of ours, equal to one that a run of one process would have saved."""
+"""Writes a state as our checkpoint, equal to the save of a run with a single process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
-    """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would; return its path.
+    """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
 
-    Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile, as
-    by a run.
+    Tensors become float32 one by one; NaN and infinity are refused. The folder is locked meanwhile, as by a run.
 
     Args:
-        config: configuration of the run that will continue; its parallel layout is ignored.
+        config: configuration of the run to continue; its parallel layout is ignored.
         consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
             iteration.
 
@@ -87,22 +86,22 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
 
 def _check(config: Config) -> None:
     """Refuse a configuration with which no checkpoint can be written. Training keys are validated by the run."""
-    found = model_problems(config.model)
+    problems = model_problems(config.model)
     values = {
         "train.seq_length": config.train.seq_length,
         "train.global_batch_size": config.train.global_batch_size,
         "checkpoint.file_bytes": config.checkpoint.file_bytes,
     }
-    found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
-    found += data_problems(config.data)
+    problems += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    problems += data_problems(config.data)
     try:
         batch_schedule_of(config.train)
     except ValueError as error:
-        found.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
+        problems.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
     if is_adapted(config.model):
-        found.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
-    if found:
-        raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(found))
+        problems.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
+    if problems:
+        raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(problems))
 
 
 def _trainable(config: Config) -> TrainSection:
@@ -132,17 +131,17 @@ def _write(
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
+        pieces = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        found = finish.json_files(attempt, [written], documents=documents, aliases=aliases)
-        finish.prepare(attempt, found, lock=lock)
+        json_files = finish.json_files(attempt, [pieces], documents=documents, aliases=aliases)
+        finish.prepare(attempt, json_files, lock=lock)
         finish.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
 
 
 def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
-    """Return the source's `read` with a check that refuses NaN and infinity."""
+    """Return the source's `read` with a refusal of NaN and infinity."""
 
     def read(name: str) -> torch.Tensor:
         tensor = source.read(name)
@@ -154,10 +153,10 @@ def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
 
 def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
     schedule, description = describe_alone(config)
-    theirs = run_record.model_record(source.model)
-    found = differences({"model": theirs}, {"model": description["model"]}, resume_rules.rules_for(_MODEL_ALONE))
+    model = run_record.model_record(source.model)
+    differing = differences({"model": model}, {"model": description["model"]}, resume_rules.rules_for(_MODEL_ALONE))
     try:
-        settle(found, flags=set(), where="the source")
+        settle(differing, flags=set(), where="the source")
     except MismatchError as error:
         raise MismatchError(
             "The source holds another model than the one configured",

@@ -1,4 +1,4 @@
-"""The command-line overrides that configure a given model."""
+"""The command-line overrides to configure a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.record.run_record import model_record
 _SCALED_GROUPS = {Family.llama3: "llama3_1b"}
 
 
-def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
-    """Return overrides that configure `model`, to stand before `others`; none if those choose a model themselves."""
-    if any(override.startswith("model=") for override in others):
+def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
+    """Return overrides to configure `model`, to stand before `overrides`; none if those choose a model themselves."""
+    if any(override.startswith("model=") for override in overrides):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}
     group = f"{model.family.value}_tiny" if model.rope_scaling is None else _SCALED_GROUPS[model.family]

@@ -1,7 +1,7 @@
-"""Reads pickles of other programs, bounded by their size. Nothing that they name is imported or called.
+"""Reads pickles of other programs, bounded by their size. Nothing named in them is imported or called.
 
-It is Python's own unpickler written in Python: the one in C allocates memory for any number of values that a damaged
-file names. A reader states which names it admits and what stands for each.
+It is Python's own unpickler written in Python: the unpickler in C allocates memory for any number of values in a
+damaged file. A reader states the names it admits and a placeholder for each.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _REFUSED = (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickl
 
 
 class PickleProblem(ValueError):
-    """A pickle that is damaged, or that states more than its size can hold."""
+    """A damaged pickle, or a pickle of more than its size can hold."""
 
 
 class ForeignClass(PickleProblem):
-    """A class that is not admitted."""
+    """A class not admitted."""
 
 
 def most_reads(total_bytes: int) -> int:
-    """Return how many parts of a pickle are read at most.
+    """Return the maximum number of parts of a pickle to read.
 
     Args:
-        total_bytes: the size of the file that the pickle is in, or of all files that it describes.
+        total_bytes: the size of the pickle's file, or of all files described by it.
     """
     return _LEAST_READS + total_bytes // _BYTES_OF_A_READ
 
@@ -51,9 +51,9 @@ def unpickle(
     """Return the value in a pickle.
 
     Args:
-        find: returns what stands for a class or a function, by module and name. Raises `ForeignClass`.
-        most: the parts that are read at most.
-        persistent: returns what stands for a value that is stored elsewhere.
+        find: returns the substitute of a class or a function, by module and name. Raises `ForeignClass`.
+        most: the maximum number of parts to read.
+        persistent: returns the substitute of a value stored elsewhere.
         is_key: whether a value, other than a number, a string or a flat tuple of them, may be a key of a dictionary.
 
     Raises:
@@ -84,9 +84,9 @@ def unpickle(
 
 
 def require_tree(value: object, children: Callable[[object], Iterable[object] | None], *, most: int) -> None:
-    """Refuse a value that is in itself, nests deeply, or has so many parts that no walk through it comes to its end.
+    """Refuse a value inside itself, deep nesting, or too many parts for any walk to end.
 
-    A pickle names a value that occurs twice by its number, so a few bytes can double a value again and again.
+    A pickle refers to a repeated value by its number, so a few bytes can double a value again and again.
 
     Args:
         children: returns the parts of a value; None if it has none.
@@ -101,25 +101,25 @@ def require_tree(value: object, children: Callable[[object], Iterable[object] | 
 
     stack: list[tuple[object, list[object] | None]] = [(value, None)]
     while stack:
-        one, parts = stack.pop()
+        item, parts = stack.pop()
         if parts is not None:
-            sizes[id(one)] = size = 1 + sum(map(size_of, parts))
-            inside.discard(id(one))
+            sizes[id(item)] = size = 1 + sum(map(size_of, parts))
+            inside.discard(id(item))
             if size > most:
                 raise PickleProblem(f"values within values, more than {most} in all")
-        elif id(one) in inside:
+        elif id(item) in inside:
             raise PickleProblem("a value that is in itself")
-        elif id(one) not in sizes and (below := children(one)) is not None:
-            inside.add(id(one))
+        elif id(item) not in sizes and (below := children(item)) is not None:
+            inside.add(id(item))
             if len(inside) > _MOST_DEPTH:
                 raise PickleProblem(f"values nested deeper than {_MOST_DEPTH} levels")
-            kept = list(below)
-            stack.append((one, kept))
-            stack += ((part, None) for part in kept if children(part) is not None)
+            members = list(below)
+            stack.append((item, members))
+            stack += ((part, None) for part in members if children(part) is not None)
 
 
 def check_keys(keys: Iterable[object], is_key: Callable[[object], bool]) -> None:
-    """Refuse keys whose hash may take any time, as that of tuples within tuples.
+    """Refuse keys whose hash may take any time, as tuples within tuples do.
 
     Raises:
         PickleProblem: for such a key.
@@ -171,11 +171,11 @@ class _Unpickler(pickle._Unpickler):
         self.stack.append(int.from_bytes(self.read(count), "little", signed=True))  # type: ignore[attr-defined]
 
     def _load_build(self) -> None:
-        """Set the attributes of a value, and never those of a class or a tensor: they would outlast the read."""
+        """Set the attributes of a value, never of a class or a tensor: they would outlast the read."""
         target = self.stack[-2]
         if callable(target) or isinstance(target, torch.Tensor):
-            named = target if isinstance(target, type) else type(target).__name__
-            raise ForeignClass(f"attributes of {named}, which is no value")
+            kind = target if isinstance(target, type) else type(target).__name__
+            raise ForeignClass(f"attributes of {kind}, which is no value")
         if isinstance(target, OrderedDict):  # a module's `_metadata`
             self.stack.pop()
         else:
@@ -213,7 +213,7 @@ class _Unpickler(pickle._Unpickler):
         self.stack.append(frozenset(items))
 
     def _load_newobj_ex(self) -> None:
-        """Make an object; arguments by name are those of a class that is not admitted."""
+        """Make an object; only classes not admitted take arguments by name."""
         self.stack[-1:] = []
         super().load_newobj()  # type: ignore[misc]
 

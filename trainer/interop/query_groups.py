@@ -15,8 +15,8 @@ from models.config import ModelConfig
 def split_groups(fused: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
     """Return queries, keys and values of a fused projection.
 
-    Megatron and torchtitan order its rows by query group: for each of G groups the A / G heads of queries, then one
-    head of keys, then one of values.
+    Megatron and torchtitan order its rows by query group: for each of G groups the A / G heads of queries, then a
+    head of keys, then a head of values.
 
     Args:
         fused: [(A + 2 G) D, ...].

@@ -1,4 +1,4 @@
-"""A state that is read tensor by tensor, from another program's files or from a checkpoint of ours."""
+"""A state read tensor by tensor, from another program's files or from our checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StateSource:
 
 
 def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
-    """Refuse a checkpoint that has adapters and no weights beneath them.
+    """Refuse a checkpoint with adapters and no weights beneath them.
 
     Raises:
         MismatchError: with what to do.

@@ -19,7 +19,7 @@ from reprise.reading import LoadReport, ProgressLine, check_replicas
 from trainer.config.schema import CheckpointSection
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places, tensor_files
+from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied
 from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
@@ -39,7 +39,7 @@ class WeightsKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """Weights of another program that were loaded.
+    """Weights loaded from another program's files.
 
     Args:
         digest: of the names and sizes of their files and of samples of each, the same at any path.
@@ -55,7 +55,7 @@ class _Weights:
 
     Args:
         fit: how they may differ from the model's tensors.
-        places: the place of each tensor that is loaded, by name; empty for a file of llm.c, which has all as they are.
+        places: the place of each tensor to load, by name; empty for a file of llm.c, which has all as they are.
         notes: log lines on allowed differences from the configuration.
         files: their files, in an order that is the same on every host.
         fill: reads them into live tensors.
@@ -80,7 +80,7 @@ def load_pretrained(
 ) -> Pretrained:
     """Fill parameters from `path`, cast to float32. A call of all ranks.
 
-    Rows and tensors that are not loaded, as `section` allows, get the initial values of `seed`.
+    Rows and tensors left out, as `section` allows, get the initial values of `seed`.
 
     Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
 
@@ -120,7 +120,7 @@ def load_pretrained(
 
 def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
     folder = open_folder(path, Files())
-    same = _with_their_sizes(folder.model, model) if section.resize else model
+    same = _with_stored_sizes(folder.model, model) if section.resize else model
     fit = replace(Fit.of(section, same, model), casts=False)  # `hf.fill` reads every dtype as float32
     notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
     fit.left(list(families.stored_tensors(model)))
@@ -128,14 +128,14 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
     if is_first and not fit.patterns:
         check_tied(folder, model)
     files = tensor_files(folder)
-    notes += left_behind(path)
+    notes += other_files_notes(path)
     return _Weights(fit, places, notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
-def _with_their_sizes(theirs: ModelConfig, ours: ModelConfig) -> ModelConfig:
-    """Return our model with the sizes of their tables; rows that pad our vocabulary are no size of their own."""
-    vocab_size = ours.vocab_size if theirs.vocab_size == ours.padded_vocab_size else theirs.vocab_size
-    return replace(ours, vocab_size=vocab_size, max_position_embeddings=theirs.max_position_embeddings)
+def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model with the sizes of the stored tables; padding rows of its vocabulary are no size of their own."""
+    vocab_size = model.vocab_size if stored.vocab_size == model.padded_vocab_size else stored.vocab_size
+    return replace(model, vocab_size=vocab_size, max_position_embeddings=stored.max_position_embeddings)
 
 
 def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:

@@ -1,4 +1,4 @@
-"""The formats that can be converted, by their command-line names."""
+"""The convertible formats, by their command-line names."""
 
 from __future__ import annotations
 

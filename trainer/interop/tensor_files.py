@@ -1,4 +1,4 @@
-"""Writes unsharded tensors into the files of a layout, one after the other."""
+"""Writes unsharded tensors into the files of a layout in sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -> list[WrittenPiece]:
-    """Write and sync every file of `layout` in an existing folder; return each tensor as one piece with digests.
+    """Write and sync every file of `layout` in an existing folder; return each tensor as a piece with digests.
 
     At most one tensor is in memory at a time, cast to the layout's dtype block by block. On a terminal, a progress bar
     on standard error counts the bytes.
@@ -27,17 +27,17 @@ def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -
         CheckpointError: for a tensor of another shape than the layout's, or with values beyond the dtype; with path and
             errno, if the file system fails.
     """
-    written = []
+    pieces = []
     total = sum(place.spec.total_bytes for place in layout.places.values())
     with tqdm(total=total, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for file in layout.files:
             path = folder / file.name
             try:
                 files.make_folder(path.parent)
-                written += list(_write_file(path, files, file, read, bar.update))
+                pieces += list(_write_file(path, files, file, read, bar.update))
             except OSError as error:
                 raise output_failed(path, error, files) from error
-    return written
+    return pieces
 
 
 def _write_file(
@@ -80,10 +80,10 @@ def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last one shorter.
+    """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last shorter.
 
     Raises:
-        CheckpointError: for a tensor that is not floating point, or a finite value that is infinite in `dtype`.
+        CheckpointError: for a tensor not of floating point, or a finite value beyond `dtype`.
     """
     if not tensor.is_floating_point():
         raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)

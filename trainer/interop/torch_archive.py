@@ -1,4 +1,4 @@
-"""The zip archive that `torch.save` writes: its members, and the numbers of tensors in them.
+"""The zip archive of `torch.save`: its members, and the numbers of tensors in them.
 
 Everything is a view of the archive's bytes. An archive lists its members at its end; sizes from 4 GiB on are in a
 further field of the list. Source: 4.3 of PKWARE's APPNOTE.
@@ -45,7 +45,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A zip archive with members that are not compressed.
+    """A zip archive with uncompressed members.
 
     Args:
         raw: its bytes.
@@ -75,13 +75,13 @@ class TorchArchive:
         """Compare the checksum of every member; torch writes 0 for all if it is set to leave them out.
 
         Raises:
-            PickleProblem: naming a member with another one.
+            PickleProblem: naming a member with another checksum.
         """
         for name, member in self.members.items():
-            found, end = 0, member.begin + member.size
+            checksum, end = 0, member.begin + member.size
             for at in range(member.begin, end, _BLOCK_BYTES) if member.checksum else ():
-                found = zlib.crc32(self._view(at, min(at + _BLOCK_BYTES, end)), found)
-            if found != member.checksum:
+                checksum = zlib.crc32(self._view(at, min(at + _BLOCK_BYTES, end)), checksum)
+            if checksum != member.checksum:
                 raise PickleProblem(f"another checksum of {shown(name)}")
 
     def read(self, name: str, default: bytes | None = None) -> bytes:
@@ -98,7 +98,7 @@ class TorchArchive:
         return default
 
     def storage(self, number: object) -> Storage:
-        """Return the numbers that a pickle names as ("storage", type, name, device, count).
+        """Return the numbers of a pickle's entry ("storage", type, name, device, count).
 
         Raises:
             PickleProblem: if the archive does not have so many.
@@ -148,18 +148,18 @@ def _list(raw: torch.Tensor) -> tuple[int, int, int]:
     at = tail.rfind(b"PK\5\6")
     if at < 0:
         raise PickleProblem("no zip archive, as torch.save writes, or one cut short")
-    _, *found = _END.unpack_from(tail, at)
+    _, *fields = _END.unpack_from(tail, at)
     if at >= _LOCATOR.size:
         magic, place = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
         if magic == b"PK\6\7":
-            magic, *found = _LARGE_END.unpack(_bytes(raw, place, _LARGE_END.size))
+            magic, *fields = _LARGE_END.unpack(_bytes(raw, place, _LARGE_END.size))
             if magic != b"PK\6\6":
                 raise PickleProblem("an archive whose list of members is not in it")
-    return found[0], found[1], found[2]
+    return fields[0], fields[1], fields[2]
 
 
 def _large(extra: bytes, sizes: list[int]) -> list[int]:
-    """Return sizes with those that are in the further field in place of `_LARGE`."""
+    """Return sizes with `_LARGE` replaced by the values of the further field."""
     values: Iterator[int] = iter(())
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)

@@ -1,4 +1,4 @@
-"""Opens a file of `torch.save` without running any code in it, and within bounds that its size sets."""
+"""Opens a file of `torch.save` without running any code in it, and within bounds set by its size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
 
 
 class Unread:
-    """Placeholder for an object of a class that is not admitted; its content is discarded."""
+    """Placeholder for an object of a class not admitted; its content is discarded."""
 
     def __new__(cls, *_: object) -> Unread:
         return super().__new__(cls)
@@ -34,10 +34,10 @@ class Unread:
 
 
 class PlainObject:
-    """Placeholder for an object of a class that is not admitted, with its content as plain data.
+    """Placeholder for an object of a class not admitted, with its content as plain data.
 
     Attributes:
-        values: the arguments that the class was called with; that of an enumeration's member is its value.
+        values: the arguments of the class; for an enumeration's member, its value.
         attributes: its attributes by name, as of an `argparse.Namespace`.
     """
 
@@ -45,9 +45,9 @@ class PlainObject:
     attributes: Mapping[str, Any]
 
     def __new__(cls, *values: object) -> PlainObject:
-        found = super().__new__(cls)
-        found.values, found.attributes = values, {}
-        return found
+        placeholder = super().__new__(cls)
+        placeholder.values, placeholder.attributes = values, {}
+        return placeholder
 
     def __init__(self, *_: object) -> None:
         pass
@@ -67,7 +67,7 @@ def open_torch_file(path: Path, placeholder: Placeholder = Unread, *, is_checked
     """Return the dictionary in a file; its tensors are memory-mapped.
 
     Args:
-        placeholder: replaces every object that is no number, string, list, dictionary or dense tensor.
+        placeholder: replaces every object except numbers, strings, lists, dictionaries and dense tensors.
         is_checked: whether to read the file once and compare the checksums in it.
 
     Raises:
@@ -83,25 +83,25 @@ def open_torch_file(path: Path, placeholder: Placeholder = Unread, *, is_checked
                 fix="Load it with torch.load and save it with torch.save of a newer torch, where its program is "
                 "installed and its writer is trusted.",
             )
-        found = load_plain(mapped(path, path.stat().st_size), placeholder, is_checked=is_checked)
+        content = load_plain(mapped(path, path.stat().st_size), placeholder, is_checked=is_checked)
     except OSError as error:
         raise failed_read("A file of torch cannot be read", error, where=path) from error
     except PickleProblem as error:
         raise _unreadable(path, str(error)) from error
-    if not isinstance(found, Mapping):
-        raise _unreadable(path, f"an object of {type(found).__name__}")
-    return found
+    if not isinstance(content, Mapping):
+        raise _unreadable(path, f"an object of {type(content).__name__}")
+    return content
 
 
 def load_plain(raw: torch.Tensor, placeholder: Placeholder | None, *, is_checked: bool = True) -> Any:
-    """Return the value that `torch.save` wrote; its tensors are views of `raw`.
+    """Return the value of a `torch.save`; its tensors are views of `raw`.
 
     Args:
-        raw: the bytes that it wrote.
+        raw: the bytes of the file.
         placeholder: as for `open_torch_file`; None refuses such objects.
 
     Raises:
-        ForeignClass: for an object that is not admitted.
+        ForeignClass: for an object not admitted.
         PickleProblem: if they are damaged.
     """
     archive = TorchArchive.open(raw)
@@ -111,9 +111,9 @@ def load_plain(raw: torch.Tensor, placeholder: Placeholder | None, *, is_checked
         raise PickleProblem("numbers with their highest byte first")
     most = most_reads(raw.numel())
     data = archive.read(_PICKLE)
-    found = unpickle(data, _Names(placeholder), most=most, persistent=archive.storage, is_key=_is_key)
-    require_tree(found, _children, most=4 * most)
-    return found
+    value = unpickle(data, _Names(placeholder), most=most, persistent=archive.storage, is_key=_is_key)
+    require_tree(value, _children, most=4 * most)
+    return value
 
 
 # ---- what pickles of torch name
@@ -127,14 +127,14 @@ class _Names:
 
     def __call__(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage"):
-            found = _STORAGES.get(name) or getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
+            member = _STORAGES.get(name) or getattr(torch, name, None)
+            if isinstance(member, torch.dtype):
+                return member
         if module in _ATTACKS:
             raise PickleProblem(f"{module}.{name[:200]}, which no state has, and which would run a program")
-        made = _MADE.get(f"{module}.{name}")
-        if made is not None:
-            return made
+        constructor = _MADE.get(f"{module}.{name}")
+        if constructor is not None:
+            return constructor
         if self.placeholder is None:
             raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no plain data")
         return self.placeholder
@@ -238,7 +238,7 @@ def _children(value: object) -> Iterable[object] | None:
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor of floating-point numbers that all have a place of their own in the file."""
+    """Return whether a value is a tensor of floating-point numbers, each with a place of its own in the file."""
     if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
@@ -249,7 +249,7 @@ def mapped(path: Path, size: int) -> torch.Tensor:
 
     Raises:
         OSError: if it cannot be opened.
-        PickleProblem: if `size` is 0, which nothing that torch writes has.
+        PickleProblem: if `size` is 0: torch writes no empty file.
     """
     os.close(open_regular(path))  # torch names no reason
     if not size:
@@ -262,11 +262,11 @@ def _is_older(path: Path) -> bool:
         return file.read(len(_OLDER)) == _OLDER
 
 
-def _unreadable(path: Path, found: str) -> CheckpointError:
+def _unreadable(path: Path, actual: str) -> CheckpointError:
     return CheckpointError(
         "A file of torch cannot be read",
         where=path,
         expected="a dictionary that torch.save wrote, whole",
-        found=found,
+        found=actual,
         fix="The file is missing, cut short or damaged; copy it again, or take another checkpoint.",
     )

@@ -1,4 +1,4 @@
-"""Writes a folder that torch.distributed.checkpoint loads into a transformers model and its AdamW."""
+"""Writes a folder for torch.distributed.checkpoint to load into a transformers model and its AdamW."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SavedAdam:
     frozen: frozenset[str]
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
-    """Write `out`, a folder for `dcp.load`, atomically and with one file's tensors in memory at a time.
+def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
+    """Write `out`, a folder for `dcp.load`, atomically and with a single file's tensors in memory.
 
     It holds `model`, with a tied output layer under both names, and, if the checkpoint has an optimizer, `optim` as
     returned by `get_optimizer_state_dict`, both nested and flattened. The counts of iterations, samples and tokens are
@@ -54,7 +54,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         ConfigError: if a dtype other than float32, or a tokenizer, is requested.
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    if wanted.dtype is not torch.float32 or wanted.tokenizer is not None:
+    if options.dtype is not torch.float32 or options.tokenizer is not None:
         raise ConfigError(
             "A DCP folder is written in float32 and without a tokenizer",
             where=out,
@@ -136,9 +136,9 @@ class _State:
 
 
 def _state(config: ModelConfig, adam: SavedAdam | None, counters: Mapping[str, int]) -> _State:
-    stored, other = stored_tensors(config), aliases(config)
-    names = {f"model.{name}": name for name in stored} | {f"model.{name}": ours for name, ours in other.items()}
-    model = {name: _empty(stored[other.get(name, name)].shape) for name in (*stored, *other)}
+    stored, alias_of = stored_tensors(config), aliases(config)
+    names = {f"model.{name}": name for name in stored} | {f"model.{name}": origin for name, origin in alias_of.items()}
+    model = {name: _empty(stored[alias_of.get(name, name)].shape) for name in (*stored, *alias_of)}
     nested: dict[str, Any] = {"model": model}
     total_bytes = sum(tensor.nbytes for tensor in model.values())
     if adam is not None:
@@ -166,8 +166,8 @@ def _groups(names: list[str], adam: SavedAdam) -> list[dict[str, Any]]:
     settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
     settings |= {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "initial_lr": adam.lr}
     decays = [name for name in names if name not in adam.no_decay]
-    rest = [name for name in names if name in adam.no_decay]
+    exempt = [name for name in names if name in adam.no_decay]
     return [
         {**settings, "weight_decay": decay, "params": members}
-        for decay, members in ((adam.weight_decay, decays), (0.0, rest))
+        for decay, members in ((adam.weight_decay, decays), (0.0, exempt))
     ]

@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint folder: its metadata, and its values one by one, by key."""
+"""A torch.distributed.checkpoint folder: its metadata, and its values by key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DcpFolder:
         self.values = frozenset(key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata))
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Return a full tensor on the CPU, assembled from its chunks with one in memory at a time.
+        """Return a full tensor on the CPU, assembled from its chunks with a single chunk in memory.
 
         Raises:
             CheckpointError: if a chunk is damaged, or does not hold a tensor.
@@ -63,7 +63,7 @@ class DcpFolder:
         return self.read_box(key, (0,) * len(self.tensors[key].shape), self.tensors[key].shape)
 
     def read_box(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a box of a tensor on the CPU, assembled from the chunks that it meets with one in memory at a time.
+        """Return a box of a tensor on the CPU, assembled from its chunks with a single chunk in memory.
 
         Raises:
             CheckpointError: if a chunk is damaged, or does not hold a tensor.
@@ -87,7 +87,7 @@ class DcpFolder:
         return tuple(len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size)))
 
     def read_value(self, key: str, placeholder: type[PlainObject] | None = None) -> object:
-        """Return a value that is not a tensor, or a 0-d tensor as a number.
+        """Return a value other than a tensor, or a 0-d tensor as a number.
 
         Args:
             placeholder: replaces objects of other classes, see `load_plain`; by default they are refused.
@@ -101,10 +101,10 @@ class DcpFolder:
 
     def _tensor(self, index: MetadataIndex, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor of a chunk."""
-        found = self._read(index, None)
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape):
-            raise self._damaged(index, f"{shown(found)}, no tensor of shape {list(shape)}")
-        return found
+        value = self._read(index, None)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+            raise self._damaged(index, f"{shown(value)}, no tensor of shape {list(shape)}")
+        return value
 
     def _read(self, index: MetadataIndex, placeholder: type[PlainObject] | None) -> Any:
         """Return what `torch.save` wrote to a part of a file."""
@@ -117,20 +117,20 @@ class DcpFolder:
         except PickleProblem as error:
             raise self._damaged(index, str(error)) from None
 
-    def _damaged(self, index: MetadataIndex, found: str) -> CheckpointError:
+    def _damaged(self, index: MetadataIndex, actual: str) -> CheckpointError:
         info = self._metadata.storage_data[index]
         return CheckpointError(
             "A tensor of a DCP folder is damaged"
             if index.fqn in self.tensors
             else "A value of a DCP folder is damaged, or is no plain data",
             where=f"{self.path / info.relative_path}, {index.fqn}, bytes from {info.offset} on",
-            found=found,
+            found=actual,
             fix="Import another checkpoint; this one cannot be trusted.",
         )
 
 
 def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> DcpFolder:
-    """Read and validate the metadata of a DCP folder, and check that all its files exist.
+    """Read and validate the metadata of a DCP folder, and require all its files.
 
     Args:
         with_plans: whether the metadata may hold plans of the save, as Megatron-Core's does.
@@ -149,10 +149,10 @@ def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> 
             "of torch's own metadata.",
         )
     metadata = read_metadata(file, with_plans=with_plans)
-    found = [*unsound(metadata), *_missing_files(path, metadata)]
-    if found:
-        shown = "".join(f"\n  {problem}" for problem in found[:20])
-        raise CheckpointError("A DCP folder is not whole", where=path, found=f"{len(found)} problems:{shown}")
+    problems = [*unsound(metadata), *_missing_files(path, metadata)]
+    if problems:
+        listing = "".join(f"\n  {problem}" for problem in problems[:20])
+        raise CheckpointError("A DCP folder is not whole", where=path, found=f"{len(problems)} problems:{listing}")
     return DcpFolder(path, metadata)
 
 
@@ -177,7 +177,7 @@ def _no_folder(path: Path) -> CheckpointError:
 
 
 def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
-    """Yield the files that are missing, lie outside the folder, or are too short for their parts."""
+    """Yield the files missing, outside the folder, or too short for their parts."""
     ends, totals = dict[str, int](), dict[str, int]()
     storage = metadata.storage_data
     for info in storage.values() if isinstance(storage, dict) else ():

@@ -1,6 +1,6 @@
 """The metadata of a torch.distributed.checkpoint folder, which is a pickle.
 
-It is read by an unpickler that admits the classes of torch's own metadata and no others.
+Its unpickler admits the classes of torch's own metadata and no others.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 def _admitted(module: str, name: str) -> Any:
     """Return a class of DCP's metadata, `torch.Size`, a dtype or a path, and refuse every other name."""
     if module == "torch":
-        found = getattr(torch, name, None)
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
+        member = getattr(torch, name, None)
+        if member is torch.Size or isinstance(member, torch.dtype):
+            return member
     elif module in ("pathlib", "pathlib._local") and name in _PATHS:
         return pathlib.PurePath
     elif (module, name) in _ADMITTED:
@@ -141,7 +141,7 @@ def read_metadata(file: Path, *, with_plans: bool = False) -> dcp.Metadata:
 
 
 def unsound(metadata: dcp.Metadata) -> Iterable[str]:
-    """Yield problems of the metadata: types, and tensors that their chunks do not fill."""
+    """Yield problems of the metadata: types, and tensors with gaps between their chunks."""
     table, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(table, dict) or not isinstance(storage, dict):
         yield "the metadata has no tables of values and of where they lie"
@@ -181,25 +181,24 @@ def _unsound_tensor(key: str, entry: dcp.TensorStorageMetadata, storage: dict[An
         if type(length) is not int or length < expected:
             return f"the chunk at {list(offsets)} lies in {shown(length)} B, and has {expected}"
         filled[tuple(offsets)] = tuple(sizes)
-    held = sum(math.prod(sizes) for sizes in filled.values())
-    if held != math.prod(size):
-        return f"its chunks hold {held} of {math.prod(size)} elements"
+    stored_items = sum(math.prod(sizes) for sizes in filled.values())
+    if stored_items != math.prod(size):
+        return f"its chunks hold {stored_items} of {math.prod(size)} elements"
     return "its chunks overlap" if _overlap(filled) else None
 
 
 def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
     """Return whether boxes, sizes by offset, share an element.
 
-    Boxes are compared that a sweep over one dimension meets at once; it is the dimension with the most distinct
-    offsets.
+    A sweep over the dimension with the most distinct offsets compares only boxes with a common coordinate in it.
     """
     if len(boxes) < 2:
         return False
     dim = max(range(len(next(iter(boxes)))), key=lambda d: len({offset[d] for offset in boxes}))
     open_boxes = list[Box]()
     for box in sorted((Box(*pair) for pair in boxes.items() if math.prod(pair[1])), key=lambda b: b.offset[dim]):
-        open_boxes = [other for other in open_boxes if other.end[dim] > box.offset[dim]]
-        if any(intersect(box, other).numel for other in open_boxes):
+        open_boxes = [neighbor for neighbor in open_boxes if neighbor.end[dim] > box.offset[dim]]
+        if any(intersect(box, neighbor).numel for neighbor in open_boxes):
             return True
         open_boxes.append(box)
     return False

@@ -22,9 +22,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeyOrigin:
-    """The origin of one of our tensors: a name of the other program, that tensor's shape, and the part to take.
+    """The origin of our tensor: a name of the other program, its tensor's shape, and the part to take.
 
-    `take` maps a tensor of `shape` to one of ours; it applies to weight and moments alike.
+    `take` maps a tensor of `shape` to ours; it applies to weight and moments alike.
     """
 
     name: str
@@ -33,27 +33,27 @@ class KeyOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundKeys:
+class LocatedKeys:
     """The tensors of a model in a folder.
 
     Args:
         scheme: the program whose names the folder uses.
         keys: for each of our tensors, moments and steps, the folder's key and the part to take.
-        tied: for a tied tensor that the folder holds twice, the key of the second.
+        tied: for a tied tensor twice in the folder, the key of the second.
         has_optimizer: whether moments and steps are among `keys`.
-        rest: keys that belong neither to the model nor to its optimizer.
+        unmatched: keys neither of the model nor of its optimizer.
     """
 
     scheme: str
     keys: Mapping[str, tuple[str, KeyOrigin]]
     tied: Mapping[str, str]
     has_optimizer: bool
-    rest: frozenset[str]
+    unmatched: frozenset[str]
 
 
 def locate(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True
-) -> FoundKeys:
+) -> LocatedKeys:
     """Find a model's tensors, and its optimizer's, among keys with any prefix.
 
     Args:
@@ -67,7 +67,7 @@ def locate(
     scheme, origins, prefix = _scheme(shapes, config, where=where)
     problems = list[str]()
     keys = dict[str, tuple[str, KeyOrigin]]()
-    second = {ours: alias for alias, ours in aliases(config).items()}
+    second = {name: alias for alias, name in aliases(config).items()}
     tied = dict[str, str]()
     for name, candidates in origins.items():
         present = [(prefix + o.name, o) for o in candidates if prefix + o.name in shapes]
@@ -89,15 +89,15 @@ def locate(
             raise _other_optimizer(problems, where=where)
         keys |= moments
         used |= {key for key, _ in moments.values()}
-    return FoundKeys(scheme, keys, tied, root is not None, frozenset(shapes) - used)
+    return LocatedKeys(scheme, keys, tied, root is not None, frozenset(shapes) - used)
 
 
 def _scheme(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
 ) -> tuple[str, dict[str, list[KeyOrigin]], str]:
     """Return the naming scheme of the folder, the origins under its names, and their prefix."""
-    named = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
-    schemes = {scheme: origins_of(config) for scheme, origins_of in named.items()}
+    naming = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
+    schemes = {scheme: origins_of(config) for scheme, origins_of in naming.items()}
     for scheme, origins in schemes.items():
         anchors = [origin.name for origin in next(iter(origins.values()))]
         prefixes = {key.removesuffix(a) for key in shapes for a in anchors if key == a or key.endswith("." + a)}
@@ -129,8 +129,8 @@ def _locate_moments(
 ) -> tuple[dict[str, tuple[str, KeyOrigin]], list[str]]:
     keys, problems = dict[str, tuple[str, KeyOrigin]](), list[str]()
     for name, candidates in origins.items():
-        named = [(f"{root}state.{origin.name}", origin) for origin in candidates]
-        state, origin = next(((key, o) for key, o in named if f"{key}.{MOMENTS[0]}" in shapes), named[0])
+        present = [(f"{root}state.{origin.name}", origin) for origin in candidates]
+        state, origin = next(((key, o) for key, o in present if f"{key}.{MOMENTS[0]}" in shapes), present[0])
         for kind in (*MOMENTS, STEP):
             key = f"{state}.{kind}"
             keys[f"{kind}.{name}"] = (key, origin)
@@ -166,7 +166,7 @@ def is_numbered(keys: Set[str]) -> bool:
 
 
 def of_optimizer(keys: Iterable[str]) -> list[str]:
-    """Return the keys that are the state of an optimizer, whatever its parameters are called."""
+    """Return the keys of an optimizer's state, whatever its parameters are called."""
     return [key for key in keys if re.search(r"(^|\.)state\..+\.\w+$", key)]
 
 
@@ -186,19 +186,19 @@ def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[s
             yield key
 
 
-def _other_shape(key: str, found: Shape, expected: Shape) -> str:
-    return f"{key}: shape {list(found)}, expected {list(expected)}"
+def _other_shape(key: str, actual: Shape, expected: Shape) -> str:
+    return f"{key}: shape {list(actual)}, expected {list(expected)}"
 
 
 def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
     sizes = ("n_layer", "n_embd", "n_head", "n_kv_head", "intermediate_size", "vocab_size", "max_position_embeddings")
-    named = ", ".join(f"{name}={getattr(config, name)}" for name in (*sizes, "tie_word_embeddings"))
+    settings = ", ".join(f"{name}={getattr(config, name)}" for name in (*sizes, "tie_word_embeddings"))
     is_output = [problem.endswith(("lm_head.weight: missing", "output.weight: missing")) for problem in problems]
     is_tied = is_output == [True]
     return MismatchError(
         "A DCP folder holds another model",
         where=where,
-        expected=f"{config.family.value} under {possessive(scheme)} names with {named}",
+        expected=f"{config.family.value} under {possessive(scheme)} names with {settings}",
         found=_listed(problems),
         fix="The output layer is tied: set model.tie_word_embeddings=true."
         if is_tied
@@ -232,7 +232,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under our own names, which are transformers'; a tied tensor may have either name."""
-    second = {ours: alias for alias, ours in aliases(config).items()}
+    second = {stored: alias for alias, stored in aliases(config).items()}
     return {
         name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
         for name, tensor in stored_tensors(config).items()
@@ -262,19 +262,19 @@ _TITAN_ATTENTION = {
 
 def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under torchtitan's names of LLaMA-3."""
-    second = {ours: alias for alias, ours in aliases(config).items()}
-    found = dict[str, list[KeyOrigin]]()
+    second = {stored: alias for alias, stored in aliases(config).items()}
+    origins = dict[str, list[KeyOrigin]]()
     for name, tensor in stored_tensors(config).items():
         if name in _TITAN_ENDS:
             names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(second.get(name, ""), ())]
-            found[name] = [KeyOrigin(theirs, tensor.shape, _whole) for theirs in names]
+            origins[name] = [KeyOrigin(titan_name, tensor.shape, _whole) for titan_name in names]
             continue
         layer, part = name.removeprefix("model.layers.").split(".", maxsplit=1)
         if part in _TITAN_BLOCK:
-            found[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
+            origins[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
         else:
-            found[name] = _titan_attention(config, layer, part, tensor.shape)
-    return found
+            origins[name] = _titan_attention(config, layer, part, tensor.shape)
+    return origins
 
 
 _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
@@ -282,12 +282,12 @@ _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
 
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
     """Return the origins of a projection; release 0.3 fuses the three in the optimizer, and splits the weights."""
-    theirs, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
-    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
+    projection, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
+    take = _whole if projection == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
     number = list(_TITAN_ATTENTION).index(part)
     fused = (config.n_head + 2 * config.n_kv_head) * config.head_width, *shape[1:]
     return [
-        *(KeyOrigin(f"{root}{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")),
+        *(KeyOrigin(f"{root}{inner}{projection}.weight", shape, take) for inner in ("", "qkv_linear.")),
         KeyOrigin(f"{root}qkv_linear.wqkv.weight", fused, lambda tensor: take(split_groups(tensor, config)[number])),
     ]
 

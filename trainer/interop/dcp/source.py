@@ -1,4 +1,4 @@
-"""Reads checkpoints that FSDP2, DDP and torchtitan save with torch.distributed.checkpoint."""
+"""Reads checkpoints of torch.distributed.checkpoint by FSDP2, DDP and torchtitan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.json_file import shown, step_count
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, of_optimizer, possessive
+from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, require_moments
 from trainer.interop.hf.config import read_model, require_layers
@@ -30,58 +30,60 @@ _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 
 
-def read_source(path: Path, asked: ImportOptions) -> StateSource:
+def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a DCP folder with a model under transformers' or torchtitan's names, alone or with AdamW's state.
 
-    The model is the one of a `config.json` in the folder, otherwise the configured one. Other content of the folder is
+    A `config.json` in the folder describes the model, otherwise the configuration does. Other content of the folder is
     logged. At most two tensors are in memory at a time.
 
     Raises:
         CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
         MismatchError: if it holds another model.
     """
-    folder = open_folder(path, trust_pickle=asked.trusts_pickle)
+    folder = open_folder(path, trust_pickle=options.trusts_pickle)
     config = path / CONFIG
-    model = asked.config.model
+    model = options.config.model
     if config.is_file():
         model = read_model(json_file.read(config), where=config)
         require_layers(model, len(folder.tensors), where=config)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
-    found = locate(shapes, model, where=path, with_optimizer=not asked.weights_only)
-    _check_dtypes(folder, found)
-    steps = _steps(folder, found) if found.has_optimizer else {}
-    if not found.has_optimizer:
+    located = locate(shapes, model, where=path, with_optimizer=not options.weights_only)
+    _check_dtypes(folder, located)
+    steps = _steps(folder, located) if located.has_optimizer else {}
+    if not located.has_optimizer:
         signs = of_optimizer(folder.tensors)
-        require_moments([f"{len(signs)} tensors such as {signs[0]}"] if signs else [], asked, where=path)
-    _tell(folder, found)
-    read = partial(_read, folder, found, steps)
-    return StateSource(model, max((int(step.item()) for step in steps.values()), default=0), found.has_optimizer, read)
+        require_moments([f"{len(signs)} tensors such as {signs[0]}"] if signs else [], options, where=path)
+    _log_content(folder, located)
+    read = partial(_read, folder, located, steps)
+    return StateSource(
+        model, max((int(step.item()) for step in steps.values()), default=0), located.has_optimizer, read
+    )
 
 
 def _scalars(folder: DcpFolder) -> Iterable[str]:
-    """Yield the keys of steps that are Python numbers, as some optimizers keep them."""
+    """Yield the keys of steps stored as Python numbers, as by some optimizers."""
     return (key for key in folder.values if key.endswith(f".{STEP}"))
 
 
-def _check_dtypes(folder: DcpFolder, found: FoundKeys) -> None:
-    odd = [
+def _check_dtypes(folder: DcpFolder, located: LocatedKeys) -> None:
+    unsupported = [
         f"{key}: {folder.tensors[key].dtype}"
-        for name, (key, _) in found.keys.items()
+        for name, (key, _) in located.keys.items()
         if not name.startswith(f"{STEP}.") and folder.tensors[key].dtype not in _FLOATS
     ]
-    if odd:
+    if unsupported:
         raise MismatchError(
             "A DCP folder holds tensors of another kind",
             where=folder.path,
             expected="float32, bfloat16, float16 or float64",
-            found="; ".join(odd[:10]),
+            found="; ".join(unsupported[:10]),
         )
 
 
-def _steps(folder: DcpFolder, found: FoundKeys) -> dict[str, torch.Tensor]:
+def _steps(folder: DcpFolder, located: LocatedKeys) -> dict[str, torch.Tensor]:
     """Return the step of every parameter, float32 and 0-d, by our name."""
     steps = dict[str, torch.Tensor]()
-    for name, (key, _) in found.keys.items():
+    for name, (key, _) in located.keys.items():
         if name.startswith(f"{STEP}."):
             steps[name] = torch.tensor(_step(folder.read_value(key), where=f"{folder.path}, {key}"))
     return steps
@@ -94,34 +96,36 @@ def _step(value: object, *, where: str) -> float:
         raise CheckpointError("A step is no natural number", where=where, found=shown(value)) from error
 
 
-def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if name in steps:
         return steps[name]
-    key, origin = found.keys[name]
+    key, origin = located.keys[name]
     tensor = folder.read_tensor(key)
-    if name in found.tied and not torch.equal(tensor, folder.read_tensor(found.tied[name])):
+    if name in located.tied and not torch.equal(tensor, folder.read_tensor(located.tied[name])):
         require_finite(tensor, where=name)  # NaN is never equal to itself
         raise MismatchError(
             "Embedding and output layer differ, so they are not tied",
-            where=f"{folder.path}, {key} and {found.tied[name]}",
+            where=f"{folder.path}, {key} and {located.tied[name]}",
             fix="Import it with model.tie_word_embeddings=false.",
         )
     return origin.take(tensor)
 
 
-def _tell(folder: DcpFolder, found: FoundKeys) -> None:
-    """Log the naming scheme, the optimizer's settings, and the content that is not carried over."""
-    keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
-    moments = "weights and moments" if found.has_optimizer else "weights alone"
-    _log.info(f"{folder.path}: {moments} under {possessive(found.scheme)} names")
-    if not found.has_optimizer and is_numbered(keys):
+def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
+    """Log the naming scheme, the optimizer's settings, and the content not carried over."""
+    keys = located.unmatched | folder.values - {key for key, _ in located.keys.values()}
+    moments = "weights and moments" if located.has_optimizer else "weights alone"
+    _log.info(f"{folder.path}: {moments} under {possessive(located.scheme)} names")
+    if not located.has_optimizer and is_numbered(keys):
         _log.warning(
             "The optimizer's state goes by the numbers of its parameters and is not carried: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     if settings := _settings(folder):
-        said = "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in settings.items())
-        _log.info(f"the optimizer was saved with {said}: not carried, the run that continues has its own, optimizer.*")
+        listing = "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in settings.items())
+        _log.info(
+            f"the optimizer was saved with {listing}: not carried, the run that continues has its own, optimizer.*"
+        )
     groups = dict[str, int]()
     for key in keys:
         top = key.split(".")[0] if ".param_groups." not in f".{key}" else "param_groups"
@@ -131,10 +135,10 @@ def _tell(folder: DcpFolder, found: FoundKeys) -> None:
 
 
 def _settings(folder: DcpFolder) -> dict[str, set[str]]:
-    """Return the values of the settings that a resume should have again, if they are plain."""
+    """Return the plain values of the settings to set again for a resume."""
     settings = dict[str, set[str]]()
-    named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
-    for name, key in named[:_MOST_SETTINGS_READ]:
+    matches = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
+    for name, key in matches[:_MOST_SETTINGS_READ]:
         try:
             settings.setdefault(name, set()).add(shown(folder.read_value(key)))
         except CheckpointError:  # it would only have been logged

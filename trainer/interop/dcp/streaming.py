@@ -1,4 +1,4 @@
-"""Writes a folder of torch.distributed.checkpoint with the tensors of one file in memory at a time."""
+"""Writes a folder of torch.distributed.checkpoint with the tensors of a single file in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FILE_BYTES = 256 << 20
 
 
 class StreamingPlanner(DefaultSavePlanner):
-    """Gives torch's writer the real value of a key only when it writes that key.
+    """Gives torch's writer the real value of a key only when the key is written.
 
     Args:
-        read: returns the value at an index; None for one that is in the state itself.
+        read: returns the value at an index; None for a value in the state itself.
     """
 
     def __init__(self, read: Callable[[MetadataIndex], Any], *, flatten_state_dict: bool = True) -> None:
@@ -40,16 +40,16 @@ class StreamingPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the value to write at an index."""
-        found = self._read(index)
-        if found is None:
+        value = self._read(index)
+        if value is None:
             return super().lookup_object(index)
-        if isinstance(found, torch.Tensor):
-            self.progress(found.nbytes)
-        return found
+        if isinstance(value, torch.Tensor):
+            self.progress(value.nbytes)
+        return value
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files, one after the other: torch holds the tensors of a file in memory until it is written."""
+    """Writes several files in sequence: torch holds the tensors of a file in memory until it is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix, results = plan.storage_data, list[WriteResult]()
@@ -62,7 +62,7 @@ class _Writer(FileSystemWriter):
 
 
 def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield the items that are not tensors, then bundles of tensors of at most `_FILE_BYTES` or a single larger one."""
+    """Yield the items other than tensors, then bundles of tensors of at most `_FILE_BYTES`, or a larger tensor."""
     yield [item for item in items if item.tensor_data is None]
     bundle, bundle_bytes = list[WriteItem](), 0
     for item in items:
@@ -82,7 +82,7 @@ def write_folder(folder: Path, state: dict[str, Any], planner: StreamingPlanner,
     """Write `state` to an existing folder, with a progress bar on a terminal.
 
     Args:
-        state: as for `dcp.save`; tensors that `planner` reads are on `meta`.
+        state: as for `dcp.save`; tensors to be read by `planner` are on `meta`.
 
     Raises:
         CheckpointError: if torch's writer fails.

@@ -5,7 +5,7 @@ Three layouts are supported (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.p
 
 * ZeRO 1 and 2 concatenate the parameters of a group, with padding after each and at the end, and give each rank an
   equal part. The padding at the end is not stored for weights.
-* ZeRO 3 cuts every parameter into equal parts, the last one padded, and concatenates a rank's parts, in several buffers
+* ZeRO 3 cuts every parameter into equal parts, the last padded, and concatenates a rank's parts, in several buffers
   if there are many.
 * Stage 0 keeps parameters unsharded, by number; `numbered.py` finds their names.
 """
@@ -51,20 +51,20 @@ class Flats:
     chains: dict[str, list[Chain]] = field(default_factory=lambda: {key: [] for key in (WEIGHTS, *MOMENTS)})
 
     def read(self, key: str, name: str) -> torch.Tensor:
-        """Return a parameter's weights or one of its moments, in its shape; a view if it is contiguous."""
+        """Return a parameter's weights or a moment in its shape; a view if it is contiguous."""
         place = self.places[name]
         pieces = [p for chain, lo, hi in place.extents for p in _cut(self.chains[key][chain], lo, hi)]
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined[: prod(place.shape)].view(place.shape)
 
     def add(self, weights: Chain, entries: Sequence[Table] | None, where: object) -> tuple[int, float | None]:
-        """Add a chain of weights and those of its moments; return its number and its step.
+        """Add a chain of weights and the chains of its moments; return its number and its step.
 
         Args:
             entries: the optimizer's entries for each tensor of the chain; None to leave moments and step out.
 
         Raises:
-            CheckpointError: if the moments are not of one step, or their number differs from that of the weights.
+            CheckpointError: if the moments are of several steps, or their number differs from the weights'.
             MismatchError: if the optimizer is not a variant of Adam.
         """
         if entries is None:
@@ -72,18 +72,21 @@ class Flats:
             for key in MOMENTS:  # numbered alike
                 self.chains[key].append(())
             return len(self.chains[WEIGHTS]) - 1, None
-        found = {key: [_moment(entry, key, where) for entry in entries] for key in MOMENTS}
+        moments_of = {key: [_moment(entry, key, where) for entry in entries] for key in MOMENTS}
         steps = {_step(entry, where) for entry in entries}
         if len(steps) != 1:
             raise _of_several_saves(where, steps)
         self.chains[WEIGHTS].append(weights)
-        for key, moments in found.items():
-            for number, (own, theirs) in enumerate(zip(weights, moments, strict=True)):
+        for key, chain in moments_of.items():
+            for number, (weight, moment) in enumerate(zip(weights, chain, strict=True)):
                 # Of weights alone, what pads the end is not stored, and it may reach over several ranks.
-                extra, is_end = theirs.numel() - own.numel(), not any(later.numel() for later in weights[number + 1 :])
+                extra, is_end = (
+                    moment.numel() - weight.numel(),
+                    not any(later.numel() for later in weights[number + 1 :]),
+                )
                 if extra < 0 or (extra and not is_end):
-                    raise _damaged(where, f"{key} {number}", f"{theirs.numel()} numbers for {own.numel()} weights")
-            self.chains[key].append(moments)
+                    raise _damaged(where, f"{key} {number}", f"{moment.numel()} numbers for {weight.numel()} weights")
+            self.chains[key].append(chain)
         return len(self.chains[WEIGHTS]) - 1, steps.pop()
 
     def add_whole(self, name: str, shape: tuple[int, ...], fragments: Chain) -> None:
@@ -93,31 +96,31 @@ class Flats:
         self.places[name] = FlatPlace(shape, ((len(self.chains[WEIGHTS]) - 1, 0, prod(shape)),), None)
 
     def check(self, where: object) -> None:
-        """Refuse places that their chains do not fill.
+        """Refuse places beyond the ends of their chains.
 
         Raises:
-            CheckpointError: naming the first one.
+            CheckpointError: naming the first.
         """
         lengths = {key: [sum(t.numel() for t in chain) for chain in chains] for key, chains in self.chains.items()}
         for name, place in self.places.items():
             for key in (WEIGHTS, *(MOMENTS if place.step is not None else ())):
-                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.extents)
-                if found < prod(place.shape):
+                filled = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.extents)
+                if filled < prod(place.shape):
                     raise CheckpointError(
                         "A buffer of DeepSpeed is shorter than its parameters",
                         where=f"{where}, {key} of {name}",
                         expected=f"{prod(place.shape)} numbers",
-                        found=found,
+                        found=filled,
                         fix="The files are damaged, or of several saves.",
                     )
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Unsharded:
     """The unsharded content of the model file; empty at stage 3.
 
     Args:
-        weights: by name, a shared one once, in the module's order.
+        weights: by name, a shared weight once, in the module's order.
         shared: second names of shared weights, with the first.
     """
 
@@ -125,11 +128,13 @@ class Whole:
     shared: Mapping[str, str]
 
 
-def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
+def locate(
+    saved: DeepSpeedCheckpoint, unsharded: Unsharded, *, listed_names: Sequence[str] | None, weights_only: bool
+) -> Flats:
     """Return every parameter's place; a parameter in no optimizer lies in the model's own files.
 
     Args:
-        given: the names of the optimizer's parameters at stage 0, in its order, as listed by the user.
+        listed_names: the names of the optimizer's parameters at stage 0, in its order, as listed by the user.
         weights_only: whether to ignore moments.
 
     Raises:
@@ -138,12 +143,12 @@ def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | N
     """
     flats = Flats()
     if saved.is_stage_3:
-        _locate_cut_one_by_one(flats, saved, weights_only=weights_only)
+        _locate_stage_3(flats, saved, weights_only=weights_only)
     elif saved.optimizers:
-        _locate_cut_together(flats, saved, weights_only=weights_only)
+        _locate_stages_1_and_2(flats, saved, weights_only=weights_only)
     elif not weights_only:
-        _locate_numbered(flats, saved, whole, given)
-    for name, tensor in whole.weights.items():
+        _locate_numbered(flats, saved, unsharded, listed_names)
+    for name, tensor in unsharded.weights.items():
         if name not in flats.places:
             flats.add_whole(name, tuple(tensor.shape), [tensor])
     if saved.is_stage_3:
@@ -152,7 +157,7 @@ def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | N
     return flats
 
 
-def _locate_cut_together(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
+def _locate_stages_1_and_2(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 1 and 2."""
     path = saved.path
     optimizers = () if weights_only else saved.optimizers
@@ -174,8 +179,8 @@ def _locate_cut_together(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_on
             offset += prod(shape) + padding
 
 
-def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
-    """Find the parameters of ZeRO 3: a chain is one rank's buffers."""
+def _locate_stage_3(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
+    """Find the parameters of ZeRO 3: a chain is the buffers of a rank."""
     path, steps = saved.path, set[float | None]()
     for state in saved.optimizers:
         buffers = _tensors(state, "fp32_flat_groups", path)
@@ -204,7 +209,7 @@ def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_
 
 
 def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
-    """Find the parameters that ZeRO 3 has cut and no optimizer holds."""
+    """Find the parameters cut by ZeRO 3 and held by no optimizer."""
     path = saved.path
     if not saved.models[0].get("frozen_param_shapes"):
         return
@@ -217,7 +222,9 @@ def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
         flats.add_whole(name, shape, fragments)
 
 
-def _locate_numbered(flats: Flats, saved: DeepSpeedCheckpoint, whole: Whole, given: Sequence[str] | None) -> None:
+def _locate_numbered(
+    flats: Flats, saved: DeepSpeedCheckpoint, unsharded: Unsharded, listed_names: Sequence[str] | None
+) -> None:
     """Find the parameters of stage 0; none if no optimizer was saved."""
     path = saved.path
     if saved.models[0].get("optimizer") is None:
@@ -237,9 +244,9 @@ def _locate_numbered(flats: Flats, saved: DeepSpeedCheckpoint, whole: Whole, giv
     entries = _entries(table, key, path)
     copies = [_tensors({"fp32_groups": group}, "fp32_groups", path) for group in optimizer.get("fp32_groups") or []]
     numbered = _numbered(take(table, key, dict, path), entries, copies, path)
-    names = names_of(numbered, whole.weights, whole.shared, given, where=path)
+    names = names_of(numbered, unsharded.weights, unsharded.shared, listed_names, where=path)
     for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
-        weights = numbered.copies[number] if numbered.copies else whole.weights[name]
+        weights = numbered.copies[number] if numbered.copies else unsharded.weights[name]
         chain, step = flats.add([weights], [entries[number]], path)
         flats.places[name] = FlatPlace(shape, ((chain, 0, prod(shape)),), step)
 
@@ -282,26 +289,26 @@ def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, 
     """Return the shapes of the parameters of each group, in storage order."""
     groups = take(table, key, list, where)
     try:
-        found = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
+        shapes = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
     except (AttributeError, TypeError, ValueError) as error:
         raise _damaged(where, key, str(error)[:200]) from error
-    if any(size < 0 for group in found for shape in group.values() for size in shape):
+    if any(size < 0 for group in shapes for shape in group.values() for size in shape):
         raise _damaged(where, key, "a size below 0")
-    return found
+    return shapes
 
 
 def _tensors(table: Table, key: str, where: object) -> list[torch.Tensor]:
-    found = take(table, key, list, where)
-    if not all(map(is_plain, found)):
+    tensors = take(table, key, list, where)
+    if not all(map(is_plain, tensors)):
         raise _damaged(where, key, "something else than tensors of floating point")
-    return list(found)
+    return list(tensors)
 
 
 def _entries(state: Table, key: str, where: object) -> list[Table]:
     """Return the state of an optimizer's parameters by number, each with its `step`."""
-    found = state.get(key)
-    if isinstance(found, list):  # an elastic checkpoint has no groups
-        return [{"step": state.get("base_optimizer_state_step"), **entry} for entry in found]
+    parameters = state.get(key)
+    if isinstance(parameters, list):  # an elastic checkpoint has no groups
+        return [{"step": state.get("base_optimizer_state_step"), **entry} for entry in parameters]
     table = take(state, key, dict, where)
     by_number = take(table, "state", dict, where)
     groups = take(table, "param_groups", list, where)
@@ -341,11 +348,11 @@ def _step(entry: Table, where: object) -> float:
         raise _damaged(where, "step", shown(step)) from error
 
 
-def _damaged(where: object, key: str, found: str) -> CheckpointError:
-    return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=found)
+def _damaged(where: object, key: str, actual: str) -> CheckpointError:
+    return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=actual)
 
 
-def _of_several_saves(where: object, found: Iterable[object]) -> CheckpointError:
+def _of_several_saves(where: object, values: Iterable[object]) -> CheckpointError:
     return CheckpointError(
-        "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, found))
+        "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, values))
     )

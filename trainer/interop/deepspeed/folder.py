@@ -38,10 +38,10 @@ class DeepSpeedCheckpoint:
     """A complete checkpoint with open files.
 
     Args:
-        path: the folder of one tag.
-        models: the model file of each rank at ZeRO stage 3; otherwise the only one.
+        path: the folder of a tag.
+        models: the model file of each rank at ZeRO stage 3; otherwise the only model file.
         optimizers: the optimizer's state on each rank, in order; none at stage 0.
-        is_stage_3: whether parameters are sharded one by one rather than as one flat buffer.
+        is_stage_3: whether each parameter is sharded by itself rather than as part of a flat buffer.
     """
 
     path: Path
@@ -54,7 +54,7 @@ def open_saved(path: Path) -> DeepSpeedCheckpoint:
     """Open the files of a checkpoint written by `engine.save_checkpoint`.
 
     Args:
-        path: the folder that was saved to, for the tag named in its file `latest`, or the folder of one tag.
+        path: the folder given to DeepSpeed, for the tag named in its file `latest`, or the folder of a tag.
 
     Raises:
         CheckpointError: if files are missing, damaged, or of several saves.
@@ -77,7 +77,7 @@ def open_saved(path: Path) -> DeepSpeedCheckpoint:
     optimizers = [take(table, "optimizer_state_dict", dict, folder) for table in files]
     if shards["model"] and single:
         raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{single[0]} and shards of it")
-    check_complete(folder, models, files, {kind: set(found) for kind, found in shards.items()})
+    check_complete(folder, models, files, {kind: set(files_by_rank) for kind, files_by_rank in shards.items()})
     return DeepSpeedCheckpoint(folder, models, optimizers, bool(shards["model"]))
 
 
@@ -87,20 +87,20 @@ def take(table: Table, key: object, kind: type[T], where: object) -> T:
     Raises:
         CheckpointError: if it does not.
     """
-    found = table.get(key)
-    if not isinstance(found, kind):
+    value = table.get(key)
+    if not isinstance(value, kind):
         raise CheckpointError(
             "A DeepSpeed file lacks an entry",
             where=where,
             expected=f"{key}, a {kind.__name__}",
-            found=f"a {type(found).__name__}" if key in table else f"the entries {', '.join(map(str, table))}",
+            found=f"a {type(value).__name__}" if key in table else f"the entries {', '.join(map(str, table))}",
             fix="It is damaged, or of a version of DeepSpeed that is not known here.",
         )
-    return found
+    return value
 
 
 def tag_of(path: Path) -> Path:
-    """Return the folder of the requested tag: `path` itself, or the one named in its file `latest`.
+    """Return the folder of the requested tag: `path` itself, or the folder named in its file `latest`.
 
     Raises:
         CheckpointError: if it is not there.
@@ -135,25 +135,27 @@ def _not_imported(where: object, what: str) -> MismatchError:
 
 def _ranks(folder: Path, names: Sequence[str], kind: str) -> dict[int, str]:
     """Return the files of a kind by rank, in order."""
-    found = dict[int, str]()
+    names_by_rank = dict[int, str]()
     for name in names:
         match = _SHARD.fullmatch(name)
         if match is None or match["kind"] != kind:
             continue
         rank = int(match["rank"])
-        if rank in found:
-            raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{found[rank]} and {name}")
-        found[rank] = name
-    return dict(sorted(found.items()))
+        if rank in names_by_rank:
+            raise CheckpointError(
+                "A folder holds files of two saves", where=folder, found=f"{names_by_rank[rank]} and {name}"
+            )
+        names_by_rank[rank] = name
+    return dict(sorted(names_by_rank.items()))
 
 
 def check_complete(
     folder: Path, models: Sequence[Table], files: Sequence[Table], ranks: Mapping[str, set[int]]
 ) -> None:
-    """Refuse a folder that lacks a rank's file, or holds files of several versions or runs.
+    """Refuse a folder without a rank's file, or with files of several versions or runs.
 
     Args:
-        ranks: the data-parallel ranks that have a file of each kind, `model` and `optim`.
+        ranks: the data-parallel ranks with a file of each kind, `model` and `optim`.
 
     Raises:
         CheckpointError: naming the ranks or versions.
@@ -179,14 +181,15 @@ def check_complete(
             found=f"none for: {', '.join(missing[:10])}{', ...' if missing[10:] else ''}",
             fix="Every rank, on every node, writes its own: bring them all into this folder.",
         )
-    beyond = {kind: sorted(rank for rank in found if rank >= world) for kind, found in ranks.items()}
-    odd = {kind: found for kind, found in beyond.items() if found}
+    beyond = {kind: sorted(rank for rank in numbers if rank >= world) for kind, numbers in ranks.items()}
+    surplus = {kind: numbers for kind, numbers in beyond.items() if numbers}
     versions = {shown(table.get("ds_version")) for table in [*models, *files]}
-    if odd or any(count != world for count in counts) or len(versions) > 1:
+    if surplus or any(count != world for count in counts) or len(versions) > 1:
         raise CheckpointError(
             "The files of a DeepSpeed checkpoint do not belong together",
             where=folder,
-            found=f"counts of ranks {sorted(set(map(shown, counts)))}, versions {sorted(versions)}, ranks beyond {odd}",
+            found=f"counts of ranks {sorted(set(map(shown, counts)))}, versions {sorted(versions)}, "
+            f"ranks beyond {surplus}",
             fix="The folder may hold an older save of more ranks beside this one; take them apart.",
         )
 

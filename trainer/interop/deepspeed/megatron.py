@@ -22,7 +22,7 @@ from typing import Any
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.json_file import integer, shown
-from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Whole, locate
+from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Unsharded, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, check_complete, take
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
@@ -62,13 +62,13 @@ class _Rank:
 
 
 def is_megatron(folder: Path) -> bool:
-    """Return whether a folder of one tag is of Megatron-DeepSpeed, whose model files hold Megatron's arguments."""
+    """Return whether a folder of a tag is of Megatron-DeepSpeed, whose model files hold Megatron's arguments."""
     file = folder / _FIRST
     return file.is_file() and "num_layers" in _arguments(open_torch_file(file, PlainObject, is_checked=False))
 
 
-def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
-    """Open the folder of one tag. The files are mapped.
+def read_megatron(folder: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+    """Open the folder of a tag. The files are mapped.
 
     Raises:
         CheckpointError: if files are missing, damaged, or of several saves.
@@ -81,7 +81,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
                 raise MismatchError(
                     f"A checkpoint of Megatron-DeepSpeed with {what} is not imported", where=folder / name
                 )
-    ranks = _ranks(folder, names, asked)
+    ranks = _ranks(folder, names, options)
     first = ranks[0].table
     args = _arguments(first)
     tp = integer(args.get("tensor_model_parallel_size", 1))
@@ -89,9 +89,9 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
     weights = _weights(folder, names, stages)
     if EMBEDDING not in weights:
         raise CheckpointError("The first stage has no embedding", where=folder, expected=EMBEDDING)
-    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), asked, where=folder)
-    kept, step = _kept(folder, stages, weights_only=asked.weights_only)
-    if not kept and not asked.weights_only:
+    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), options, where=folder)
+    optimizer_pieces, step = _optimizer_pieces(folder, stages, weights_only=options.weights_only)
+    if not optimizer_pieces and not options.weights_only:
         raise MismatchError(
             "The moments of Megatron-DeepSpeed at ZeRO 0 are not read",
             where=folder,
@@ -101,7 +101,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
     version = 0 if is_since_2024 else first.get("checkpoint_version")
     fixed = {
         key: in_newest_order_of_all(pieces, version, described.model, where=folder)
-        for key, pieces in {"": weights, **kept}.items()
+        for key, pieces in {"": weights, **optimizer_pieces}.items()
     }
     since = "since" if is_since_2024 else "before"
     ranks_and_stages = f"{tp} tensor-parallel ranks, {len(stages)} stages, ZeRO"
@@ -110,12 +110,12 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
     iteration = take(first, "global_steps", int, folder)
     state = joined_state(
         fixed.pop(""),
-        {key: pieces for key, pieces in fixed.items() if key in kept},
+        {key: pieces for key, pieces in fixed.items() if key in optimizer_pieces},
         described,
         step=step,
         iteration=iteration,
         consumed_samples=consumed_samples(first, args),
-        copies=RankCopies(asked.from_rank0),
+        copies=RankCopies(options.from_rank0),
         where=folder,
     )
     return state, described
@@ -124,20 +124,20 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
 def _arguments(table: Table) -> dict[str, Any]:
     """Return the attributes of `args`, named and spelled as Megatron-LM's."""
     args = table.get("args")
-    found = dict(args.attributes) if isinstance(args, PlainObject) else {}
-    for theirs, name in _RENAMED.items():
-        if found.get(name) is None and found.get(theirs) is not None:
-            found[name] = found[theirs]
-    found["normalization"] = _NORMALIZATIONS.get(
-        str(found.get("normalization")), found.get("normalization", "LayerNorm")
+    arguments = dict(args.attributes) if isinstance(args, PlainObject) else {}
+    for alias, name in _RENAMED.items():
+        if arguments.get(name) is None and arguments.get(alias) is not None:
+            arguments[name] = arguments[alias]
+    arguments["normalization"] = _NORMALIZATIONS.get(
+        str(arguments.get("normalization")), arguments.get("normalization", "LayerNorm")
     )
-    if found.get("num_experts") in ([1], [0]):
-        found["num_experts"] = None
+    if arguments.get("num_experts") in ([1], [0]):
+        arguments["num_experts"] = None
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
-    return {**older, "use_legacy_models": True, **found}
+    return {**older, "use_legacy_models": True, **arguments}
 
 
-def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Rank]:
+def _ranks(folder: Path, names: Sequence[str], options: ImportOptions) -> list[_Rank]:
     """Return the model-parallel ranks in order."""
     models = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
     optimizers = dict[int, dict[int, str]]()
@@ -149,32 +149,34 @@ def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Ra
     sizes = [integer(args.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
     count = sizes[0] * sizes[1]
     missing = itertools.islice((rank for rank in range(count) if rank not in tables), 10)
-    if odd := [*missing, *(rank for rank in tables if rank >= count)]:
+    if affected := [*missing, *(rank for rank in tables if rank >= count)]:
         raise CheckpointError(
             "Files of a checkpoint of Megatron-DeepSpeed are missing, or of several saves",
             where=folder,
             expected=f"mp_rank_NN_model_states.pt of {sizes[0]} tensor-parallel ranks in each of {sizes[1]} stages",
-            found=f"missing or beyond: {', '.join(f'{rank:02d}' for rank in odd[:10])}",
+            found=f"missing or beyond: {', '.join(f'{rank:02d}' for rank in affected[:10])}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )
-    found = []
+    model_ranks = []
     for rank, table in tables.items():
         if not optimizers:
-            found.append(_Rank(table, None))
+            model_ranks.append(_Rank(table, None))
             continue
-        own = dict(sorted(optimizers.get(rank, {}).items()))
-        files = [open_torch_file(folder / name) for name in own.values()]
-        check_complete(folder, [table], files, {"model": set(), "optim": set(own)})
+        shard_names = dict(sorted(optimizers.get(rank, {}).items()))
+        files = [open_torch_file(folder / name) for name in shard_names.values()]
+        check_complete(folder, [table], files, {"model": set(), "optim": set(shard_names)})
         saved = DeepSpeedCheckpoint(
             folder, [table], [take(file, "optimizer_state_dict", dict, folder) for file in files], is_stage_3=False
         )
-        found.append(_Rank(table, locate(saved, Whole({}, {}), given=None, weights_only=asked.weights_only)))
+        model_ranks.append(
+            _Rank(table, locate(saved, Unsharded({}, {}), listed_names=None, weights_only=options.weights_only))
+        )
     steps = {shown(table.get("global_steps")) for table in tables.values()}
     if len(steps) > 1:
         raise CheckpointError(
             "The files of a checkpoint are of several saves", where=folder, found=f"global_steps {sorted(steps)}"
         )
-    return found
+    return model_ranks
 
 
 def _weights(folder: Path, names: Sequence[str], stages: Sequence[Sequence[_Rank]]) -> Pieces:
@@ -185,8 +187,8 @@ def _weights(folder: Path, names: Sequence[str], stages: Sequence[Sequence[_Rank
         return by_global_name(modules, where=folder)
     layers, tp = sorted({layer for layer, _ in files}), len(stages[0])
     if lacking := [(layer, rank) for layer in layers for rank in range(tp) if (layer, rank) not in files]:
-        shown = ", ".join(f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer, rank in lacking[:10])
-        raise CheckpointError("Files of layers are missing", where=folder, found=f"no {shown}")
+        listing = ", ".join(f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer, rank in lacking[:10])
+        raise CheckpointError("Files of layers are missing", where=folder, found=f"no {listing}")
     ranks = []
     for rank in range(tp):
         tables = {layer: open_torch_file(folder / files[(layer, rank)], PlainObject) for layer in layers}
@@ -200,24 +202,26 @@ def _weights(folder: Path, names: Sequence[str], stages: Sequence[Sequence[_Rank
     return by_global_name([ranks], where=folder)
 
 
-def _kept(folder: Path, stages: Sequence[Sequence[_Rank]], *, weights_only: bool) -> tuple[dict[str, Pieces], float]:
+def _optimizer_pieces(
+    folder: Path, stages: Sequence[Sequence[_Rank]], *, weights_only: bool
+) -> tuple[dict[str, Pieces], float]:
     """Return the pieces of the float32 copies and of the moments by global name, and the number of steps."""
     if stages[0][0].flats is None:
         return {}, 0.0
-    kept = dict[str, Pieces]()
+    pieces = dict[str, Pieces]()
     for key in (WEIGHTS, *(() if weights_only else MOMENTS)):
         parts = [
             [_core_names(_in_flats(rank.flats, key), is_first=number == 0) for rank in ranks]
             for number, ranks in enumerate(stages)
         ]
-        kept[MASTERS if key == WEIGHTS else key] = by_global_name(parts, where=f"{folder}, {key}")
+        pieces[MASTERS if key == WEIGHTS else key] = by_global_name(parts, where=f"{folder}, {key}")
     flats = [rank.flats for ranks in stages for rank in ranks if rank.flats is not None]
-    steps = {place.step for one in flats for place in one.places.values()}
+    steps = {place.step for buffers in flats for place in buffers.places.values()}
     if len(steps) > 1:
         raise CheckpointError(
             "The ranks' optimizers made other numbers of steps", where=folder, found=sorted(map(str, steps))
         )
-    return kept, steps.pop() or 0.0
+    return pieces, steps.pop() or 0.0
 
 
 def _in_flats(flats: Flats | None, key: str) -> dict[str, RankPiece]:
@@ -228,9 +232,9 @@ def _in_flats(flats: Flats | None, key: str) -> dict[str, RankPiece]:
 def _core_names(pieces: Stage, *, is_first: bool) -> dict[str, RankPiece]:
     """Return the pieces of a stage under Megatron-Core's names, with the layers of the stage numbered from 0.
 
-    The last stage of several has the whole tied module: its table of positions is not used there and has other values.
+    The last stage of several has the complete tied module: its table of positions is unused there, with other values.
     """
-    found = dict[str, RankPiece]()
+    renamed = dict[str, RankPiece]()
     numbers = {int(m[1]) for name in pieces if (m := _NUMBERED.fullmatch(name)) and _is_block(m[2])}
     place = {number: index for index, number in enumerate(sorted(numbers))}
     for name, piece in pieces.items():
@@ -239,8 +243,8 @@ def _core_names(pieces: Stage, *, is_first: bool) -> dict[str, RankPiece]:
             if core == _POSITIONS:
                 continue
             core = OUTPUT
-        found[core] = piece
-    return found
+        renamed[core] = piece
+    return renamed
 
 
 def _is_block(name: str) -> bool:
@@ -253,11 +257,11 @@ def _core_name(name: str, place: Mapping[int, int]) -> str:
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return core_name(name)
-    number, rest = int(match[1]), match[2]
-    if number in place and _is_block(rest):
-        return core_name(f"language_model.encoder.layers.{place[number]}.{rest}")
-    if rest in ("weight", "bias"):
-        return f"decoder.final_layernorm.{rest}"
-    if rest.startswith(("word_embeddings.", "position_embeddings.")):
-        return f"embedding.{rest}"
-    return rest.replace("lm_head.", "output_layer.")
+    number, suffix = int(match[1]), match[2]
+    if number in place and _is_block(suffix):
+        return core_name(f"language_model.encoder.layers.{place[number]}.{suffix}")
+    if suffix in ("weight", "bias"):
+        return f"decoder.final_layernorm.{suffix}"
+    if suffix.startswith(("word_embeddings.", "position_embeddings.")):
+        return f"embedding.{suffix}"
+    return suffix.replace("lm_head.", "output_layer.")

@@ -1,12 +1,12 @@
 """Assigns DeepSpeed's numbered moments to parameters, or refuses them.
 
 Stage 0 keeps the optimizer's state by number, in the order in which the user passed the parameters. Shapes do not
-determine that order: two layers have the same ones. A name is taken only from one of these, the first available:
+determine the order: layers have equal shapes. A name is taken only from the first available of these:
 
 * the list given by the user;
-* the names that torch keeps in the groups of an optimizer made from `named_parameters()`;
-* the float32 copies of the weights beside the moments: rounded, each has the bits of one of the model's weights;
-* a shape that one parameter alone has.
+* the names kept by torch in the groups of an optimizer made from `named_parameters()`;
+* the float32 copies of the weights beside the moments: rounded, each has the bits of a weight of the model;
+* a shape of a single parameter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Numbered:
 
     Args:
         shapes: of the moments of each.
-        copies: the float32 copy of each one's weights, or nothing if there are none.
-        recorded: the recorded name of each, or None if it has none.
+        copies: the float32 copy of each parameter's weights, or nothing if there are none.
+        recorded: the recorded name of each, or None without a name.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -47,27 +47,29 @@ class Numbered:
 
 def names_of(
     numbered: Numbered,
-    whole: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     shared: Mapping[str, str],
-    given: Sequence[str] | None,
+    listed_names: Sequence[str] | None,
     *,
     where: object,
 ) -> list[str]:
     """Return the name of every numbered parameter.
 
     Args:
-        whole: the model's weights by name, a shared one once.
+        weights: the model's weights by name, a shared weight once.
         shared: second names of shared weights, with the first.
-        given: the names listed by the user.
+        listed_names: the names listed by the user.
 
     Raises:
         MismatchError: if a name is not certain, or the listed names do not fit.
     """
-    named, origin = (given, "--optimizer-names") if given is not None else (numbered.recorded, "param_names")
-    if named is None:
-        return _proved(numbered, whole, where=where)
-    names = [shared.get(name, name) for name in named]
-    problems = _unfit(names, numbered, whole)
+    stated, origin = (
+        (listed_names, "--optimizer-names") if listed_names is not None else (numbered.recorded, "param_names")
+    )
+    if stated is None:
+        return _certain_names(numbered, weights, where=where)
+    names = [shared.get(name, name) for name in stated]
+    problems = _name_problems(names, numbered, weights)
     if problems:
         raise MismatchError(
             "The names of the optimizer's parameters are not those of the checkpoint",
@@ -79,31 +81,31 @@ def names_of(
     return names
 
 
-def _unfit(names: Sequence[str], numbered: Numbered, whole: Mapping[str, torch.Tensor]) -> list[str]:
+def _name_problems(names: Sequence[str], numbered: Numbered, weights: Mapping[str, torch.Tensor]) -> list[str]:
     if len(names) != len(numbered.shapes):
         return [f"{len(names)} names"]
     problems = [f"{name} {count} times" for name, count in Counter(names).items() if count > 1]
     for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
-        if name not in whole:
+        if name not in weights:
             problems.append(f"number {number}: {name}, which the model does not have")
-        elif tuple(whole[name].shape) != shape:
-            problems.append(f"number {number}: {name} is {list(whole[name].shape)}, the moments are {list(shape)}")
+        elif tuple(weights[name].shape) != shape:
+            problems.append(f"number {number}: {name} is {list(weights[name].shape)}, the moments are {list(shape)}")
     return problems
 
 
-def _proved(numbered: Numbered, whole: Mapping[str, torch.Tensor], *, where: object) -> list[str]:
+def _certain_names(numbered: Numbered, weights: Mapping[str, torch.Tensor], *, where: object) -> list[str]:
     """Return the names determined by shapes and, if there are copies, by bits."""
-    by_mark, dtypes = defaultdict[_Mark, list[str]](list), sorted({t.dtype for t in whole.values()}, key=str)
-    for name, tensor in whole.items():
+    by_mark, dtypes = defaultdict[_Mark, list[str]](list), sorted({t.dtype for t in weights.values()}, key=str)
+    for name, tensor in weights.items():
         by_mark[_mark(tuple(tensor.shape), tensor if numbered.copies else None)].append(name)
-    found = list[list[str]]()
+    candidates = list[list[str]]()
     for number, shape in enumerate(numbered.shapes):
         rounded = (numbered.copies[number].detach().to(dtype) for dtype in dtypes) if numbered.copies else (None,)
-        found.append([name for weights in rounded for name in by_mark.get(_mark(shape, weights), ())])
-    times = Counter(names[0] for names in found if len(names) == 1)
+        candidates.append([name for rounded_copy in rounded for name in by_mark.get(_mark(shape, rounded_copy), ())])
+    times = Counter(names[0] for names in candidates if len(names) == 1)
     problems = [
         f"number {number}, {list(shape)}: {_candidates(names)}"
-        for number, (shape, names) in enumerate(zip(numbered.shapes, found, strict=True))
+        for number, (shape, names) in enumerate(zip(numbered.shapes, candidates, strict=True))
         if len(names) != 1 or times[names[0]] > 1
     ]
     if problems:
@@ -114,11 +116,11 @@ def _proved(numbered: Numbered, whole: Mapping[str, torch.Tensor], *, where: obj
             found=_listed(problems),
             fix=WAYS_OUT,
         )
-    return [names[0] for names in found]
+    return [names[0] for names in candidates]
 
 
 def _mark(shape: tuple[int, ...], weights: torch.Tensor | None) -> _Mark:
-    """Return the key that identifies a parameter: its shape, and a digest of its bits if there are weights."""
+    """Return a key to identify a parameter: its shape, and a digest of its bits if there are weights."""
     if weights is None:
         return shape, None, 0
     data = weights.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -128,8 +130,8 @@ def _mark(shape: tuple[int, ...], weights: torch.Tensor | None) -> _Mark:
 def _candidates(names: Sequence[str]) -> str:
     if not names:
         return "no parameter has this shape and these bits"
-    shown = " or ".join(names[:_MOST_NAMED])
-    return f"{shown}{f' or {len(names) - _MOST_NAMED} more' if len(names) > _MOST_NAMED else ''}"
+    listing = " or ".join(names[:_MOST_NAMED])
+    return f"{listing}{f' or {len(names) - _MOST_NAMED} more' if len(names) > _MOST_NAMED else ''}"
 
 
 def _listed(problems: Sequence[str]) -> str:

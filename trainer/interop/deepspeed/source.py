@@ -15,7 +15,7 @@ from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.json_file import shown
 from trainer.config.derived import batch_schedule_of
-from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
+from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Unsharded, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take
 from trainer.interop.deepspeed.megatron import is_megatron, read_megatron
 from trainer.interop.finite import require_finite
@@ -40,16 +40,16 @@ _KNOWN = frozenset(
 )
 
 
-def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a DeepSpeed checkpoint of a model under transformers' names, with at most one prefix, or one of
+def read_source(path: Path, options: ImportOptions) -> StateSource:
+    """Open a DeepSpeed checkpoint of a model under transformers' names, with at most one prefix, or under the names of
     Megatron-DeepSpeed.
 
-    The model is that of the `config.json` beside the tag's folder, as left by transformers' Trainer, otherwise the
-    configured one. Weights are the optimizer's float32 copies, otherwise the model's own. Frozen parameters get zero
-    moments and step 0. Files are mapped; beyond that at most one tensor is in memory.
+    The `config.json` of transformers' Trainer beside the tag's folder describes the model, otherwise the configuration
+    does. Weights are the optimizer's float32 copies, otherwise the model's own. Frozen parameters get zero moments and
+    step 0. Files are mapped; beyond them, at most one tensor is in memory.
 
     Args:
-        path: the folder that was saved to, or that of one tag in it.
+        path: the folder given to DeepSpeed, or the folder of a tag in it.
 
     Raises:
         ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
@@ -57,7 +57,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         MismatchError: if it holds another model, was saved in an unsupported way, or stage 0 moments cannot be assigned
             with certainty.
     """
-    if not asked.trusts_pickle:
+    if not options.trusts_pickle:
         raise ConfigError(
             "DeepSpeed's files are pickles",
             where=path,
@@ -66,19 +66,21 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
     try:
         folder = tag_of(path)
         if is_megatron(folder):
-            state, described = read_megatron(folder, asked)
+            state, described = read_megatron(folder, options)
             return as_source(state, described, where=folder)
         saved = open_saved(path)
-        model = _model(saved, asked)
-        whole = Whole(_whole(saved), _shared(saved))
-        names = _names(saved, whole.shared, model)
+        model = _model(saved, options)
+        unsharded = Unsharded(_unsharded_weights(saved), _shared(saved))
+        names = _names(saved, unsharded.shared, model)
         if not saved.is_stage_3:  # so that another model is not taken for names that are not certain
-            _check_model({name: tuple(t.shape) for name, t in whole.weights.items()}, names, model, where=saved.path)
-        flats = locate(saved, whole, given=asked.optimizer_names, weights_only=asked.weights_only)
-        reader = _Reader(saved, flats, whole.weights, names)
+            _check_model(
+                {name: tuple(t.shape) for name, t in unsharded.weights.items()}, names, model, where=saved.path
+            )
+        flats = locate(saved, unsharded, listed_names=options.optimizer_names, weights_only=options.weights_only)
+        reader = _Reader(saved, flats, unsharded.weights, names)
         _check_model({name: place.shape for name, place in flats.places.items()}, names, model, where=saved.path)
-        has_optimizer = not asked.weights_only and any(place.step is not None for place in flats.places.values())
-        _tell(saved, reader, asked, has_optimizer=has_optimizer)
+        has_optimizer = not options.weights_only and any(place.step is not None for place in flats.places.values())
+        _log_content(saved, reader, options, has_optimizer=has_optimizer)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             "A DeepSpeed checkpoint has a form that is not known",
@@ -89,18 +91,18 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
     iteration = take(saved.models[0], "global_steps", int, saved.path)
     if iteration < 0:
         raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
-    if asked.weights_only:
+    if options.weights_only:
         return StateSource(model, 0, has_optimizer=False, read=reader.read)
     if not has_optimizer:
-        require_moments([f"{iteration} steps"] if iteration else [], asked, where=saved.path)
-    _tell_position(saved.models[0].get("global_samples"), iteration, asked)
+        require_moments([f"{iteration} steps"] if iteration else [], options, where=saved.path)
+    _warn_of_position(saved.models[0].get("global_samples"), iteration, options)
     return StateSource(model, iteration, has_optimizer, reader.read)
 
 
-def _model(saved: DeepSpeedCheckpoint, asked: ImportOptions) -> ModelConfig:
+def _model(saved: DeepSpeedCheckpoint, options: ImportOptions) -> ModelConfig:
     path = saved.path.parent / CONFIG
     if not path.is_file():
-        return asked.config.model
+        return options.config.model
     _log.info(f"the model is that of {path}")
     model = read_model(json_file.read(path), where=path)
     require_layers(model, len(take(saved.models[0], "module", dict, saved.path)), where=path)
@@ -112,13 +114,13 @@ class _Reader:
     """Reads tensors under our names.
 
     Args:
-        whole: the model's own weights at stages 0 to 2, in its dtype.
+        weights: the model's own weights at stages 0 to 2, in its dtype.
         names: DeepSpeed's name of every tensor of ours, by our name.
     """
 
     saved: DeepSpeedCheckpoint
     flats: Flats
-    whole: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
     names: Mapping[str, str]
 
     def read(self, name: str) -> torch.Tensor:
@@ -127,24 +129,24 @@ class _Reader:
         Raises:
             CheckpointError: if the optimizer's copy of a weight differs from the model's, or holds NaN.
         """
-        key, _, rest = name.partition(".")
+        key, _, parameter = name.partition(".")
         if key != _STEP and key not in MOMENTS:
             return self._weights(self.names[name])
-        place = self.flats.places[self.names[rest]]
+        place = self.flats.places[self.names[parameter]]
         if key == _STEP:
             return torch.tensor(place.step or 0.0)
-        return torch.zeros(place.shape) if place.step is None else self.flats.read(key, self.names[rest])
+        return torch.zeros(place.shape) if place.step is None else self.flats.read(key, self.names[parameter])
 
     def _weights(self, name: str) -> torch.Tensor:
-        found, own = self.flats.read(WEIGHTS, name), self.whole.get(name)
-        if own is not None and not torch.equal(found.to(own.dtype), own):
-            require_finite(found, where=name)  # NaN is never equal to itself
+        copied, weight = self.flats.read(WEIGHTS, name), self.weights.get(name)
+        if weight is not None and not torch.equal(copied.to(weight.dtype), weight):
+            require_finite(copied, where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's copy of a parameter differs from the model's",
                 where=f"{self.saved.path}, {name}",
                 fix="The weights were changed beside DeepSpeed, or the files are of several saves.",
             )
-        return found
+        return copied
 
 
 def _check_model(
@@ -161,55 +163,57 @@ def _check_model(
     """
     expected = stored_tensors(model)
     lacking = [name for name in expected if names[name] not in shapes]
-    rest = sorted(shapes.keys() - set(names.values()))
-    odd = [
-        f"{name} is {list(shapes[theirs])}, expected {list(expected[name].shape)}"
-        for name, theirs in names.items()
-        if theirs in shapes and shapes[theirs] != expected[name].shape
+    unexpected = sorted(shapes.keys() - set(names.values()))
+    misshapen = [
+        f"{name} is {list(shapes[origin])}, expected {list(expected[name].shape)}"
+        for name, origin in names.items()
+        if origin in shapes and shapes[origin] != expected[name].shape
     ]
-    if lacking or rest or odd:
-        lines = [f"missing: {name}" for name in lacking] + [f"not of the model: {name}" for name in rest] + odd
-        shown = "\n".join(f"  {line}" for line in lines[:_MOST_NAMED])
+    if lacking or unexpected or misshapen:
+        lines = (
+            [f"missing: {name}" for name in lacking] + [f"not of the model: {name}" for name in unexpected] + misshapen
+        )
+        listing = "\n".join(f"  {line}" for line in lines[:_MOST_NAMED])
         raise MismatchError(
             "The checkpoint holds another model",
             where=where,
-            found=f"{len(lines)} differences:\n{shown}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
+            found=f"{len(lines)} differences:\n{listing}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
             fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
             "config.json beside the tag's folder goes before them.",
         )
 
 
-def _whole(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
-    """Return the unsharded parameters in the model file, a shared one once, in the module's order."""
+def _unsharded_weights(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
+    """Return the unsharded parameters in the model file, a shared parameter once, in the module's order."""
     if saved.is_stage_3:
         return {}
     module = take(saved.models[0], "module", dict, saved.path)
     left_out = {*(saved.models[0].get("buffer_names") or ()), *_shared(saved)}
-    found = {name: tensor for name, tensor in module.items() if name not in left_out}
-    for name, tensor in found.items():
+    parameters = {name: tensor for name, tensor in module.items() if name not in left_out}
+    for name, tensor in parameters.items():
         if not is_plain(tensor):
             raise _no_tensor(saved, name)
-    return found
+    return parameters
 
 
 def _shared(saved: DeepSpeedCheckpoint) -> Mapping[str, str]:
-    """Return the names of parameters that are shared, with the name of the first."""
+    """Return the names of shared parameters, with the name of the first."""
     shared = saved.models[0].get("shared_params")
     if isinstance(shared, Mapping):
-        for name, other in shared.items():
-            if not isinstance(other, str):
+        for name, original in shared.items():
+            if not isinstance(original, str):
                 raise CheckpointError(
-                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=shown(other)
+                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=shown(original)
                 )
         return shared
-    first, found = dict[tuple[int, torch.Size], str](), dict[str, str]()
+    first, shared_names = dict[tuple[int, torch.Size], str](), dict[str, str]()
     for name, tensor in take(saved.models[0], "module", dict, saved.path).items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             raise _no_tensor(saved, name)
-        other = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if other != name and tensor.numel():
-            found[name] = other
-    return found
+        original = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if original != name and tensor.numel():
+            shared_names[name] = original
+    return shared_names
 
 
 def _no_tensor(saved: DeepSpeedCheckpoint, name: object) -> CheckpointError:
@@ -218,17 +222,17 @@ def _no_tensor(saved: DeepSpeedCheckpoint, name: object) -> CheckpointError:
 
 def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
     """Return DeepSpeed's name of every tensor of ours, with a prefix, and with shared memory resolved."""
-    ours = list(stored_tensors(model))
+    stored = list(stored_tensors(model))
     module = take(saved.models[0], "module", dict, saved.path)
-    prefix = next((name.removesuffix(ours[0]) for name in module if name.endswith(ours[0])), "")
+    prefix = next((name.removesuffix(stored[0]) for name in module if name.endswith(stored[0])), "")
     second = aliases(model).values()
     # Only where we tie them too may a name stand for another one.
-    return {name: shared.get(prefix + name, prefix + name) if name in second else prefix + name for name in ours}
+    return {name: shared.get(prefix + name, prefix + name) if name in second else prefix + name for name in stored}
 
 
-def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
-    """Warn if DeepSpeed counted other samples than a run of ours would at this iteration."""
-    expected = batch_schedule_of(asked.config.train).consumed_after(iteration)
+def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:
+    """Warn if DeepSpeed's count of samples is not a run's at this iteration."""
+    expected = batch_schedule_of(options.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(
             f"DeepSpeed counted {samples} samples in {iteration} iterations, where its batch size makes "
@@ -236,38 +240,38 @@ def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> Non
         )
 
 
-def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, has_optimizer: bool) -> None:
-    """Log the content, and the part of it that is not carried over."""
+def _log_content(saved: DeepSpeedCheckpoint, reader: _Reader, options: ImportOptions, *, has_optimizer: bool) -> None:
+    """Log the content, and the part not carried over."""
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
     ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
     _log.info(f"{saved.path}: DeepSpeed {shown(table.get('ds_version'))}, {ranks}")
-    if saved.optimizers and asked.optimizer_names is not None:
+    if saved.optimizers and options.optimizer_names is not None:
         _log.warning("--optimizer-names is not used: at ZeRO 1 and above the files have the names themselves")
     if not has_optimizer:
         if saved.optimizers or table.get("optimizer") is not None:
-            own = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
-            _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{own}")
+            note = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
+            _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{note}")
     elif frozen:
         _log.warning(f"{len(frozen)} parameters were frozen; they continue with zero moments: {_first(frozen)}")
     added = [(key, value) for key, value in table.items() if key not in _KNOWN]
-    if rest := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
-        _log.info(f"not carried: {_first(rest)}")
+    if uncarried := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
+        _log.info(f"not carried: {_first(uncarried)}")
     for group in _settings(saved):
         _log.info(f"the optimizer was set to {group}: not carried, the run that continues has its own, optimizer.*")
 
 
 def _settings(saved: DeepSpeedCheckpoint) -> list[str]:
     """Return the numbers of the optimizer's groups, as text, each once."""
-    own = saved.models[0].get("optimizer")
-    first: Table = {"optimizer_state_dict": own}
+    state = saved.models[0].get("optimizer")
+    first: Table = {"optimizer_state_dict": state}
     if saved.optimizers:
         first = saved.optimizers[0]
-    elif isinstance(own, Mapping) and "optimizer_state_dict" in own:
-        first = own
+    elif isinstance(state, Mapping) and "optimizer_state_dict" in state:
+        first = state
     tables = [first.get(key) for key in ("base_optimizer_state", "optimizer_state_dict")]
-    found = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
-    groups = [group for group in (found[0] if found else None) or () if isinstance(group, Mapping)]
+    group_lists = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
+    groups = [group for group in (group_lists[0] if group_lists else None) or () if isinstance(group, Mapping)]
     keys = ("lr", "betas", "eps", "weight_decay")
     return sorted({", ".join(f"{key} {shown(group[key])}" for key in keys if key in group) for group in groups})
 

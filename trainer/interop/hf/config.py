@@ -1,4 +1,4 @@
-"""Reads the model from a `config.json` of transformers, and compares it with the configured one. Pure."""
+"""Reads the model from a `config.json` of transformers, and compares it with the configured model. Pure."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")
 
 
 def read_model(table: Json, *, where: object) -> ModelConfig:
-    """Return the model that a `config.json` describes.
+    """Return the model of a `config.json`.
 
-    Token ids that are missing or lists are replaced by an id in the vocabulary.
+    Missing token ids, and lists of them, are replaced by an id in the vocabulary.
 
     Raises:
         MismatchError: listing every unsupported field and invalid value.
     """
     family = families.family_of_type(table.get("model_type"))
     if family is None:
-        known = [spec.hf.model_type for spec in families.FAMILIES.values()]
+        supported = [spec.hf.model_type for spec in families.FAMILIES.values()]
         raise MismatchError(
             "A folder holds a model of another family",
             where=where,
-            expected=f"{', '.join(known[:-1])} or {known[-1]}",
+            expected=f"{', '.join(supported[:-1])} or {supported[-1]}",
             found=shown(table.get("model_type")),
         )
-    found: list[str] = []
+    problems: list[str] = []
     spec = families.FAMILIES[family]
-    values = spec.hf.read(table, found)
-    if not found:
-        follows = {name: values[other] for name, other in spec.follows.items()}
+    values = spec.hf.read(table, problems)
+    if not problems:
+        follows = {name: values[origin] for name, origin in spec.follows.items()}
         model = ModelConfig(**{"family": family, **values, **follows})
-        found = families.problems(model)
-        if not found:
+        problems = families.problems(model)
+        if not problems:
             return model
     raise MismatchError(
         "A folder holds an unsupported model",
         where=where,
-        found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in found),
+        found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in problems),
     )
 
 
@@ -57,38 +57,40 @@ def require_layers(model: ModelConfig, tensors: int, *, where: object) -> None:
         raise MismatchError("There are fewer tensors than layers", where=where, expected=model.n_layer, found=tensors)
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: str = "folder") -> list[str]:
+def differences(stored: ModelConfig, configured: ModelConfig, *, where: object, kind: str = "folder") -> list[str]:
     """Return a line for each accepted difference.
 
     Args:
         kind: `folder` or the noun for the file, for messages; only a folder has its own field names.
 
     Raises:
-        MismatchError: listing every other difference, with both values and the setting that resolves it.
+        MismatchError: listing every other difference, with both values and the setting to resolve it.
     """
-    if theirs.family is not ours.family:
+    if stored.family is not configured.family:
         raise MismatchError(
             f"The {kind} holds a model of another family",
             where=where,
-            expected=f"model.family={ours.family.value}",
-            found=theirs.family.value + (" (model_type)" if kind == "folder" else ""),
+            expected=f"model.family={configured.family.value}",
+            found=stored.family.value + (" (model_type)" if kind == "folder" else ""),
             fix="Choose one with model=.",
         )
-    spec = families.spec_of(ours)
+    spec = families.spec_of(configured)
     fields = spec.hf.names() if kind == "folder" else {}
-    said, refused = [], []
-    there, here = (asdict(model) | {"activation": model.activation.value} for model in (theirs, ours))
-    for name in here:
-        if name in ("family", "pad_vocab_multiple") or there[name] == here[name]:
+    accepted, refused = [], []
+    before, after = (asdict(model) | {"activation": model.activation.value} for model in (stored, configured))
+    for name in after:
+        if name in ("family", "pad_vocab_multiple") or before[name] == after[name]:
             continue
-        if name == "vocab_size" and there[name] == ours.padded_vocab_size:
-            said.append(f"rows {ours.vocab_size} to {theirs.vocab_size} of the vocabulary are padding, left out")
+        if name == "vocab_size" and before[name] == configured.padded_vocab_size:
+            accepted.append(
+                f"rows {configured.vocab_size} to {stored.vocab_size} of the vocabulary are padding, left out"
+            )
         elif name in _FREE:
-            said.append(f"model.{name}: {there[name]} there, {here[name]} here")
+            accepted.append(f"model.{name}: {before[name]} there, {after[name]} here")
         elif name not in spec.follows:
             origin = f" ({fields[name]})" if fields.get(name, name) != name else ""
             refused.append(
-                f"  model.{name}: {there[name]} there{origin}, {here[name]} here  ({_setting(name, there, here)})"
+                f"  model.{name}: {before[name]} there{origin}, {after[name]} here  ({_setting(name, before, after)})"
             )
     if refused:
         raise MismatchError(
@@ -97,14 +99,14 @@ def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: 
             found="these differences:\n" + "\n".join(refused),
             fix=f"\nSet the keys in brackets, or set checkpoint.load to another {kind}.",
         )
-    return said
+    return accepted
 
 
-def _setting(name: str, there: Mapping[str, object], here: Mapping[str, object]) -> str:
-    value = there[name]
+def _setting(name: str, stored: Mapping[str, object], configured: Mapping[str, object]) -> str:
+    value = stored[name]
     if isinstance(value, Mapping):
         members = ",".join(f"{key}:{member}" for key, member in value.items())
-        begin = "" if here[name] is not None else "on a model= that has one, such as llama3_1b, "
+        begin = "" if configured[name] is not None else "on a model= that has one, such as llama3_1b, "
         return f"{begin}'model.{name}={{{members}}}' sets it"
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return f"model.{name}={text} sets it"

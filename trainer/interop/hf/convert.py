@@ -20,7 +20,7 @@ from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index
 from reprise.reading import Checkpoint
 from trainer.data.text import read_tokenizer
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
-from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
+from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
@@ -43,7 +43,7 @@ def read_source(path: Path, _: ImportOptions) -> StateSource:
     folder = open_folder(path, Files())
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
-    for line in left_behind(path):
+    for line in other_files_notes(path):
         _log.warning(line)
     return StateSource(
         folder.model,
@@ -54,26 +54,26 @@ def read_source(path: Path, _: ImportOptions) -> StateSource:
     )
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
-    """Write the weights as a folder that transformers opens, cast to the requested dtype.
+def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
+    """Write the weights as a folder for transformers, cast to the requested dtype.
 
-    Adapters are added to their base with `merge`, else written as a folder that PEFT opens. The tokenizer is the
-    requested one, otherwise that of the checkpoint.
+    Adapters are added to their base with `merge`, else written as a folder for PEFT. The tokenizer is the option's,
+    otherwise the checkpoint's.
 
     Raises:
         CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
             fails.
-        MismatchError: if there is nothing to merge, or with another base than that of the adapters.
+        MismatchError: if there is nothing to merge, or with another base than the adapters'.
     """
-    files, source = Files(), _source(checkpoint, wanted)
-    specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, None)]
+    files, source = Files(), _source(checkpoint, options)
+    specs = [replace(spec, dtype=options.dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = model_documents(source.model)
     if CONFIG in documents:
-        documents[CONFIG] = {**documents[CONFIG], "dtype": str(wanted.dtype).removeprefix("torch.")}
+        documents[CONFIG] = {**documents[CONFIG], "dtype": str(options.dtype).removeprefix("torch.")}
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
-    tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
+    tokenizer = source.tokenizer if options.tokenizer is None else _tokenizer_files(options.tokenizer)
     with new_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
@@ -83,20 +83,20 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             files.write_whole(partial / name, read_tokenizer(path))
 
 
-def _source(checkpoint: Checkpoint, wanted: ExportOptions) -> StateSource:
-    return adapters_of(checkpoint) if wanted.merge is None else merged(checkpoint, wanted.merge)
+def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:
+    return adapters_of(checkpoint) if options.merge is None else merged(checkpoint, options.merge)
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
     """Return the tokenizer files to copy by their new names; a file of another name is a `tokenizer.json`."""
     if path.is_dir():
-        found = tokenizer_files_in(path)
+        paths = tokenizer_files_in(path)
     else:
         name = path.name if path.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
-        found = {name: path} if path.is_file() else {}
-    if not found:
+        paths = {name: path} if path.is_file() else {}
+    if not paths:
         raise CheckpointError("There is no tokenizer", where=path, expected=" or ".join(TOKENIZER_FILES))
-    return found
+    return paths
 
 
 FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, names_model=True, merges=True)

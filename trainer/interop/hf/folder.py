@@ -60,26 +60,26 @@ def open_folder(path: Path, files: Files) -> HfFolder:
     """Read the configuration and every safetensors header; links are followed, because caches use them.
 
     Raises:
-        MismatchError: for a model that is not supported.
-        CheckpointError: for files that are missing, pickled or malformed.
+        MismatchError: for an unsupported model.
+        CheckpointError: for missing, pickled or malformed files.
     """
     if not (path / CONFIG).is_file():
         raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
     model = read_model(json_file.read(path / CONFIG), where=path / CONFIG)
     index = path / INDEX
     if index.exists():
-        wanted = _weight_map(index)
+        weight_map = _weight_map(index)
     elif (path / _SINGLE).exists():
-        wanted = {}
+        weight_map = {}
     else:
         raise _no_tensors(path)
     places: dict[str, Place] = {}
-    for name in sorted(set(wanted.values())) or [_SINGLE]:
+    for name in sorted(set(weight_map.values())) or [_SINGLE]:
         for place in _read_header(path, name, files):
             if place.spec.name in places:
                 raise CheckpointError("A tensor lies in two files", where=path / name, found=place.spec.name)
             places[place.spec.name] = place
-    for name, file in wanted.items():
+    for name, file in weight_map.items():
         if name not in places or places[name].file != file:
             raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
     require_layers(model, len(places), where=path / CONFIG)
@@ -91,18 +91,18 @@ def tensor_files(folder: HfFolder) -> list[Path]:
     return sorted({folder.path / place.file for place in folder.places.values()})
 
 
-def left_behind(path: Path) -> list[str]:
+def other_files_notes(path: Path) -> list[str]:
     """Return log lines on a trainer's other files in the folder, which loading the weights ignores."""
-    found = list[str]()
+    summaries = list[str]()
     for patterns, what in _BESIDE:
         names = sorted(child.name for pattern in patterns for child in path.glob(pattern))
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            found.append(f"{names[0]}{more} ({what})")
+            summaries.append(f"{names[0]}{more} ({what})")
     lines = []
-    if found:
+    if summaries:
         lines.append(
-            f"not carried from {path}: {', '.join(found)}; a run begins with the weights alone, at iteration 0 "
+            f"not carried from {path}: {', '.join(summaries)}; a run begins with the weights alone, at iteration 0 "
             "and with zero moments"
         )
     if steps := sorted(child.name for child in path.glob(_DEEPSPEED) if child.is_dir()):
@@ -116,29 +116,29 @@ def left_behind(path: Path) -> list[str]:
 def stored_places(
     folder: HfFolder, model: ModelConfig, selects: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Place]:
-    """Return the place of every stored tensor of `model` that is selected, by our name, in its view.
+    """Return the place of every selected stored tensor of `model`, by our name, in its view.
 
-    Names may lack the prefix of the model with a head. A tied output layer that is stored all the same, and buffers of
-    older versions, are left out; so are rows that pad the vocabulary.
+    Names may lack the prefix of the model with a head. A stored copy of a tied output layer, and buffers of older
+    versions, are left out, as are padding rows of the vocabulary.
 
     Args:
-        selects: whether a tensor is wanted, by our name. Where some are not, the folder may have any others.
+        selects: whether a tensor is needed, by our name. If some are not, the folder may have any others.
 
     Raises:
-        MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
+        MismatchError: listing every tensor missing, unexpected, of another shape or of another dtype.
     """
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
-    found: dict[str, Place] = {}
+    selected_places: dict[str, Place] = {}
     problems, left_over = [], set(folder.places)
-    wanted = {name: tensor for name, tensor in stored.items() if selects(name)}
-    for name, tensor in wanted.items():
-        theirs = name if name in folder.places else name.removeprefix(prefix)
-        if theirs not in folder.places:
+    selected = {name: tensor for name, tensor in stored.items() if selects(name)}
+    for name, tensor in selected.items():
+        stored_name = name if name in folder.places else name.removeprefix(prefix)
+        if stored_name not in folder.places:
             problems.append(f"{name} is missing")
             continue
-        left_over.discard(theirs)
-        place = folder.places[theirs]
+        left_over.discard(stored_name)
+        place = folder.places[stored_name]
         shape, view = place.spec.shape, tensor.view
         if shape != tensor.shape and shape == (folder.model.vocab_size, *tensor.shape[1:]) == _padded(tensor, model):
             view = shape
@@ -146,14 +146,16 @@ def stored_places(
             problems.append(f"{name} has shape {list(shape)}, the model has {list(tensor.shape)}")
         if place.spec.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {place.spec.dtype}, not float32, bfloat16 or float16")
-        found[name] = replace(place, spec=replace(place.spec, name=name, view=view))
-    odd = [name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))]
-    problems += [f"{name} is unexpected" for name in sorted(odd) if len(wanted) == len(stored)]
+        selected_places[name] = replace(place, spec=replace(place.spec, name=name, view=view))
+    unexpected = [
+        name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))
+    ]
+    problems += [f"{name} is unexpected" for name in sorted(unexpected) if len(selected) == len(stored)]
     if problems:
         more = len(problems) - _MOST_SHOWN
-        shown = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise MismatchError("The folder's tensors are not the model's", where=folder.path, found=shown)
-    return found
+        listing = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise MismatchError("The folder's tensors are not the model's", where=folder.path, found=listing)
+    return selected_places
 
 
 def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:

@@ -37,9 +37,9 @@ def fill(
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
         place, target, check = places[tensor.spec.name], Target(tensor, tensor.box), FiniteCheck()
         with open_tensor_file(folder.files, (folder.path / place.file).resolve()) as file:
-            for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
+            for piece, values in read_floats(file, place, tensor.box, gatherer=gatherer):
                 check.add(torch.from_numpy(values))
-                part = in_bytes(found, values.itemsize)
+                part = in_bytes(piece, values.itemsize)
                 target.put(part, values.reshape(-1).view(np.uint8).reshape(part.shape))
                 filled_bytes += values.nbytes
                 progress(values.nbytes)
@@ -51,12 +51,12 @@ def fill(
 
 
 def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
-    """Return a tensor as float32, without the rows that pad its vocabulary."""
+    """Return a tensor as float32, without the padding rows of its vocabulary."""
     return _read(folder, place, whole(place.spec.view)).reshape(place.spec.shape)
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:
-    """Refuse a stored output layer that differs from the embedding it is tied to.
+    """Refuse a stored output layer with other values than the embedding tied to it.
 
     Raises:
         MismatchError: if it differs.
@@ -64,26 +64,26 @@ def check_tied(folder: HfFolder, model: ModelConfig) -> None:
     for alias, name in families.aliases(model).items():
         if alias not in folder.places:
             continue
-        ours = name if name in folder.places else name.split(".", 1)[1]
-        if not _are_same(folder, folder.places[ours], folder.places[alias]):
+        origin = name if name in folder.places else name.split(".", 1)[1]
+        if not _are_same(folder, folder.places[origin], folder.places[alias]):
             raise MismatchError(
                 "Parameters are tied, and the folder holds two different ones",
                 where=folder.path,
-                expected=f"{alias} and {ours} of the same bits",
+                expected=f"{alias} and {origin} of the same bits",
                 fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
             )
 
 
-def _are_same(folder: HfFolder, one: Place, other: Place) -> bool:
+def _are_same(folder: HfFolder, first: Place, second: Place) -> bool:
     """Return whether two matrices have the same bits as float32, reading some rows of both at a time."""
-    if one.spec.shape != other.spec.shape:
+    if first.spec.shape != second.spec.shape:
         return False
-    height, width = one.spec.shape
+    height, width = first.spec.shape
     rows = max(1, ITEMS // width)
     for lo in range(0, height, rows):
         box = Box((lo, 0), (min(rows, height - lo), width))
-        ours, theirs = (_read(folder, place, box).view(torch.int32) for place in (one, other))
-        if not torch.equal(ours, theirs):
+        rows_of_first, rows_of_second = (_read(folder, place, box).view(torch.int32) for place in (first, second))
+        if not torch.equal(rows_of_first, rows_of_second):
             return False
     return True
 

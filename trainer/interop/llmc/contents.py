@@ -1,7 +1,7 @@
 """The headers of llm.c's weight files for GPT-2 and LLaMA-3, and the order of their tensors. Pure.
 
 Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` of `train_gpt2.py` and `train_llama3.py`. A
-file is a header of 256 int32 and tensors without holes, all layers of one kind before the next kind. Weights of linear
+file is a header of 256 int32 and tensors without holes, all layers of a kind before the next kind. Weights of linear
 layers are [out, in].
 """
 
@@ -36,7 +36,7 @@ class LlmcForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LlmcTensor:
-    """A tensor in a file: its stored name, its shape in the file, and the number of leading rows that are stored.
+    """A tensor in a file: its stored name, its shape in the file, and the number of leading rows stored.
 
     Args:
         heads: number of heads in its rows, for an interleaved tensor.
@@ -86,16 +86,16 @@ def _gpt2_model(header: Sequence[int], _: int) -> ModelConfig:
 
 
 def _llama3_model(header: Sequence[int], items: int) -> ModelConfig | None:
-    """Return the model that a sound header describes, with as wide an MLP as a file of `items` numbers has.
+    """Return the model of a sound header, with the MLP's width in a file of `items` numbers.
 
-    The header holds a multiplier for that width, which llm.c truncates to an integer. None where no width fits.
+    The header holds a multiplier for the width, truncated to an integer by llm.c. None where no width fits.
     """
     vocab_size, n_layer, n_head, n_kv_head, n_embd = header[3:8]
     kv_width = n_embd // n_head * n_kv_head
-    rest = items - 2 * vocab_size * n_embd - n_embd
-    in_mlp = rest - n_layer * (2 * n_embd + (2 * n_embd + 2 * kv_width) * n_embd)
-    width, odd = divmod(in_mlp, 3 * n_layer * n_embd)
-    if odd or width < 1 or (header[9] > 0 and width % header[9]):
+    layer_items = items - 2 * vocab_size * n_embd - n_embd
+    in_mlp = layer_items - n_layer * (2 * n_embd + (2 * n_embd + 2 * kv_width) * n_embd)
+    width, remainder = divmod(in_mlp, 3 * n_layer * n_embd)
+    if remainder or width < 1 or (header[9] > 0 and width % header[9]):
         return None
     begin, end = _tokens(vocab_size)
     return ModelConfig(
@@ -121,7 +121,7 @@ def _tokens(vocab_size: int) -> tuple[int, int]:
 
 
 def _number(bits: int) -> float:
-    """Return a number that is an integer, as llm.c writes it, or the bits of a float32, as others do."""
+    """Return a number from an integer, as written by llm.c, or from the bits of a float32, as written by others."""
     if 0 <= bits < _MOST:
         return float(bits)
     number = np.frombuffer(struct.pack("<i", bits), dtype="<f4")[0]
@@ -184,30 +184,30 @@ def _plain(name: str, *shape: int) -> LlmcTensor:
 
 
 def _gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
-    """Return the header's members from the third on, and the settings that a file cannot express."""
-    found = []
+    """Return the header's members from the third on, and the settings without a place in a file."""
+    problems = []
     if not model.tie_word_embeddings:
-        found.append("model.tie_word_embeddings=false: a file has one table for both")
+        problems.append("model.tie_word_embeddings=false: a file has one table for both")
     if model.intermediate_size != 4 * model.n_embd:
-        found.append(f"model.intermediate_size={model.intermediate_size}: a file has 4 times model.n_embd")
+        problems.append(f"model.intermediate_size={model.intermediate_size}: a file has 4 times model.n_embd")
     if model.activation is not Activation.gelu_tanh:
-        found.append(f"model.activation={model.activation.value}: llm.c has gelu_tanh")
+        problems.append(f"model.activation={model.activation.value}: llm.c has gelu_tanh")
     if model.norm_eps != _NORM_EPS:
-        found.append(f"model.norm_eps={model.norm_eps}: llm.c has {_NORM_EPS}")
+        problems.append(f"model.norm_eps={model.norm_eps}: llm.c has {_NORM_EPS}")
     padded = -(-model.vocab_size // _PAD) * _PAD
     sizes = [model.max_position_embeddings, model.vocab_size, model.n_layer, model.n_head, model.n_embd, padded]
-    return sizes, found
+    return sizes, problems
 
 
 def _llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
-    """Return the header's members from the third on, and the settings that a file cannot express.
+    """Return the header's members from the third on, and the settings without a place in a file.
 
     The width of the MLP is `multiple_of * ceil(int(multiplier * int(8 n_embd / 3)) / multiple_of)`; multiplier, epsilon
     and theta are the bits of float32 numbers: llm.c itself writes them as integers, which loses their values.
     """
-    found = []
+    problems = []
     if model.rope_scaling not in (None, _SCALED):
-        found.append(f"model.rope_scaling={model.rope_scaling}: llm.c has {_SCALED}, or none")
+        problems.append(f"model.rope_scaling={model.rope_scaling}: llm.c has {_SCALED}, or none")
     multiple = model.intermediate_size & -model.intermediate_size
     multiplier = (model.intermediate_size + 0.25) / (8 * model.n_embd // 3)
     is_scaled = model.rope_scaling is not None
@@ -226,18 +226,18 @@ def _llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
         4,  # max_gen_batch_size, of no meaning for weights
         3,
         int(is_scaled),
-    ], found
+    ], problems
 
 
 @dataclass(frozen=True, slots=True)
 class LlmcFamily:
-    """The files of one family.
+    """The files of a family.
 
     Args:
         magic: first number of a file.
         sizes: index in the header of each size, by name.
-        read_model: the model of a valid header followed by that many numbers; None if no model fits.
-        write_header: the members from the third on, and the settings that a file cannot express.
+        read_model: the model of a valid header and the count of numbers after it; None if no model fits.
+        write_header: the members from the third on, and the settings without a place in a file.
         parts: the tensors in order, given the rows of the padded vocabulary.
     """
 
@@ -248,16 +248,16 @@ class LlmcFamily:
     parts: Callable[[ModelConfig, int], Iterator[LlmcTensor]]
 
     def problems_of_header(self, header: Sequence[int]) -> list[str]:
-        """Return the sizes in a header that no model can have."""
-        found = []
+        """Return the impossible sizes in a header."""
+        problems = []
         for name, index in self.sizes.items():
             most = _MOST_LAYERS if name == "n_layer" else _MOST
             if not 1 <= header[index] <= most:
-                found.append(f"{name}={header[index]}: must be 1 to {most}")
+                problems.append(f"{name}={header[index]}: must be 1 to {most}")
         padded = self.sizes.get(_PADDED)
-        if not found and padded is not None and header[padded] < header[3]:
-            found.append(f"{_PADDED}={header[padded]}: below vocab_size={header[3]}")
-        return found
+        if not problems and padded is not None and header[padded] < header[3]:
+            problems.append(f"{_PADDED}={header[padded]}: below vocab_size={header[3]}")
+        return problems
 
 
 _PADDED = "padded_vocab_size"

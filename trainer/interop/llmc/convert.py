@@ -1,4 +1,4 @@
-"""Imports and exports weight files of llm.c. A run can also start from one directly, with `checkpoint.load`."""
+"""Imports and exports weight files of llm.c. `checkpoint.load` starts a run from such a file directly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_source(path: Path, _: ImportOptions) -> StateSource:
     return StateSource(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     """Write the weights of a checkpoint as a file, tensor by tensor.
 
     Raises:
@@ -40,10 +40,10 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
     files, source = Files(), of_checkpoint(checkpoint)
-    if wanted.tokenizer is not None:
+    if options.tokenizer is not None:
         raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
-    header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
-    total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
+    header, parts = _describing(source.model, options.dtype, where=checkpoint.path)
+    total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * options.dtype.itemsize
     aliases = families.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
     with new_output(out, files) as partial, bar:
@@ -54,8 +54,8 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             at = HEADER_BYTES
             for part in parts:
                 tensor = part.to_theirs(source.read(aliases.get(part.name, part.name)))
-                end = at + math.prod(part.shape) * wanted.dtype.itemsize  # padding rows stay zero
-                for block in blocks_of(tensor, wanted.dtype, where=part.name):
+                end = at + math.prod(part.shape) * options.dtype.itemsize  # padding rows stay zero
+                for block in blocks_of(tensor, options.dtype, where=part.name):
                     files.write(descriptor, [block], offset=at)
                     at += block.nbytes
                     bar.update(block.nbytes)
@@ -69,17 +69,17 @@ def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple
     """Return the header of a file, without the zeros at its end, and its tensors."""
     version = {kind: number for number, kind in VERSIONS.items()}.get(dtype)
     family = FAMILIES.get(model.family)
-    sizes, found = ([], [_unknown(model)]) if family is None else family.write_header(model)
+    sizes, problems = ([], [_unknown(model)]) if family is None else family.write_header(model)
     if version is None:
-        found.append(f"{dtype}: a file has float32 or bfloat16")
-    if family is None or version is None or found:
-        raise MismatchError("llm.c has no file for such a model", where=where, found="; ".join(found))
+        problems.append(f"{dtype}: a file has float32 or bfloat16")
+    if family is None or version is None or problems:
+        raise MismatchError("llm.c has no file for such a model", where=where, found="; ".join(problems))
     return [family.magic, version, *sizes], list(family.parts(model, sizes[5]))
 
 
 def _unknown(model: ModelConfig) -> str:
-    known = " and ".join(family.value for family in FAMILIES)
-    return f"model.family={model.family.value}: llm.c has {known}"
+    supported = " and ".join(family.value for family in FAMILIES)
+    return f"model.family={model.family.value}: llm.c has {supported}"
 
 
 FORMAT = Format("a file of weights of llm.c (GPT-2 or LLaMA-3)", read_source, write, names_model=True)

@@ -75,7 +75,7 @@ def open_file(path: Path, files: Files) -> WeightsFile:
 
 
 def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
-    """Return a tensor in the stored layout, in the file's dtype, without the rows that pad the vocabulary."""
+    """Return a tensor in the stored layout, in the file's dtype, without the padding rows of the vocabulary."""
     part, offset = file.parts[name]
     tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
     with open_tensor_file(file.files, file.path.resolve()) as source:
@@ -110,26 +110,30 @@ def _format_of(data: bytes | bytearray) -> str:
     """Return the format of a file by its first bytes."""
     if data[8:10] == _SAFETENSORS:
         return "a safetensors file; name its folder if that holds config.json"
-    known = (name for begin, name in _OTHERS if data.startswith(begin))
-    return next(known, f"{int.from_bytes(data[:4], 'little')}, of the bytes {data[:8].hex(' ') or 'none'}")
+    formats = (name for begin, name in _OTHERS if data.startswith(begin))
+    return next(formats, f"{int.from_bytes(data[:4], 'little')}, of the bytes {data[:8].hex(' ') or 'none'}")
 
 
 def _described(
     path: Path, header: Sequence[int], size: int, dtype: torch.dtype
 ) -> tuple[ModelConfig, list[LlmcTensor]]:
-    """Return the model of a file and its tensors, after checking that the file has their size."""
+    """Return the model of a file and its tensors; refuse a file of another size."""
     family = MAGICS[header[0]]
-    found = family.problems_of_header(header)
-    items, odd = divmod(size - HEADER_BYTES, dtype.itemsize)
+    problems = family.problems_of_header(header)
+    items, trailing_bytes = divmod(size - HEADER_BYTES, dtype.itemsize)
     model = None
-    if not found:
+    if not problems:
         model = family.read_model(header, items)
-        found = [] if model is None else model_problems(model)
-    if found:
-        raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(found))
+        problems = [] if model is None else model_problems(model)
+    if problems:
+        raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(problems))
     parts = [] if model is None else list(family.parts(model, header[7]))
     expected = sum(math.prod(part.shape) for part in parts)
-    if model is None or odd or expected != items:
-        wanted = f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "a size with a whole number of columns"
-        raise CheckpointError("A file of weights has another size", where=path, expected=wanted, found=f"{size} B")
+    if model is None or trailing_bytes or expected != items:
+        expected_size = (
+            f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "a size with a whole number of columns"
+        )
+        raise CheckpointError(
+            "A file of weights has another size", where=path, expected=expected_size, found=f"{size} B"
+        )
     return model, parts

@@ -33,14 +33,14 @@ class _Run:
     order: tuple[int, ...] | None = None
     row: int | None = None
 
-    def ours(self, found: Box) -> Box:
+    def to_stored(self, piece: Box) -> Box:
         """Return a part of `box` in stored coordinates."""
         if self.order is not None:
-            return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (found.offset, found.shape)))
+            return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (piece.offset, piece.shape)))
         if self.row is None:
-            return found
-        _, first, _, column = found.offset
-        return Box((self.row + first - self.box.offset[1], column), (found.shape[1], found.shape[3]))
+            return piece
+        _, first, _, column = piece.offset
+        return Box((self.row + first - self.box.offset[1], column), (piece.shape[1], piece.shape[3]))
 
 
 def fill(
@@ -63,12 +63,12 @@ def fill(
             for run in _runs(part, tensor.spec.view, tensor.box):
                 place = Place(TensorSpec(TensorKind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
                 check = FiniteCheck()
-                for found, values in read_floats(source, place, run.box, gatherer=gatherer):
+                for piece, values in read_floats(source, place, run.box, gatherer=gatherer):
                     check.add(torch.from_numpy(values))
-                    ours = run.ours(found)
+                    stored_box = run.to_stored(piece)
                     turned = values if run.order is None else values.transpose(run.order)
                     memory = np.ascontiguousarray(turned).reshape(-1).view(np.uint8)
-                    box = in_bytes(ours, values.itemsize)
+                    box = in_bytes(stored_box, values.itemsize)
                     target.put(box, memory.reshape(box.shape))
                     filled_bytes += memory.size
                     progress(memory.size)
@@ -79,7 +79,7 @@ def fill(
 
 
 def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
-    """Yield the reads that fill a box of a stored tensor of shape `view`."""
+    """Yield the reads to fill a box of a stored tensor of shape `view`."""
     if not box.numel:
         return
     match part.form:
@@ -87,8 +87,8 @@ def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
             yield _Run(view, box)
         case LlmcForm.transposed:  # the first stored dimension is the last in the file
             last = len(view) - 1
-            theirs = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
-            yield _Run((*view[1:], view[0]), theirs, order=(last, *range(last)))
+            file_box = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
+            yield _Run((*view[1:], view[0]), file_box, order=(last, *range(last)))
         case LlmcForm.interleaved:  # stored rows of a head: the even rows of the file, then the odd ones
             rows = view[0] // part.heads
             half = rows // 2
