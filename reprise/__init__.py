@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from reprise.random_state import RandomState
     from reprise.state_dict import load_state_dict, save_state_dict
 
+__version__ = "0.2.0"
+
 __all__ = ["AsyncSaver", "RandomState", "latest", "load", "load_state_dict", "save", "save_state_dict"]
 
 _MODULES = {

@@ -5,9 +5,13 @@ import os
 import pytest
 import torch
 
+from tests import ROOT
 from tests.times import dealt
 
 torch.set_num_threads(1)
+
+# Programs that tests start in folders of their own run this checkout: an installed library has no package `trainer`.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Ranks that tests launch take the cores they are given, whatever the user's shell has set.
 os.environ.pop("OMP_NUM_THREADS", None)

@@ -36,13 +36,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.compare.text_table",
         "trainer.optim",
         "trainer.record",
-        "trainer.record.versions",
         "trainer.run",
         "trainer.schedules",
         "trainer.start",
         "trainer.training",
     ),
     (
+        "trainer.checkpoint",
+        "trainer.errors",
+        "trainer.record.versions",
         "trainer.schedules.batch_size",
         "trainer.optim.exact_sum",
         "trainer.parallel.lanes",
@@ -117,6 +119,7 @@ LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
         f"{LIBRARY}.{name}" for name in ("channel", "files", "folder", "layout", "live_tensors", "reading", "savers")
     ),
     (LIBRARY,),
+    (f"{LIBRARY}.__main__",),
 )
 
 # The modules of reprise that others may import. Its unit tests may import any.

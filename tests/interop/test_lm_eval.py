@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness runs a local task on a checkpoint, with no argument but its folder.
 
-Where it is not installed these tests are skipped: `pip install 'reprise[eval]'`.
+Where it is not installed these tests are skipped: `pip install 'torch-reprise[eval]'`.
 """
 
 from __future__ import annotations

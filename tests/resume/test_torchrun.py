@@ -90,7 +90,10 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(unbroken: Path, tmp_pat
     assert "checkpoint.override_data=true" in text
     last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
     assert "seed  saved 1234  current 7" in last
-    assert "continue with the run's own configuration: `torchrun --nproc-per-node 2 -m trainer run.dir=run" in last
+    assert (
+        "continue with the run's own configuration: `torchrun --no-python --nproc-per-node 2 reprise train run.dir=run"
+        in last
+    )
     assert f"{load} train.train_iters=N`" in last.replace("/checkpoints ", " ") or str(unbroken) in last
     assert text.count("current 7") == 2  # in the message, and in torchrun's report
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -116,7 +119,7 @@ def test_one_process_for_several_ranks_is_given_the_command(tmp_path: Path) -> N
     words = " ".join([*BASE, "parallel=tp2", "'run.name=a b'"])
     assert text == (
         "ConfigError: The parallel layout needs several processes, expected 2 ranks, or a multiple, found 1 process. "
-        f"Start it with `torchrun --nproc-per-node 2 -m trainer {words}`.\n"
+        f"Start it with `torchrun --no-python --nproc-per-node 2 reprise train {words}`.\n"
     )
 
 

@@ -44,7 +44,7 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
     "words", ["--help", "--version", "train --help", "compare-loss --help", "compare-speed --help"]
 )
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
-    imported = imports_of("-m", "trainer.commands.main", *words.split())
+    imported = imports_of("-m", "reprise", *words.split())
     assert {name.split(".")[0] for name in imported} & HEAVY == set()
 
 

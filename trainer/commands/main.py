@@ -6,32 +6,42 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.util import find_spec
 
+from reprise import __version__
 from trainer.config.suggest import closest
 
-_FINE, _WRONG_USE = 0, 2
+_FINE, _NOT_INSTALLED, _WRONG_USE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT  # the status that shells give
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: the module whose `main` runs it, and its line in `reprise --help`."""
+    """A subcommand of `reprise`.
+
+    Args:
+        module: the module whose `main` runs it.
+        summary: its line in `reprise --help`.
+        libraries: what it imports of the optional dependencies `train`.
+    """
 
     module: str
     summary: str
+    libraries: tuple[str, ...] = ()
 
 
+_COMPOSITION = ("hydra", "omegaconf")
 COMMANDS = {
-    "train": Command("trainer.__main__", "train a model, or continue a run"),
+    "train": Command("trainer.__main__", "train a model, or continue a run", (*_COMPOSITION, "tensorboard")),
     "options": Command("trainer.commands.options", "describe the keys of the configuration"),
     "doctor": Command(
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"
     ),
     "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare, join and delete checkpoints"),
-    "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs"),
+    "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs", _COMPOSITION),
     "generate": Command("trainer.commands.generate", "continue a text with a trained model"),
-    "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts"),
+    "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts", _COMPOSITION),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),
     "compare-speed": Command(
         "trainer.commands.compare_speed", "compare the speed of runs, and the cost of their saves"
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_help())
             return _FINE
         case ["--version", *_]:
-            print(f"reprise {metadata.version('reprise')}")
+            print(f"reprise {__version__}")
             return _FINE
         case [name, *rest] if name in COMMANDS:
             return _run(name, rest)
@@ -58,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    missing = [library for library in COMMANDS[name].libraries if find_spec(library) is None]
+    if missing:
+        fix = "pip install 'torch-reprise[train]'"
+        print(f"reprise {name} needs {' and '.join(missing)}; install with: {fix}", file=sys.stderr)
+        return _NOT_INSTALLED
     try:
         tool = import_module(COMMANDS[name].module)
         status: int = tool.main(arguments)
@@ -91,7 +106,7 @@ def _help() -> str:
             *lines,
             "",
             "`reprise COMMAND --help` describes a command, `reprise --version` prints the version.",
-            "Several ranks train with `torchrun --nproc-per-node N -m trainer KEY=VALUE ...`.",
+            "Several ranks train with `torchrun --no-python --nproc-per-node N reprise train KEY=VALUE ...`.",
         ]
     )
 

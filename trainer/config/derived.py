@@ -25,7 +25,8 @@ def save_folder(section: CheckpointSection) -> Path | None:
 
 def command_line(words: str, ranks: int) -> str:
     """Return the command that trains on so many ranks of one host, with these words after it."""
-    return f"torchrun --nproc-per-node {ranks} -m trainer {words}" if ranks > 1 else f"reprise train {words}"
+    launcher = f"torchrun --no-python --nproc-per-node {ranks} " if ranks > 1 else ""
+    return f"{launcher}reprise train {words}"
 
 
 def topology_of(config: Config, world_size: int) -> Topology:

@@ -61,7 +61,7 @@ def missing_package(package: str, extra: str, path: Path) -> DataError:
         "A package that reads a file is not installed",
         where=path,
         expected=package,
-        fix=f"Install it: pip install 'reprise[{extra}]'.",
+        fix=f"Install it: pip install 'torch-reprise[{extra}]'.",
     )
 
 

@@ -8,15 +8,21 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("reprise", "torch", "numpy")
+from reprise import __version__
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("torch", "numpy")
 # A work tree on a file system that hangs must not hold up a start.
 _TIMEOUT_S = 5.0
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that decide on the bits of a run; None for an unknown one."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        "reprise": __version__,
+        **{name: _version(name) for name in _PACKAGES},
+    }
 
 
 def commit(root: Path = _ROOT) -> str | None:

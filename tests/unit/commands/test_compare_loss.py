@@ -230,7 +230,7 @@ def test_without_matplotlib_only_a_plot_fails_naming_the_extra(tmp_path: Path, s
     assert script(run, run, path=hidden).returncode == 0
     result = script(run, run, "--plot", "out.png", path=hidden)
     assert result.returncode == 2
-    assert "pip install 'reprise[plot]'" in result.stderr
+    assert "pip install 'torch-reprise[plot]'" in result.stderr
 
 
 def make_logs(folder: Path, **losses: float) -> Path:

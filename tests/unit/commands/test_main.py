@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
 import trainer.__main__
+from reprise import __version__
 from tests import ROOT
 from trainer.commands.main import COMMANDS, Command, main
 
@@ -19,7 +20,7 @@ ARGPARSE = sorted(set(COMMANDS) - {"train"})
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a process of its own."""
-    process = [sys.executable, "-m", "trainer.commands.main", *words]
+    process = [sys.executable, "-m", "reprise", *words]
     return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -59,13 +60,13 @@ def test_an_interrupted_import_is_one_line(
 def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
     """Put a function into the place of the program that `reprise doctor` calls."""
 
-    def replace(call: Callable[[Sequence[str]], int]) -> None:
+    def put(call: Callable[[Sequence[str]], int]) -> None:
         module = ModuleType("a_tool")
         module.main = call  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "a_tool", module)
         monkeypatch.setitem(COMMANDS, "doctor", Command("a_tool", ""))
 
-    return replace
+    return put
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +84,7 @@ def test_no_command_is_a_wrong_use_and_shows_the_help(capsys: pytest.CaptureFixt
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"reprise {metadata.version('reprise')}\n"
+    assert capsys.readouterr().out == f"reprise {__version__}\n"
 
 
 @pytest.mark.parametrize(("name", "hint"), [("chekpoint", "did you mean checkpoint?"), ("x", "choose from train, ")])
@@ -91,6 +92,18 @@ def test_an_unknown_command_is_one_line(name: str, hint: str, capsys: pytest.Cap
     assert main([name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"reprise: unknown command '{name}'; {hint}")
+
+
+def test_a_command_names_the_libraries_it_lacks(
+    tool: Callable[[Callable[[Sequence[str]], int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tool(lambda arguments: 0)
+    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], libraries=("json", "no_library", "nor_this")))
+    assert main(["doctor"]) == 1
+    line = "reprise doctor needs no_library and nor_this; install with: pip install 'torch-reprise[train]'\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("name", ARGPARSE)

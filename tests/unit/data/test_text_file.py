@@ -249,7 +249,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     (tmp_path / "in").write_bytes(zstd(TEXT) if extra == "zstd" else table(["a"]))
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"in\), expected {package}.*pip install 'reprise\[{extra}\]'"):
+    with pytest.raises(DataError, match=rf"in\), expected {package}.*pip install 'torch-reprise\[{extra}\]'"):
         prepare(section(tmp_path / "in"), cache=tmp_path / "cache")
 
 

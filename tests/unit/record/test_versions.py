@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from inspect import signature
 from pathlib import Path
 
 import torch
 
+import reprise
+from tests import ROOT
 from trainer.record.versions import commit, versions
 
 
@@ -19,7 +22,12 @@ def test_the_versions_are_those_that_run() -> None:
     found = versions()
     # The name of the build, as in 2.13.0+cpu, is in the metadata of some wheels only.
     assert str(found["torch"]).partition("+")[0] == str(torch.__version__).partition("+")[0]
+    assert found["reprise"] == reprise.__version__
     assert found.keys() == {"python", "reprise", "torch", "numpy"}
+
+
+def test_the_commit_is_looked_up_at_the_top_of_the_checkout() -> None:
+    assert signature(commit).parameters["root"].default == ROOT
 
 
 def test_a_commit_and_changes_after_it(tmp_path: Path) -> None:
