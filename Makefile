@@ -23,14 +23,14 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda tables check format clean
+.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda tables check docs format clean
 
 setup: $(STAMP)
 
 # An environment that is there is kept, with what its user has installed into it.
 $(STAMP): pyproject.toml constraints.txt
 	@$(if $(PRESENT),$(if $(filter usable,$(PRESENT)),$(KEEP),$(error $(NOT_RUNNING))),$(call MAKE_VENV,$(or $(USABLE),$(error $(NONE_USABLE)))))
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check,docs]'
 	touch $@
 
 KEEP = echo "$$($(BIN)/python -c '$(VERSION)') in $(VENV), which is there already (\`make clean\` removes it)"; \
@@ -84,6 +84,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_documents.py
+
+# The documents and the reference of the library's API as a site, in build/docs; a broken link or docstring fails.
+docs: setup
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
 
 format: setup
 	$(BIN)/ruff format .

@@ -105,7 +105,8 @@ def load_state_dict(
         timeout_s: seconds to wait for ranks that have not made this call.
 
     Returns:
-        `{"iteration": ...}`, with `missing_keys` and `unexpected_keys`: stored names, and JSON Pointers to values.
+        A dict with `iteration`, `missing_keys` and `unexpected_keys`; the keys are stored names, and JSON Pointers to
+        values.
 
     Raises:
         TrainerError: if the checkpoint is damaged, or does not fit; values are replaced only after all tensors are

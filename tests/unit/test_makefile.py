@@ -69,7 +69,7 @@ def test_make_keeps_packages_a_user_has_installed(project: Path) -> None:
     done = make(project, f"PYTHON={write_python(project / 'python')}")
     assert done.returncode == 0, done.stderr
     assert installed.exists()
-    assert "--editable .[test,check]" in (project / "calls").read_text()
+    assert "--editable .[test,check,docs]" in (project / "calls").read_text()
     assert (project / ".venv/pyvenv.cfg").exists()
 
 
