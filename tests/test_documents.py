@@ -23,9 +23,8 @@ DOCUMENTS = [
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    named = re.findall(
-        r"\b((?:tests|trainer|models|scripts|configs|docs|examples)/[\w./-]+\.(?:py|yaml|md|png))(?:::(\w+))?", text
-    )
+    folders = "reprise|tests|trainer|models|scripts|configs|docs|examples"
+    named = re.findall(rf"\b((?:{folders})/[\w./-]+\.(?:py|yaml|md|png))(?:::(\w+))?", text)
     for name, test in named:
         assert (ROOT / name).exists(), name
         assert not test or f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name}::{test}"
