@@ -3,6 +3,7 @@
 from dataclasses import fields
 from enum import Enum
 from math import prod
+from typing import Any
 
 from models import gpt2_spec, llama3_spec, qwen3_spec
 from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
@@ -36,12 +37,28 @@ def problems(config: ModelConfig) -> list[str]:
         if value != wanted:
             found.append(f"model.{name}={value}: {family} needs it equal to model.{other}={wanted}")
     found += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
-    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family} has none, leave the key out")
-    for name, reason in (unused | dict(spec.unused)).items():
+    for name, reason in _unused(config.family).items():
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
             found.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
     return found + rotary_problems(config) if spec.is_rotary else found
+
+
+def _unused(family: Family) -> dict[str, str]:
+    """Return the fields of `ModelConfig` that must keep their default in a family, and why."""
+    spec = FAMILIES[family]
+    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family.value} has none, leave the key out")
+    return unused | dict(spec.unused)
+
+
+def has_field(family: Family, name: str) -> bool:
+    """Return whether models of a family differ in a field of `ModelConfig`."""
+    return name not in _unused(family)
+
+
+def default_of(name: str) -> Any:
+    """Return the default of a field of `ModelConfig`, which families without the field keep."""
+    return _DEFAULTS[name]
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:

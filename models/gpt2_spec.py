@@ -7,6 +7,7 @@ from math import sqrt
 
 from models.config import Activation, Initial, InitialKind, ModelConfig, StoredTensor
 from models.hf_config import HfConfig, HfConstant, HfField
+from models.megatron_names import ABSENT, POSITIONS, MegatronForm, MegatronNames, MegatronPart, norm_parts
 from models.spec import Cut, FamilySpec, TensorParallelPlan
 
 _plain = StoredTensor.plain
@@ -104,6 +105,39 @@ _HF = HfConfig(
         HfConstant("add_cross_attention", (False,), is_written=False),
     ),
 )
+_MEGATRON = MegatronNames(
+    arguments={
+        POSITIONS: ("learned_absolute", None),
+        "normalization": ("LayerNorm",),
+        "swiglu": (False,),
+        "add_bias_linear": (True,),
+        "qk_layernorm": ABSENT,
+        "use_rope_scaling": ABSENT,
+    },
+    first=(
+        MegatronPart("embedding.word_embeddings.weight", ("transformer.wte.weight",), MegatronForm.vocabulary, cut=0),
+        MegatronPart("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
+    ),
+    block=(
+        *norm_parts("self_attention.linear_qkv", "ln_1", "weight", "bias"),
+        MegatronPart("self_attention.linear_proj.weight", ("attn.c_proj.weight",), MegatronForm.transposed, cut=1),
+        MegatronPart("self_attention.linear_proj.bias", ("attn.c_proj.bias",)),
+        MegatronPart(
+            "self_attention.linear_qkv.weight", ("attn.c_attn.weight",), MegatronForm.fused_query_groups, cut=0
+        ),
+        MegatronPart("self_attention.linear_qkv.bias", ("attn.c_attn.bias",), MegatronForm.fused_query_groups, cut=0),
+        *norm_parts("mlp.linear_fc1", "ln_2", "weight", "bias"),
+        MegatronPart("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), MegatronForm.transposed, cut=0),
+        MegatronPart("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), cut=0),
+        MegatronPart("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), MegatronForm.transposed, cut=1),
+        MegatronPart("mlp.linear_fc2.bias", ("mlp.c_proj.bias",)),
+    ),
+    last=(
+        MegatronPart("decoder.final_layernorm.weight", ("transformer.ln_f.weight",)),
+        MegatronPart("decoder.final_layernorm.bias", ("transformer.ln_f.bias",)),
+    ),
+    tokenizer_type="GPT2BPETokenizer",
+)
 SPEC = FamilySpec(
     network=("models.gpt2", "GPT2"),
     blocks="transformer.h",
@@ -119,4 +153,5 @@ SPEC = FamilySpec(
     unused={"rope_scaling": "gpt2 has learned positions, leave it null"},
     follows={"n_kv_head": "n_head"},
     fan_in_fan_out=True,
+    megatron=_MEGATRON,
 )

@@ -5,6 +5,7 @@ Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; `LlamaForCausalLM` of 
 
 from models.config import Initial, InitialKind, ModelConfig, StoredTensor
 from models.hf_config import HfConfig, HfConstant, HfDerived, HfField, HfRope
+from models.megatron_names import ABSENT, POSITIONS, MegatronForm, MegatronNames, MegatronPart, norm_parts
 from models.spec import Cut, FamilySpec, TensorParallelPlan
 
 _plain = StoredTensor.plain
@@ -78,6 +79,37 @@ _HF = HfConfig(
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
     ),
 )
+MEGATRON = MegatronNames(
+    arguments={
+        POSITIONS: ("rope", None),
+        "normalization": ("RMSNorm",),
+        "swiglu": (True,),
+        "add_bias_linear": (False,),
+        "add_qkv_bias": ABSENT,
+        "qk_layernorm": ABSENT,
+    },
+    first=(
+        MegatronPart(
+            "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), MegatronForm.vocabulary, cut=0
+        ),
+    ),
+    block=(
+        *norm_parts("self_attention.linear_qkv", "input_layernorm", "weight"),
+        MegatronPart("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), cut=1),
+        MegatronPart(
+            "self_attention.linear_qkv.weight",
+            ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            MegatronForm.query_groups,
+            cut=0,
+        ),
+        *norm_parts("mlp.linear_fc1", "post_attention_layernorm", "weight"),
+        MegatronPart(
+            "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), MegatronForm.gated, cut=0
+        ),
+        MegatronPart("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), cut=1),
+    ),
+    last=(MegatronPart("decoder.final_layernorm.weight", ("model.norm.weight",)),),
+)
 SPEC = FamilySpec(
     network=("models.llama3", "Llama3"),
     blocks="model.layers",
@@ -94,4 +126,6 @@ SPEC = FamilySpec(
         "dropout": "llama3 has none, leave it 0",
         "activation": "llama3 has SwiGLU, leave the key out",
     },
+    megatron=MEGATRON,
+    scaled_preset="llama3_1b",
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from models import llama3_spec
 from models.config import ModelConfig, StoredTensor
 from models.hf_config import HfConfig, HfConstant, HfField, HfRope
+from models.megatron_names import MegatronPart
 from models.spec import Cut, TensorParallelPlan
 
 _LIKE = llama3_spec.SPEC
@@ -48,6 +49,19 @@ _HF = HfConfig(
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
     ),
 )
+_HEAD_NORMS = (
+    MegatronPart("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    MegatronPart("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+)
+_MEGATRON = replace(
+    llama3_spec.MEGATRON,
+    arguments={**llama3_spec.MEGATRON.arguments, "qk_layernorm": (True,)},
+    block=tuple(
+        part
+        for shared in llama3_spec.MEGATRON.block
+        for part in (shared, *(_HEAD_NORMS if shared.name == "self_attention.linear_qkv.weight" else ()))
+    ),
+)
 SPEC = replace(
     _LIKE,
     network=("models.qwen3", "Qwen3"),
@@ -60,4 +74,6 @@ SPEC = replace(
         "rope_scaling": "qwen3 has none of this form, leave it null",
     },
     needs=("head_dim",),
+    megatron=_MEGATRON,
+    scaled_preset=None,
 )

@@ -6,6 +6,7 @@ from enum import Enum
 
 from models.config import Initial, ModelConfig, StoredTensor
 from models.hf_config import HfConfig
+from models.megatron_names import MegatronNames
 
 OUTPUT = "lm_head.weight"  # the output layer of every family
 
@@ -56,6 +57,8 @@ class FamilySpec:
         follows: the fields of `ModelConfig` that must equal another one.
         needs: the fields of `ModelConfig` that may be None, but not here.
         fan_in_fan_out: whether the weights of projections are stored as [in, out], PEFT's word for it.
+        megatron: tensors and arguments in Megatron-LM; None if a conversion refuses the family.
+        scaled_preset: a preset of the group `model` with a scaled RoPE, for a family that has one.
     """
 
     network: tuple[str, str]
@@ -73,3 +76,5 @@ class FamilySpec:
     follows: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
+    megatron: MegatronNames | None = None
+    scaled_preset: str | None = None

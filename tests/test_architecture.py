@@ -518,6 +518,18 @@ def narrow_handlers(sources: Sequence[Source]) -> list[str]:
     return found
 
 
+def questions_about_families(sources: Sequence[Source]) -> list[str]:
+    """No module asks which family a model is: its spec says what differs, and a new family is no other one."""
+    found = []
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.Compare) and not is_or_in(source.module, "scripts"):
+                sides = [side for side in (node.left, *node.comparators) if isinstance(side, ast.Attribute)]
+                if any(isinstance(side.value, ast.Name) and side.value.id == "Family" for side in sides):
+                    found.append(f"{source.module}:{node.lineno} asks which family a model is")
+    return found
+
+
 def names_of_files(sources: Sequence[Source]) -> list[str]:
     """A file is named for its idea."""
     dull = {"utils", "util", "helpers", "misc", "common"}
@@ -672,6 +684,7 @@ RULES: tuple[Rule, ...] = (
     nothing_runs_code,
     submodules_are_imported,
     narrow_handlers,
+    questions_about_families,
     names_of_files,
     unique_classes,
     retired_words,
@@ -803,6 +816,7 @@ BROKEN = [
         "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n",
         "BaseException",
     ),
+    (questions_about_families, "models.build", "x = 1 if c.family is Family.gpt2 else 2\n", "asks which family"),
     (names_of_files, "trainer.utils", "", "drawer"),
     (unique_classes, "trainer.metrics.second", _DOC + "class BatchLoader: ...\n", "BatchLoader is a class of"),
     (retired_words, "trainer.training.loop", "class Ballot: ...\n", "trainer.training.loop names Ballot"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from models.config import Family, ModelConfig
+from models.config import ModelConfig
+from models.families import spec_of
 from trainer.config.overrides import text_value
 from trainer.record.run_record import model_record
-
-# Every field is overridden, but an override cannot give rope_scaling to a group that has none.
-_SCALED_GROUPS = {Family.llama3: "llama3_1b"}
 
 
 def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
@@ -17,7 +15,8 @@ def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[s
     if any(override.startswith("model=") for override in overrides):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}
-    group = f"{model.family.value}_tiny" if model.rope_scaling is None else _SCALED_GROUPS[model.family]
+    # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
+    group = f"{model.family.value}_tiny" if model.rope_scaling is None else spec_of(model).scaled_preset
     return [f"model={group}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
 
 

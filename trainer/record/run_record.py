@@ -194,7 +194,7 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
         if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
             raise ValueError(f"a schedule of {sorted(values)}")
         counts = {name: integer(values[f"{name}_{unit}"]) for name in COUNTS}
-        style = DecayStyle(values["style"]).value
+        style = DecayStyle(values["style"])
         schedule = Schedule(
             style=style,
             lr=finite_number(values["lr"], least=0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import assert_never
 
 
 class DecayStyle(Enum):
@@ -71,7 +72,7 @@ class Schedule:
         warmup, decay, wsd_decay: iterations; consumed samples if `is_in_samples`.
     """
 
-    style: str
+    style: DecayStyle
     lr: float
     min_lr: float
     warmup: int
@@ -91,28 +92,45 @@ class Schedule:
         count = consumed_samples if self.is_in_samples else iteration
         if count < 1:
             return 0.0
-        if count <= self.warmup:
-            return self.lr * count / self.warmup
-        if self.style == "constant":
-            return self.lr
+        rate = self._after_warmup(count)
+        return self.lr * count / self.warmup if count <= self.warmup else rate
+
+    def _after_warmup(self, count: int) -> float:
+        match self.style:
+            case DecayStyle.cosine:
+                begin, shape = self.warmup, _cosine
+            case DecayStyle.linear:
+                begin, shape = self.warmup, _linear
+            case DecayStyle.wsd:
+                begin, shape = self.decay - self.wsd_decay, _linear
+            case DecayStyle.constant:
+                return self.lr
+            case style:
+                assert_never(style)
         if count >= self.decay:
             return self.min_lr
-        begin = self.decay - self.wsd_decay if self.style == "wsd" else self.warmup
         if count <= begin:
             return self.lr
-        progress = (count - begin) / (self.decay - begin)
-        share = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.style == "cosine" else 1.0 - progress
-        return self.min_lr + share * (self.lr - self.min_lr)
+        return self.min_lr + shape((count - begin) / (self.decay - begin)) * (self.lr - self.min_lr)
 
     def record(self) -> dict[str, object]:
         """Return the schedule as JSON; the names of its counts say their unit."""
         unit = "samples" if self.is_in_samples else "iters"
         return {
-            "style": self.style,
+            "style": self.style.value,
             "lr": self.lr,
             "min_lr": self.min_lr,
             **{f"{name}_{unit}": getattr(self, name) for name in COUNTS},
         }
+
+
+def _cosine(progress: float) -> float:
+    """Return the height above the lowest rate, from 1 to 0, after a part of the decay."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
 
 
 COUNTS = ("warmup", "decay", "wsd_decay")  # the members of a schedule that are iterations or samples
@@ -123,7 +141,7 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
     counts = _Counts.of(section, length)
     wsd = counts.decay // 10 if counts.wsd_decay is None else counts.wsd_decay
     return Schedule(
-        style=section.lr_decay_style.value,
+        style=section.lr_decay_style,
         lr=lr,
         min_lr=section.min_lr,
         warmup=counts.warmup,
@@ -135,9 +153,9 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
 
 def section_of(schedule: Schedule) -> ScheduleSection:
     """Return a section that resolves to a schedule, whatever the length of the run and its unit."""
-    wsd = schedule.wsd_decay if schedule.style == DecayStyle.wsd.value else None
+    wsd = schedule.wsd_decay if schedule.style is DecayStyle.wsd else None
     wsd = None if wsd == schedule.decay // 10 else wsd
-    section = ScheduleSection(lr_decay_style=DecayStyle(schedule.style), min_lr=schedule.min_lr)
+    section = ScheduleSection(lr_decay_style=schedule.style, min_lr=schedule.min_lr)
     if schedule.is_in_samples:
         section.lr_warmup_samples, section.lr_decay_samples, section.lr_wsd_decay_samples = (
             schedule.warmup,

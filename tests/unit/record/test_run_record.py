@@ -54,7 +54,7 @@ def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> Non
 SAVED_MUON = replace(MUON, weight_decay=0.2, muon_momentum=0.8, muon_ns_steps=3, muon_match_rms_adamw=False)
 
 
-SCHEDULE = Schedule(style=DecayStyle.cosine.value, lr=1e-3, min_lr=1e-4, warmup=1, decay=9, wsd_decay=0)
+SCHEDULE = Schedule(style=DecayStyle.cosine, lr=1e-3, min_lr=1e-4, warmup=1, decay=9, wsd_decay=0)
 
 
 def muon_state(**changes: object) -> Json:

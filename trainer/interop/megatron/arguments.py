@@ -13,11 +13,13 @@ from typing import Any
 
 from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
+from models.families import FAMILIES, default_of, has_field, spec_of
+from models.megatron_names import POSITIONS
 from reprise.errors import MismatchError
 from reprise.json_file import finite_number, integer, shown
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
-from trainer.interop.megatron.names import Correspondence, correspondences
+from trainer.interop.megatron.names import Correspondence, correspondences, names_of
 
 # Fields of ours and the argument of the same meaning. All must be known, from `args` or from overrides.
 _SIZES = {
@@ -31,7 +33,6 @@ _NUMBERS = {"norm_eps": "norm_epsilon", "initializer_range": "init_method_std"}
 # All that is computed with: integers, and numbers that may be fractions.
 _INTEGERS = (*_SIZES.values(), "num_query_groups", "kv_channels", "vocab_size", "consumed_train_samples")
 _FRACTIONS = (*_NUMBERS.values(), "rotary_base", "rope_scaling_factor", "hidden_dropout", "attention_dropout")
-_GPT2_POSITIONS, _ROTARY = "learned_absolute", "rope"
 _ROTARY_BASE = 10000.0  # Megatron's default
 _NONE = (None, 0, False)
 # Options that none of our models has, with the values that mean that the model has no such thing.
@@ -57,20 +58,6 @@ _LACKING: Mapping[str, tuple[object, ...]] = {
     "rotary_interleaved": _NONE,
     "rotary_percent": (None, 1, 1.0),
     "rotary_seq_len_interpolation_factor": (None, 1, 1.0),
-}
-# The same for options that one family has and the other has not. The first value is the one to expect.
-_GPT2: Mapping[str, tuple[object, ...]] = {
-    "normalization": ("LayerNorm",),
-    "swiglu": (False,),
-    "add_bias_linear": (True,),
-    "qk_layernorm": _NONE,
-    "use_rope_scaling": _NONE,
-}
-_LLAMA: Mapping[str, tuple[object, ...]] = {
-    "normalization": ("RMSNorm",),
-    "swiglu": (True,),
-    "add_bias_linear": (False,),
-    "add_qkv_bias": _NONE,
 }
 
 
@@ -116,7 +103,9 @@ def describe(
     """
     pattern = pattern_of(names)
     args, problems = as_gpt(args, pattern)
-    family, unnamed = _family(args, asked)
+    if args.get("use_rotary_position_embeddings"):  # the older spelling
+        args = {**args, POSITIONS: "rope"}
+    family, unnamed = _family(args, asked, where=where)
     problems += unnamed
     problems += _out_of_range(args)
     problems += _unsupported(args, family)
@@ -136,12 +125,12 @@ def describe(
     )
     if args.get("untie_embeddings_and_output_weights") is not None:
         model = replace(model, tie_word_embeddings=not args["untie_embeddings_and_output_weights"])
-    if family is Family.gpt2:
-        model = replace(model, n_kv_head=_groups(args, model), activation=_activation(args, asked, notes))
-    else:
-        model = replace(model, activation=Activation.gelu_tanh)
-    if family is not Family.qwen3:
-        model = replace(model, head_dim=None)
+    if "n_kv_head" in spec_of(model).follows:
+        model = replace(model, n_kv_head=_groups(args, model))
+    activation = _activation(args, asked, notes) if has_field(family, "activation") else default_of("activation")
+    model = replace(model, activation=activation)
+    if not has_field(family, "head_dim"):
+        model = replace(model, head_dim=default_of("head_dim"))
     notes += _invisible(args, model, asked)
     model = _tokens(_dropout(model, args, asked, notes), asked, notes)
     if model.n_layer > layers:
@@ -151,20 +140,35 @@ def describe(
     return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes), pattern is not None)
 
 
-def _family(args: Mapping[str, Any], asked: ImportOptions) -> tuple[Family | None, list[str]]:
-    positions = args.get("position_embedding_type")
-    if args.get("use_rotary_position_embeddings"):  # the older spelling
-        positions = _ROTARY
-    if positions is None and _is_named(asked, "family"):
+def _family(args: Mapping[str, Any], asked: ImportOptions, *, where: object) -> tuple[Family | None, list[str]]:
+    """Return the family that an override names, or else the family with the arguments of `args`, and the problems.
+
+    `_unsupported` has the arguments that contradict an override.
+
+    Raises:
+        MismatchError: if the override names a family without Megatron names.
+    """
+    if _is_named(asked, "family"):
+        names_of(asked.config.model.family, where=where)
         return asked.config.model.family, []
-    if positions == _GPT2_POSITIONS:
-        return Family.gpt2, []
-    if positions == _ROTARY:
-        return Family.qwen3 if args.get("qk_layernorm") else Family.llama3, []
-    expected = f"{_GPT2_POSITIONS} (GPT-2) or {_ROTARY} (LLaMA-3)"
+    tables = {family: spec.megatron.arguments for family, spec in FAMILIES.items() if spec.megatron is not None}
+    positions = args.get(POSITIONS)
+    expected = " or ".join(dict.fromkeys(str(table[POSITIONS][0]) for table in tables.values()))
     if positions is None:
-        return None, [f"args have no position_embedding_type, {expected}: set model=NAME"]
-    return None, [f"position_embedding_type={shown(positions)}: ours are {expected}"]
+        return None, [f"args have no {POSITIONS}, {expected}: set model=NAME"]
+    fits = {family: _fit(args, table) for family, table in tables.items() if positions in table[POSITIONS]}
+    if not fits:
+        return None, [f"{POSITIONS}={shown(positions)}: ours are {expected}"]
+    nearest = [family for family, fit in fits.items() if fit == min(fits.values())]
+    if len(nearest) > 1:
+        return None, [f"args fit {' and '.join(family.value for family in nearest)} alike: set model=NAME"]
+    return nearest[0], []
+
+
+def _fit(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> tuple[int, int]:
+    """Return the number of arguments of a family that `args` contradict, and of those that `args` do not confirm."""
+    values = {name: args.get(name) in allowed for name, allowed in table.items()}
+    return sum(name in args and not fits for name, fits in values.items()), sum(not fits for fits in values.values())
 
 
 def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
@@ -182,11 +186,11 @@ def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str]:
-    own = {} if family is None else _GPT2 if family is Family.gpt2 else _LLAMA
-    for name, allowed in {**_LACKING, **own}.items():
+    names = None if family is None else FAMILIES[family].megatron
+    for name, allowed in {**_LACKING, **({} if names is None else names.arguments)}.items():
         if name in args and args[name] not in allowed:
             wanted = "none of our models has it"
-            if family is not None and allowed[0] is not None:
+            if family is not None and name not in _LACKING:
                 wanted = f"{family.value} has {allowed[0]}"
             yield f"{name}={shown(args[name])}: {wanted}"
 
@@ -212,7 +216,7 @@ def _vocabulary(args: Mapping[str, Any], rows: int, asked: ImportOptions) -> Ite
 def _invisible(args: Mapping[str, Any], model: ModelConfig, asked: ImportOptions) -> Iterator[str]:
     """Yield lines on fields that args lack and no shape of a tensor shows, unless an override names the field."""
     fields = {"n_head": "num_attention_heads", "norm_eps": "norm_epsilon"}
-    if model.family is not Family.gpt2:
+    if spec_of(model).is_rotary:
         fields["rope_theta"] = "rotary_base"
     for ours, theirs in fields.items():
         if args.get(theirs) is None and not _is_set(asked, ours):
@@ -280,7 +284,7 @@ def _width(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
 
 
 def _positions(args: Mapping[str, Any], family: Family, asked: ImportOptions) -> dict[str, Any]:
-    if family is Family.gpt2:
+    if not FAMILIES[family].is_rotary:
         return {"rope_scaling": None}
     found = dict[str, Any]()
     if args.get("rotary_base") is not None:
@@ -314,7 +318,7 @@ def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str])
 def _dropout(model: ModelConfig, args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> ModelConfig:
     """Return the model with Megatron's dropout, or with that of an override."""
     hidden, attention = args.get("hidden_dropout"), args.get("attention_dropout")
-    if model.family is not Family.gpt2:
+    if not has_field(model.family, "dropout"):
         if hidden or attention:
             notes.append(f"hidden_dropout={hidden}, attention_dropout={attention} are not carried: {_NO_DROPOUT}")
         return replace(model, dropout=0.0)

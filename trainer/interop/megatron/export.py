@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from models.config import Activation, Family, ModelConfig
-from models.families import stored_tensors
+from models.config import Activation, ModelConfig
+from models.families import has_field, stored_tensors
 from reprise import json_file
 from reprise.errors import ConfigError, MismatchError
 from reprise.files import Files
@@ -26,13 +26,13 @@ from trainer.config.schema import OptimizerSection
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions
-from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences
+from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences, names_of
 from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.record.run_record import saved_schedule
-from trainer.schedules.lr import Schedule
+from trainer.schedules.lr import DecayStyle, Schedule
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             fix="Leave --dtype and --tokenizer out: Megatron casts to the dtype of its parameters.",
         )
     files, source = Files(), of_checkpoint(checkpoint)
+    names_of(source.model.family, where=checkpoint.path)
     _refuse_scaling(source.model, where=checkpoint.path)
     adam = saved_adam(checkpoint, source.model, to="Megatron") if source.has_optimizer else None
     where = checkpoint.path / STATE
@@ -204,7 +205,7 @@ def _common(
         "min_lr": schedule.min_lr,
         "lr_warmup_steps": round(schedule.warmup * in_samples),
         "lr_decay_steps": round(schedule.decay * in_samples),
-        "lr_decay_style": "WSD" if schedule.style == "wsd" else schedule.style,
+        "lr_decay_style": _decay_style(schedule.style),
         "num_steps": samples,
         "start_wd": adam.weight_decay,
         "end_wd": adam.weight_decay,
@@ -212,6 +213,16 @@ def _common(
         "wd_incr_style": "constant",
     }
     return found
+
+
+def _decay_style(style: DecayStyle) -> str:
+    """Return Megatron's name of a decay."""
+    match style:
+        case DecayStyle.cosine | DecayStyle.linear | DecayStyle.constant:
+            return str(style.value)
+        case DecayStyle.wsd:
+            return "WSD"
+    assert_never(style)
 
 
 def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
@@ -237,8 +248,8 @@ def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) ->
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of Megatron-LM that describe a model; `arguments.describe` reads them back."""
-    is_gpt2 = model.family is Family.gpt2
-    scaling = model.rope_scaling
+    names, scaling = names_of(model.family, where="the model"), model.rope_scaling
+    fuses_gelu = has_field(model.family, "activation") and model.activation is Activation.gelu_tanh
     return {
         "num_layers": model.n_layer,
         "hidden_size": model.n_embd,
@@ -248,21 +259,14 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.n_kv_head,
         "kv_channels": model.head_width,
         "max_position_embeddings": model.max_position_embeddings,
-        "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
         "add_position_embedding": True,
         "rotary_base": int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        "use_rope_scaling": scaling is not None,
         "rope_scaling_factor": 8.0 if scaling is None else scaling.factor,
-        "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
         "norm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
-        "swiglu": not is_gpt2,
-        "bias_gelu_fusion": is_gpt2 and model.activation is Activation.gelu_tanh,
-        "add_bias_linear": is_gpt2,
-        "add_qkv_bias": False,
-        "qk_layernorm": model.family is Family.qwen3,
+        "bias_gelu_fusion": fuses_gelu,
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.vocab_size,
@@ -275,5 +279,8 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "consumed_valid_samples": 0,
         # With --vocab-file, Megatron-LM asserts that a run has these values too.
         "make_vocab_size_divisible_by": 128,
-        "tokenizer_type": "GPT2BPETokenizer" if is_gpt2 else None,
+        "tokenizer_type": names.tokenizer_type,
+        "add_qkv_bias": False,
+        **{name: values[0] for name, values in names.arguments.items()},
+        "use_rope_scaling": scaling is not None,
     }

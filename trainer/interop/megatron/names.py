@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
-from models.config import Family, ModelConfig
-from models.families import spec_of, stored_tensors
+from models.config import Family, ModelConfig, StoredTensor
+from models.families import FAMILIES, spec_of, stored_tensors
+from models.megatron_names import MegatronForm, MegatronNames, MegatronPart
 from models.spec import OUTPUT
+from reprise.errors import MismatchError
 from trainer.interop.query_groups import join_groups, split_groups
 
 Shape = tuple[int, ...]
@@ -73,31 +76,51 @@ class Correspondence:
         return self.split(tensor)[self.names.index(name)]
 
 
+def names_of(family: Family, *, where: object) -> MegatronNames:
+    """Return the Megatron names of a family.
+
+    Raises:
+        MismatchError: for a family whose spec has no Megatron names.
+    """
+    if (names := FAMILIES[family].megatron) is None:
+        raise MismatchError(
+            f"Megatron's names of the family {family.value} are not described, so it cannot be converted",
+            where=where,
+            expected=f"model.family={' or '.join(supported_families())}",
+            found=f"model.family={family.value}",
+            fix="Export it as `hf` or `dcp`, which have transformers' names.",
+        )
+    return names
+
+
+def supported_families() -> list[str]:
+    """Return the names of the families whose specs have Megatron's names."""
+    return [family.value for family, spec in FAMILIES.items() if spec.megatron is not None]
+
+
 def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -> list[Correspondence]:
     """Return every tensor of a model in the order of `GPTModel.sharded_state_dict`; each of our tensors is in one.
 
     Args:
         padded_vocab_size: rows of Megatron's embedding and output layer; those beyond `config.vocab_size` are dropped
             by `split`. By default there are none.
+
+    Raises:
+        MismatchError: for a family whose spec has no Megatron names.
     """
     rows = config.vocab_size if padded_vocab_size is None else padded_vocab_size
-    spec, width = spec_of(config), config.n_embd
-    found = [_table(MegatronTensor("embedding.word_embeddings.weight", None, (rows, width), 0), spec.embedding, config)]
-    if not spec.is_rotary:
-        positions = MegatronTensor(
-            "embedding.position_embeddings.weight", None, (config.max_position_embeddings, width)
-        )
-        found.append(_same(positions, "transformer.wpe.weight"))
-    block = _gpt2_block if config.family is Family.gpt2 else _llama_block
+    spec, names = spec_of(config), names_of(config.family, where="the model")
+    stored, block = stored_tensors(config), spec.block(config)
+    tensors = [_correspondence(part, stored, config, rows) for part in names.first]
     for layer in range(config.n_layer):
-        found += block(config, layer, f"{spec.blocks}.{layer}.")
-    final = "transformer.ln_f" if config.family is Family.gpt2 else "model.norm"
-    kinds = ("weight", "bias") if config.family is Family.gpt2 else ("weight",)
-    found += [_same(MegatronTensor(f"decoder.final_layernorm.{k}", None, (width,)), f"{final}.{k}") for k in kinds]
+        prefix = f"{spec.blocks}.{layer}."
+        tensors += [_correspondence(part, block, config, rows, layer, prefix) for part in names.block]
+    tensors += [_correspondence(part, stored, config, rows) for part in names.last]
     if not config.tie_word_embeddings:
-        found.append(_table(MegatronTensor("output_layer.weight", None, (rows, width), 0), OUTPUT, config))
-    assert {name for one in found for name in one.names} == set(stored_tensors(config))
-    return found
+        output = MegatronPart("output_layer.weight", (OUTPUT,), MegatronForm.vocabulary, cut=0)
+        tensors.append(_correspondence(output, stored, config, rows))
+    assert {name for tensor in tensors for name in tensor.names} == set(stored)
+    return tensors
 
 
 def by_our_name(found: Sequence[Correspondence]) -> Mapping[str, Correspondence]:
@@ -110,75 +133,56 @@ def is_norm(tensor: MegatronTensor) -> bool:
     return tensor.name.endswith(("layer_norm_weight", "layernorm.weight"))
 
 
-def _gpt2_block(config: ModelConfig, layer: int, prefix: str) -> list[Correspondence]:
-    width, inner = config.n_embd, config.intermediate_size
-    return [
-        *_norms(layer, "self_attention.linear_qkv", f"{prefix}ln_1", width, ("weight", "bias")),
-        _turned(MegatronTensor("self_attention.linear_proj.weight", layer, (width, width), 1), prefix + "attn.c_proj"),
-        _same(MegatronTensor("self_attention.linear_proj.bias", layer, (width,)), prefix + "attn.c_proj.bias"),
-        _fused(config, layer, "weight", prefix + "attn.c_attn.weight"),
-        _fused(config, layer, "bias", prefix + "attn.c_attn.bias"),
-        *_norms(layer, "mlp.linear_fc1", f"{prefix}ln_2", width, ("weight", "bias")),
-        _turned(MegatronTensor("mlp.linear_fc1.weight", layer, (inner, width), 0), prefix + "mlp.c_fc"),
-        _same(MegatronTensor("mlp.linear_fc1.bias", layer, (inner,), 0), prefix + "mlp.c_fc.bias"),
-        _turned(MegatronTensor("mlp.linear_fc2.weight", layer, (width, inner), 1), prefix + "mlp.c_proj"),
-        _same(MegatronTensor("mlp.linear_fc2.bias", layer, (width,)), prefix + "mlp.c_proj.bias"),
-    ]
+def _correspondence(
+    part: MegatronPart,
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    rows: int,
+    layer: int | None = None,
+    prefix: str = "",
+) -> Correspondence:
+    """Return a part of a whole model, or of one of its layers.
 
-
-def _llama_block(config: ModelConfig, layer: int, prefix: str) -> list[Correspondence]:
-    width, inner, head = config.n_embd, config.intermediate_size, config.head_width
-    ours = tuple(f"{prefix}self_attn.{letter}_proj.weight" for letter in "qkv")
-    fused = MegatronTensor("self_attention.linear_qkv.weight", layer, (_fused_rows(config), width), 0)
-    heads = [
-        _same(MegatronTensor(f"self_attention.{letter}_layernorm.weight", layer, (head,)), f"{prefix}{theirs}")
-        for letter, theirs in (("q", "self_attn.q_norm.weight"), ("k", "self_attn.k_norm.weight"))
-    ]
-    gated = MegatronTensor("mlp.linear_fc1.weight", layer, (2 * inner, width), 0, is_gated=True)
-    return [
-        *_norms(layer, "self_attention.linear_qkv", f"{prefix}input_layernorm", width, ("weight",)),
-        _same(
-            MegatronTensor("self_attention.linear_proj.weight", layer, (width, config.n_head * head), 1),
-            prefix + "self_attn.o_proj.weight",
-        ),
-        Correspondence(fused, ours, lambda t: split_groups(t, config), lambda parts: join_groups(parts, config)),
-        *(heads if config.family is Family.qwen3 else ()),
-        *_norms(layer, "mlp.linear_fc1", f"{prefix}post_attention_layernorm", width, ("weight",)),
-        Correspondence(
-            gated,
-            (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"),
-            lambda tensor: (tensor[:inner], tensor[inner:]),
-            lambda parts: torch.cat(list(parts)),
-        ),
-        _same(MegatronTensor("mlp.linear_fc2.weight", layer, (width, inner), 1), prefix + "mlp.down_proj.weight"),
-    ]
-
-
-def _norms(layer: int, linear: str, ours: str, width: int, kinds: Sequence[str]) -> list[Correspondence]:
-    """Return the norm in front of a linear layer, under the name that it has when the two are fused.
-
-    `GPTModel` of the local spec, whose norms are modules of their own, saves the same names.
+    Args:
+        stored: the tensors of the model, or of a block.
+        rows: of Megatron's tables.
+        prefix: of the stored names of the layer.
     """
-    return [_same(MegatronTensor(f"{linear}.layer_norm_{k}", layer, (width,)), f"{ours}.{k}") for k in kinds]
+    names = tuple(prefix + name for name in part.stored)
+    shapes = [stored[name].shape for name in part.stored]
+
+    def tensor(shape: Shape) -> MegatronTensor:
+        return MegatronTensor(part.name, layer, shape, part.cut, is_gated=part.form is MegatronForm.gated)
+
+    match part.form:
+        case MegatronForm.plain:
+            return Correspondence(tensor(shapes[0]), names, lambda theirs: (theirs,), lambda ours: ours[0])
+        case MegatronForm.transposed:
+            return Correspondence(tensor(shapes[0][::-1]), names, lambda theirs: (theirs.T,), lambda ours: ours[0].T)
+        case MegatronForm.vocabulary:
+            table = tensor((rows, *shapes[0][1:]))
+            return Correspondence(table, names, lambda theirs: (theirs[: config.vocab_size],), lambda ours: ours[0])
+        case MegatronForm.query_groups:
+            fused = tensor((_fused_rows(config), *shapes[0][1:]))
+            return Correspondence(
+                fused, names, lambda theirs: split_groups(theirs, config), lambda ours: join_groups(ours, config)
+            )
+        case MegatronForm.fused_query_groups:
+            return _fused(tensor(shapes[0][::-1]), names, config)
+        case MegatronForm.gated:
+            inner = shapes[0][0]
+            return Correspondence(
+                tensor((2 * inner, *shapes[0][1:])),
+                names,
+                lambda theirs: (theirs[:inner], theirs[inner:]),
+                lambda ours: torch.cat(list(ours)),
+            )
+        case form:
+            assert_never(form)
 
 
-def _same(tensor: MegatronTensor, name: str) -> Correspondence:
-    return Correspondence(tensor, (name,), lambda theirs: (theirs,), lambda ours: ours[0])
-
-
-def _turned(tensor: MegatronTensor, module: str) -> Correspondence:
-    """Return a weight of GPT-2, which transformers stores as [in, out]."""
-    return Correspondence(tensor, (f"{module}.weight",), lambda theirs: (theirs.T,), lambda ours: ours[0].T)
-
-
-def _table(tensor: MegatronTensor, name: str, config: ModelConfig) -> Correspondence:
-    return Correspondence(tensor, (name,), lambda theirs: (theirs[: config.vocab_size],), lambda ours: ours[0])
-
-
-def _fused(config: ModelConfig, layer: int, kind: str, name: str) -> Correspondence:
+def _fused(tensor: MegatronTensor, names: tuple[str, ...], config: ModelConfig) -> Correspondence:
     """Return `c_attn` of GPT-2: all queries, all keys, all values, along the last dimension."""
-    rows = _fused_rows(config)
-    shape: Shape = (rows, config.n_embd) if kind == "weight" else (rows,)
 
     def split(fused: torch.Tensor) -> Sequence[torch.Tensor]:
         # GPT-2 has a group for each head. The three are turned in one copy, so that two are in memory.
@@ -190,7 +194,7 @@ def _fused(config: ModelConfig, layer: int, kind: str, name: str) -> Corresponde
         rows_first = ours[0].T if ours[0].dim() == 2 else ours[0]
         return join_groups(rows_first.chunk(3), config)
 
-    return Correspondence(MegatronTensor(f"self_attention.linear_qkv.{kind}", layer, shape, 0), (name,), split, join)
+    return Correspondence(tensor, names, split, join)
 
 
 def _fused_rows(config: ModelConfig) -> int:
