@@ -1,8 +1,8 @@
 """The command `reprise compare-loss`, from a checkout."""
 
+import runpy
 import sys
 
-from trainer.commands.compare_loss import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "compare-loss")
+    runpy.run_module("reprise", run_name="__main__")

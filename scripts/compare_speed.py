@@ -1,8 +1,8 @@
 """The command `reprise compare-speed`, from a checkout."""
 
+import runpy
 import sys
 
-from trainer.commands.compare_speed import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "compare-speed")
+    runpy.run_module("reprise", run_name="__main__")

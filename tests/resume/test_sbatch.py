@@ -32,8 +32,8 @@ case $1 in
     requeue) touch "$REQUEUED" ;;
 esac
 """
-# Stands where a rank's command line has `-m trainer`: waits for a signal and exits with its number. SIGUSR1 has the
-# lower number, so that it is taken first where both are pending.
+# Stands where a rank's command line has `-m trainer` or `reprise`: waits for a signal and exits with its number.
+# SIGUSR1 has the lower number, so that it is taken first where both are pending.
 RANK = """
 import signal, sys
 both = [signal.SIGUSR1, signal.SIGTERM]
@@ -45,10 +45,16 @@ needs_procps = pytest.mark.skipif(shutil.which("pkill") is None, reason="needs p
 
 
 @contextmanager
-def rank(folder: Path, override: str, *, job: str = "") -> Iterator[subprocess.Popen[str]]:
-    """Start a process that has the command line of a rank, in the environment of a job."""
-    (folder / "trainer.py").write_text(RANK)
-    command = [sys.executable, "-u", "-m", "trainer", "model=gpt2_tiny", override, "train.seed=1"]
+def rank(folder: Path, override: str, *, job: str = "", is_installed: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that has the command line of a rank, in the environment of a job.
+
+    Args:
+        is_installed: whether its launcher started the command `reprise train`, and not the module `trainer`.
+    """
+    program = folder / ("reprise" if is_installed else "trainer.py")
+    program.write_text(RANK)
+    start = [str(program), "train"] if is_installed else ["-u", "-m", "trainer"]
+    command = [sys.executable, *start, "model=gpt2_tiny", override, "train.seed=1"]
     environment = {**os.environ, "SLURM_JOB_ID": job, "PYTHONPATH": str(folder)}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -66,14 +72,15 @@ def first_signal(process: subprocess.Popen[str]) -> int:
 
 
 @needs_procps
-def test_the_documented_command_signals_one_run_of_several(tmp_path: Path) -> None:
-    (command,) = re.findall(r"^pkill .*$", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("is_installed", [False, True], ids=["-m trainer", "reprise train"])
+def test_the_documented_command_signals_one_run_of_several(is_installed: bool, tmp_path: Path) -> None:
+    command = re.findall(r"^pkill .*$", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)[is_installed]
     name = f"two-{secrets.token_hex(8)}"
     assert command.count("=two") == 1
     with (
-        rank(tmp_path, f"run.name={name}") as ours,
-        rank(tmp_path, f"run.name={name}1") as longer,
-        rank(tmp_path, "run.name=one") as other,
+        rank(tmp_path, f"run.name={name}", is_installed=is_installed) as ours,
+        rank(tmp_path, f"run.name={name}1", is_installed=is_installed) as longer,
+        rank(tmp_path, "run.name=one", is_installed=is_installed) as other,
     ):
         subprocess.run(["bash", "-c", command.replace("=two", f"={name}")], check=True, timeout=TIMEOUT_S)
         assert [first_signal(process) for process in (ours, longer, other)] == [
@@ -97,6 +104,10 @@ def test_the_document_and_the_job_name_the_ranks_alike() -> None:
     (pattern,) = re.findall(r"WORKERS='(.*)'", JOB.read_text())
     assert f"pkill -USR1 --full '{pattern} " in (ROOT / "docs/launching.md").read_text()
     assert re.search(pattern, "/some/where/bin/python3.11 -u -m trainer run.name=a")
+    _, installed = re.findall(r"^pkill -USR1 --full '(.* )\.\*", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)
+    torchrun = "/some/where/bin/python /some/where/bin/torchrun --no-python --nnodes 2 reprise train run.name=a"
+    assert re.search(installed, "/some/where/bin/python3.11 /some/where/bin/reprise train run.name=a")
+    assert not re.search(installed, torchrun)
     assert not re.search(pattern, "/some/where/bin/python /some/where/bin/torchrun --nnodes 2 -m trainer run.name=a")
     assert not re.search(pattern, "/some/where/bin/python -u -m torch.distributed.run --nnodes 2 -m trainer run.name=a")
 
