@@ -38,7 +38,7 @@ def amount(text: str) -> float:
 
 
 def local_path(text: str) -> Path:
-    """Return a path of a mounted file system; argparse refuses an empty one and URLs."""
+    """Return a path of a mounted file system; argparse refuses URLs and an empty path."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     if is_url(text):
@@ -47,7 +47,7 @@ def local_path(text: str) -> Path:
 
 
 def existing_folder(text: str) -> Path:
-    """Return the path of a folder that exists; argparse refuses others."""
+    """Return the path of an existing folder; argparse refuses others."""
     if not (path := local_path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path}")
     return path

@@ -43,7 +43,15 @@ from reprise.reading import Checkpoint, LoadSource, committed_in, no_folder, ope
 from reprise.savers import Retention
 from trainer.commands.arguments import natural, positive
 from trainer.commands.gather import add_arguments, gather
-from trainer.commands.host_parts import PART, WHOLE, describe_held, held_bytes, pieces_by_host, together, without_damage
+from trainer.commands.host_parts import (
+    PART,
+    WHOLE,
+    completeness_of,
+    describe_held,
+    held_bytes,
+    pieces_by_host,
+    without_damage,
+)
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
@@ -73,34 +81,34 @@ def list_run(options: argparse.Namespace) -> int:
     rows, parts = list[Row](), list[tuple[int, HostFile]]()
     for run in options.runs:
         folder = _folder(run)
-        found = [_summary(path) for path in _iterations(folder)]
-        if not found:
+        summaries = [_summary(path) for path in _iterations(folder)]
+        if not summaries:
             raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
         where = {"folder": str(folder)} if len(options.runs) > 1 else {}
-        rows += [where | row for row, _ in found]
-        parts += [(part.iteration, part.host) for _, part in found if part is not None and part.host is not None]
-    return _report(options, rows, parts, given=options.runs)
+        rows += [where | row for row, _ in summaries]
+        parts += [(part.iteration, part.host) for _, part in summaries if part is not None and part.host is not None]
+    return _report(options, rows, parts, folders=options.runs)
 
 
 def _report(
-    options: argparse.Namespace, rows: list[Row], parts: Sequence[tuple[int, HostFile]], *, given: Sequence[Path]
+    options: argparse.Namespace, rows: list[Row], parts: Sequence[tuple[int, HostFile]], *, folders: Sequence[Path]
 ) -> int:
-    """Print rows, with whether the parts are whole together if several folders are given; return the exit status."""
-    known = together(parts) if len(given) > 1 else {}
+    """Print rows, and for several folders the completeness of their parts together; return the exit status."""
+    completeness = completeness_of(parts) if len(folders) > 1 else {}
     if not any(row["held"] for row in rows):
         rows = without_columns(rows, "held")
-    if options.json and known:
-        rows = [{**row, "together": known.get(row["iteration"])} for row in rows]
+    if options.json and completeness:
+        rows = [{**row, "together": completeness.get(row["iteration"])} for row in rows]
     print_rows(rows, as_json=options.json)
-    for iteration, text in () if options.json else sorted(known.items()):
+    for iteration, text in () if options.json else sorted(completeness.items()):
         print(f"iteration {iteration}: {text}")
     status = _status(str(row["valid"] if "valid" in row else row["result"]) for row in rows)
-    return BAD if known and WHOLE not in known.values() and status == FINE else status
+    return BAD if completeness and WHOLE not in completeness.values() and status == FINE else status
 
 
 def show(options: argparse.Namespace) -> int:
     """Show the content of one checkpoint."""
-    checkpoint = open_checkpoint(_one(options.checkpoint), Files())
+    checkpoint = open_checkpoint(_checkpoint_of(options.checkpoint), Files())
     places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
     tensors = [
         {
@@ -114,14 +122,14 @@ def show(options: argparse.Namespace) -> int:
     ]
     files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
     aliases = dict(checkpoint.manifest.aliases)
-    hosts, held = pieces_by_host(checkpoint), describe_held(checkpoint)
+    hosts, share = pieces_by_host(checkpoint), describe_held(checkpoint)
     if options.json:
         document = {"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}
-        print(dumps({**document, "hosts": hosts, "held": held} if hosts else document))
+        print(dumps({**document, "hosts": hosts, "held": share} if hosts else document))
         return FINE
     print(f"{checkpoint.path}\n")
     if hosts:
-        print(f"The folder of one host, {held}\n")
+        print(f"The folder of one host, {share}\n")
         print_rows(hosts, as_json=False)
         print()
     print_rows([{"field": name, "value": value} for name, value in flat(checkpoint.state)], as_json=options.json)
@@ -137,7 +145,9 @@ def show(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests; of the folder of one host, the pieces that it holds."""
     rows, parts = list[Row](), list[tuple[int, HostFile]]()
-    for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
+    for path, is_named in [
+        (path, path == argument) for argument in options.checkpoints for path in _checkpoints_of(argument)
+    ]:
         row: Row = {"folder": str(path.parent), "checkpoint": shown_name(path), "iteration": named_iteration(path.name)}
         row |= {"bytes": None, "result": "whole", "held": ""}  # None until they have been read
         try:
@@ -162,7 +172,7 @@ def verify(options: argparse.Namespace) -> int:
         rows.append(row)
     if not parts or len(options.checkpoints) == 1:
         rows = without_columns(rows, "folder", "iteration")
-    return _report(options, rows, parts, given=options.checkpoints)
+    return _report(options, rows, parts, folders=options.checkpoints)
 
 
 def _verify_all(checkpoint: Checkpoint) -> int:
@@ -178,32 +188,34 @@ def _refuse_link(path: Path) -> None:
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files that other readers of the folder would mistake for the checkpoint's."""
-    found = misleading_files(checkpoint)
-    if found:
+    """Refuse files which other readers of the folder would mistake for the checkpoint's."""
+    names = misleading_files(checkpoint)
+    if names:
         raise CheckpointError(
             "transformers would read a file that does not belong to the checkpoint",
-            where=", ".join(str(checkpoint.path / name) for name in found),
+            where=", ".join(str(checkpoint.path / name) for name in names),
             fix="Move it away; the checkpoint's own files are whole.",
         )
 
 
 def diff(options: argparse.Namespace) -> int:
     """Compare two checkpoints."""
-    a, b = (open_checkpoint(_one(path), Files()) for path in (options.a, options.b))
+    a, b = (open_checkpoint(_checkpoint_of(path), Files()) for path in (options.a, options.b))
     total = len(a.manifest.tensors.keys() | b.manifest.tensors.keys())
     tensors = [
         {
-            "tensor": found.name,
-            "found": found.found,
-            "largest difference": found.largest,
-            "differing values": found.differing,
-            "of": found.total,
-            "detail": found.detail,
+            "tensor": difference.name,
+            "found": difference.found,
+            "largest difference": difference.largest,
+            "differing values": difference.differing,
+            "of": difference.total,
+            "detail": difference.detail,
         }
-        for found in tqdm(tensor_differences(a, b), total=total, unit=" tensors", disable=None, leave=False)
+        for difference in tqdm(tensor_differences(a, b), total=total, unit=" tensors", disable=None, leave=False)
     ]
-    state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
+    state = [
+        {"field": name, "A": value_a, "B": value_b} for name, value_a, value_b in state_differences(a.state, b.state)
+    ]
     equal = sum(row["found"] == "equal" for row in tensors)
     if options.json:
         print(dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
@@ -226,14 +238,14 @@ def prune(options: argparse.Namespace) -> int:
     try:
         committed = committed_in(folder)
         expired = retention.expired(committed, pinned=folder.held(committed))
-        kept = set(committed) - set(expired)
-        if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
+        remaining = set(committed) - set(expired)
+        if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in remaining):
             raise CheckpointError(
                 "None of the checkpoints that would stay is whole",
                 where=folder.root,
-                found=sorted(kept),
+                found=sorted(remaining),
                 fix="The folder of one host holds parts; its run deletes by checkpoint.local.keep."
-                if any((folder.iteration(iteration) / HOST).exists() for iteration in kept)
+                if any((folder.iteration(iteration) / HOST).exists() for iteration in remaining)
                 else None,
             )
         rows = [
@@ -249,7 +261,7 @@ def prune(options: argparse.Namespace) -> int:
             lock.release()
     print_rows(rows, as_json=options.json)
     if not options.json:
-        print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
+        print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(remaining)} stay")
     return FINE
 
 
@@ -258,21 +270,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
-        found.add_argument("--json", action="store_true", help="print JSON instead of tables")
-        found.set_defaults(call=call)
-        return found
+        subparser = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        subparser.set_defaults(call=call)
+        return subparser
 
-    listed = "runs' folders, or their checkpoints', or the folders of hosts"
-    command("ls", list_run).add_argument("runs", type=Path, nargs="+", metavar="RUN", help=listed)
-    one = "an iter_ folder, or a run for its newest"
-    command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=one)
+    runs_help = "runs' folders, or their checkpoints', or the folders of hosts"
+    command("ls", list_run).add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs_help)
+    checkpoint_help = "an iter_ folder, or a run for its newest"
+    command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(
         "checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
     )
     compared = command("diff", diff)
-    compared.add_argument("a", type=Path, metavar="A", help=one)
-    compared.add_argument("b", type=Path, metavar="B", help=one)
+    compared.add_argument("a", type=Path, metavar="A", help=checkpoint_help)
+    compared.add_argument("b", type=Path, metavar="B", help=checkpoint_help)
     compared.add_argument("--all", action="store_true", help="list equal tensors too")
     add_arguments(command("gather", gather))
     pruned = command("prune", prune)
@@ -284,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _folder(run: Path) -> Path:
-    """Return the checkpoint folder of a run, given as the run's folder or that folder itself."""
+    """Return the checkpoint folder of a run, given as the run's folder or as itself."""
     if not run.is_dir():
         raise no_folder(run)
     return LoadSource.named(run).path
@@ -292,13 +304,13 @@ def _folder(run: Path) -> Path:
 
 def _iterations(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, then its saves of the weights alone."""
-    found = (path for path in folder.iterdir() if is_iteration_name(path.name))
+    candidates = (path for path in folder.iterdir() if is_iteration_name(path.name))
     weights = folder / WEIGHTS
     alone = _iterations(weights) if weights.is_dir() and not weights.is_symlink() else []
-    return [*sorted(path for path in found if path.is_dir() or path.is_symlink()), *alone]
+    return [*sorted(path for path in candidates if path.is_dir() or path.is_symlink()), *alone]
 
 
-def _one(path: Path) -> Path:
+def _checkpoint_of(path: Path) -> Path:
     """Return the checkpoint given by its own folder, or the newest of a run."""
     if is_iteration_name(path.name):
         return path
@@ -309,14 +321,14 @@ def _one(path: Path) -> Path:
     return folder.iteration(committed[-1])
 
 
-def _all(path: Path) -> list[Path]:
+def _checkpoints_of(path: Path) -> list[Path]:
     if is_iteration_name(path.name):
         return [path]
     folder = _folder(path)
-    found = _iterations(folder)
-    if not found:
+    iterations = _iterations(folder)
+    if not iterations:
         raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
-    return found
+    return iterations
 
 
 def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
@@ -325,7 +337,7 @@ def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
     row: Row = {"checkpoint": shown_name(path), "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
-    misleading, held = list[str](), ""
+    misleading, share = list[str](), ""
     try:
         _refuse_link(path)
         checkpoint = open_checkpoint(path, Files())
@@ -333,22 +345,22 @@ def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
         misleading = [f"{name} does not belong to it" for name in misleading_files(checkpoint)]
-        row["valid"], held = ("yes" if checkpoint.is_whole else PART), describe_held(checkpoint)
+        row["valid"], share = ("yes" if checkpoint.is_whole else PART), describe_held(checkpoint)
     except UnreadableError as error:
         row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
     adapters = ["adapters"] if checkpoint is not None and ADAPTERS in checkpoint.manifest.files else []
     row["notes"] = ", ".join([*_notes(path), *adapters, *misleading])
-    return {**row, "held": held}, checkpoint
+    return {**row, "held": share}, checkpoint
 
 
 def _status(findings: Iterable[str]) -> int:
     """Return the exit status: damage takes precedence over unreadable checkpoints."""
-    found = {finding for finding in findings if not finding.startswith(("yes", "whole", PART))}
-    if not found:
+    problems = {finding for finding in findings if not finding.startswith(("yes", "whole", PART))}
+    if not problems:
         return FINE
-    return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in found) else BAD
+    return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in problems) else BAD
 
 
 def _notes(path: Path) -> list[str]:
@@ -362,11 +374,11 @@ def _is_valid(path: Path) -> bool:
 
 
 def _topology(checkpoint: Checkpoint) -> str:
-    """Return the number of ranks and the axes longer than one, in words; an unknown topology is shown as it is."""
-    found = checkpoint.state.get("topology", {})
-    if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
-        return _short(found)
-    sizes: dict[str, int] = {"world_size": 1, **found}
+    """Return the number of ranks and the axes longer than 1, in words; an unknown topology is shown as it is."""
+    recorded = checkpoint.state.get("topology", {})
+    if not isinstance(recorded, dict) or any(type(recorded.get(name, 1)) is not int for name in _SIZES):
+        return _short(recorded)
+    sizes: dict[str, int] = {"world_size": 1, **recorded}
     ranks = sizes["world_size"]
     axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
     zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
@@ -386,7 +398,7 @@ def _bytes(path: Path) -> int:
 
 
 def _written_at(path: Path) -> float:
-    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes that."""
+    """Return the time a checkpoint was written, in Unix time; a `hold` file changes the folder's own time."""
     manifest = path / MANIFEST
     return (manifest if manifest.exists() else path).lstat().st_mtime
 

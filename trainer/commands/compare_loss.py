@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare_folders(options: argparse.Namespace) -> int:
-    """Compare the logs of two folders, each with the one of the same name; a log without another is a difference."""
+    """Compare the logs of two folders by name; a log without a partner is a difference."""
     if len(options.tests) > 1 or options.plot:
         raise DataError(
             "Folders of logs are compared two at a time and without a plot",
@@ -58,8 +58,8 @@ def _compare_folders(options: argparse.Namespace) -> int:
     test = options.tests[0]
     pairs = pair_logs(options.base, test)
     comparisons = {
-        name: _compare(_read(str(ours), options), _read(str(other), options), options)
-        for name, (ours, other) in pairs.both.items()
+        name: _compare(_read(str(base_log), options), _read(str(test_log), options), options)
+        for name, (base_log, test_log) in pairs.both.items()
     }
     alone = [(name, options.base) for name in pairs.only_in_base] + [(name, test) for name in pairs.only_in_test]
     equal = sum(comparison.equal for comparison in comparisons.values())

@@ -33,10 +33,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    options.overrides = [*getattr(options, "overrides", []), *rest]
-    if odd := [word for word in rest if word.startswith("-") or "=" not in word]:
-        parser.error(f"unrecognized arguments: {' '.join(odd)}")
+    options, words = parser.parse_known_args(arguments)
+    options.overrides = [*getattr(options, "overrides", []), *words]
+    if unrecognized := [word for word in words if word.startswith("-") or "=" not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if options.overrides and options.call is bring_out:
         parser.error("an export takes no overrides")
     logging.basicConfig(format="reprise convert: %(message)s", stream=sys.stderr)
@@ -53,20 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bring_in(options: argparse.Namespace) -> int:
     """Write what another program saved as a checkpoint of ours."""
-    found = FORMATS[options.format]
-    assert found.read is not None
+    form = FORMATS[options.format]
+    assert form.read is not None
     if options.format != MEGATRON:
         refuse_megatron(options.source)
-    source = found.read(options.source, _asked(options))
-    others = [word for word in options.overrides if not (found.completes_model and word.startswith("model="))]
-    model = model_overrides(source.model, others) if found.names_model else []
-    config = compose([*model, *others])
+    source = form.read(options.source, _import_options(options))
+    overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
+    model = model_overrides(source.model, overrides) if form.names_model else []
+    config = compose([*model, *overrides])
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
 
 
-def _asked(options: argparse.Namespace) -> ImportOptions:
+def _import_options(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
     return ImportOptions(
         compose(options.overrides),
@@ -95,16 +95,16 @@ def _kind(path: Path) -> str:
 
 def bring_out(options: argparse.Namespace) -> int:
     """Write a checkpoint of ours as another program reads it."""
-    found = FORMATS[options.format]
-    assert found.write is not None
+    form = FORMATS[options.format]
+    assert form.write is not None
     checkpoint = _newest(options.checkpoint)
-    found.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge))
+    form.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge))
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
     return FINE
 
 
 def _newest(path: Path) -> Checkpoint:
-    """Return the checkpoint given by its own folder, or the newest valid one of a run."""
+    """Return the checkpoint given by its own folder, or the newest valid checkpoint of a run."""
     chooser = Chooser(LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files(), may_lack=True)
 
@@ -121,48 +121,56 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_imports(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
-    for name, found in FORMATS.items():
-        if found.read is None:
+    for name, form in FORMATS.items():
+        if form.read is None:
             continue
-        one = formats.add_parser(name, help=found.summary, description=found.summary)
-        one.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
-        one.add_argument(
+        subparser = formats.add_parser(name, help=form.summary, description=form.summary)
+        subparser.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
+        subparser.add_argument(
             "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that will continue"
         )
-        one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
-        one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
-        one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
-        one.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0")
-        one.set_defaults(optimizer_names=None, from_rank0=False)
-        if found.has_copies:
-            one.add_argument(
+        subparser.add_argument(
+            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run"
+        )
+        subparser.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
+        subparser.add_argument(
+            "--trust-pickle", action="store_true", help="unpickle files, which can run any code in them"
+        )
+        subparser.add_argument(
+            "--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0"
+        )
+        subparser.set_defaults(optimizer_names=None, from_rank0=False)
+        if form.has_copies:
+            subparser.add_argument(
                 "--from-rank0", action="store_true", help="take the first copy of a tensor where those of ranks differ"
             )
-        if found.numbers_moments:
-            one.add_argument(
+        if form.numbers_moments:
+            subparser.add_argument(
                 "--optimizer-names", type=Path, metavar="FILE", help="the optimizer's parameters in order, one a line"
             )
-        one.set_defaults(call=bring_in)
+        subparser.set_defaults(call=bring_in)
 
 
 def _add_exports(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
-    for name, found in FORMATS.items():
-        if found.write is None:
+    for name, form in FORMATS.items():
+        if form.write is None:
             continue
-        one = formats.add_parser(name, help=found.summary, description=found.summary)
-        one.add_argument(
+        subparser = formats.add_parser(name, help=form.summary, description=form.summary)
+        subparser.add_argument(
             "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
         )
-        one.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
-        one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
-        one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
-        one.set_defaults(merge=None)
-        if found.merges:
-            one.add_argument(
+        subparser.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
+        subparser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
+        subparser.add_argument(
+            "--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add"
+        )
+        subparser.set_defaults(merge=None)
+        if form.merges:
+            subparser.add_argument(
                 "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
             )
-        one.set_defaults(call=bring_out)
+        subparser.set_defaults(call=bring_out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER]`.
 
-Under torchrun it looks at every host, one after the other, and checks that all of them see one folder; rank 0 prints.
+Under torchrun it looks at every host in turn, and checks for a common folder of all of them; rank 0 prints.
 Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
 """
 
@@ -47,7 +47,7 @@ _LOOKS_S = 24 * 3600.0  # most time for the looks of all hosts, one after the ot
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: `verdict` is one of `FINE`, `WORSE` and `BAD`."""
+    """The result of a check: `verdict` is `FINE`, `WORSE` or `BAD`."""
 
     what: str
     verdict: str
@@ -81,11 +81,11 @@ def _on_all_hosts(path: Path) -> int:
     """Look at every host of a launch, and return the exit status. A call of all ranks.
 
     Raises:
-        TrainerError: if the ranks do not join, or one of them ends.
+        TrainerError: if the ranks do not join, or a rank ends.
     """
     cluster = process_group.start("cpu", deterministic=False, timeout_s=_JOIN_S)
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "doctor")
-    status = _look_by_turns(path, cluster, hosts)
+    status = _check_by_turns(path, cluster, hosts)
     shared = one_folder(path, cluster, hosts)
     if cluster.rank == 0:
         joined = Finding("ranks join", FINE, f"{cluster.world_size} on {_count(len(hosts.names), 'host')}")
@@ -96,8 +96,8 @@ def _on_all_hosts(path: Path) -> int:
     return status
 
 
-def _look_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
-    """Let the first rank of each host look, one at a time so that none slows another down, and rank 0 print."""
+def _check_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
+    """Let the first rank of each host look, in turn lest they slow each other down, and rank 0 print."""
     channel, status = cluster.channel.clone(_LOOKS_S), 0
     for number, leader in enumerate(hosts.leaders):
         key = f"doctor/{leader}"
@@ -109,15 +109,15 @@ def _look_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
             looks = [*machine(), *folder(path)]
             channel.put(f"{key}/found", json.dumps([astuple(look) for look in looks]).encode())
         if cluster.rank == 0:
-            found = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
+            findings = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
             print(_describe(hosts, number, hosts.ranks[number]), flush=True)
-            status |= _print([Finding(*look) for look in found])
+            status |= _print([Finding(*look) for look in findings])
     channel.broadcast("doctor/looked", b"+")
     return status
 
 
 def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
-    """Look whether every rank sees the folder of rank 0, by the mark that a run leaves. A call of all ranks.
+    """Look whether every rank sees the folder of rank 0, by the marker file of a run. A call of all ranks.
 
     Returns:
         The finding, on rank 0.
@@ -141,9 +141,9 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
                 files.remove_file(mark)
             _remove(missing)
     blind = [
-        f"{_describe(hosts, number, odd)}: {reasons[odd[0]]}"
+        f"{_describe(hosts, number, blind_ranks)}: {reasons[blind_ranks[0]]}"
         for number, ranks in enumerate(hosts.ranks)
-        if (odd := [rank for rank in ranks if rank < len(reasons) and reasons[rank]])
+        if (blind_ranks := [rank for rank in ranks if rank < len(reasons) and reasons[rank]])
     ]
     if problem or not blind:
         return Finding(what, BAD if problem else FINE, problem or f"{_count(len(hosts.names), 'host')} and every rank")
@@ -152,8 +152,8 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
 
 
 def _describe(hosts: Hosts, number: int, ranks: Sequence[int]) -> str:
-    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"host {hosts.names[number]} ({shown})"
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"host {hosts.names[number]} ({numbers})"
 
 
 def _count(number: int, noun: str) -> str:
@@ -186,39 +186,39 @@ def machine() -> Iterator[Finding]:
 
 
 def folder(path: Path) -> Iterator[Finding]:
-    """Look at what the file system of a folder can do, in a folder of its own that is gone afterwards."""
-    own = path / f".doctor-{secrets.token_hex(4)}"
+    """Look at what the file system of a folder can do, in a temporary folder."""
+    scratch = path / f".doctor-{secrets.token_hex(4)}"
     files = Files()
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         try:
-            own.mkdir(parents=True)
+            scratch.mkdir(parents=True)
         except OSError as error:
             yield Finding("a folder can be made", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}")
             return
         for what, look in _LOOKS.items():
             try:
-                verdict, found = look(files, own)
+                verdict, detail = look(files, scratch)
             except OSError as error:
-                verdict, found = BAD, f"{error.strerror} (errno {error.errno})"
+                verdict, detail = BAD, f"{error.strerror} (errno {error.errno})"
             except TrainerError as error:
-                verdict, found = BAD, str(error)
-            yield Finding(what, verdict, found)
+                verdict, detail = BAD, str(error)
+            yield Finding(what, verdict, detail)
     finally:
-        if os.path.lexists(own):
-            shutil.rmtree(own)
+        if os.path.lexists(scratch):
+            shutil.rmtree(scratch)
         _remove(missing)
 
 
-def _remove(made: Sequence[Path]) -> None:
-    """Remove folders that were made, the innermost first; one that somebody else uses meanwhile stays."""
-    for folder in made:
+def _remove(folders: Sequence[Path]) -> None:
+    """Remove new folders, the innermost first; a folder in use by others stays."""
+    for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def _room_left(files: Files, error: OSError) -> str:
-    """Describe the free space, if the error says that there is none; an empty string for any other error."""
+    """Describe the free space, if the error says there is none; an empty string for any other error."""
     if error.errno != errno.ENOSPC:
         return ""
     return f", {describe_free_space(files, Path(error.filename).parent)}"
@@ -229,44 +229,44 @@ def _shared_memory() -> Finding:
         memory = SharedMemory.make()
     except (OSError, AttributeError) as error:
         return Finding("memory shared by ranks", WORSE, f"{error}: columns are written row by row")
-    other = SharedMemory.open(memory.address)
+    reopened = SharedMemory.open(memory.address)
     memory.close()
-    if other is None:
+    if reopened is None:
         return Finding("memory shared by ranks", WORSE, "/proc does not show it: columns are written row by row")
-    other.close()
+    reopened.close()
     return Finding("memory shared by ranks", FINE, "memfd, through /proc")
 
 
-def _free_space(files: Files, own: Path) -> tuple[str, str]:
-    free = files.free_bytes(own)
-    if files.free_inodes(own) == 0:
+def _free_space(files: Files, scratch: Path) -> tuple[str, str]:
+    free = files.free_bytes(scratch)
+    if files.free_inodes(scratch) == 0:
         return BAD, "no inodes left: no file can be made"
     if free is None:
         return WORSE, "the file system does not say: a full disk shows late"
     return (FINE if free > _ROOM_BYTES else BAD), f"{free / 1e9:.1f} GB free"
 
 
-def _rename(files: Files, own: Path) -> tuple[str, str]:
-    """Rename a folder over nothing and a file over another one, and see what is there."""
-    (own / "a").mkdir()
-    files.write_whole(own / "a" / "file", b"new")
-    files.rename(own / "a", own / "b")
-    files.write_whole(own / "old", b"old")
-    files.rename(own / "b" / "file", own / "old")
-    files.sync_folder(own)
-    is_so = (own / "old").read_bytes() == b"new" and not (own / "a").exists()
+def _rename(files: Files, scratch: Path) -> tuple[str, str]:
+    """Rename a folder over nothing and a file over another, and see what is there."""
+    (scratch / "a").mkdir()
+    files.write_whole(scratch / "a" / "file", b"new")
+    files.rename(scratch / "a", scratch / "b")
+    files.write_whole(scratch / "old", b"old")
+    files.rename(scratch / "b" / "file", scratch / "old")
+    files.sync_folder(scratch)
+    is_so = (scratch / "old").read_bytes() == b"new" and not (scratch / "a").exists()
     return (FINE if is_so else BAD), "of folders and over files, made durable"
 
 
-def _lock(files: Files, own: Path) -> tuple[str, str]:
-    lock = FolderLock(own, "doctor")
+def _lock(files: Files, scratch: Path) -> tuple[str, str]:
+    lock = FolderLock(scratch, "doctor")
     lock.acquire()
     lock.release()
     return FINE, "flock"
 
 
-def _reserve(files: Files, own: Path) -> tuple[str, str]:
-    descriptor = files.open_for_writing(own / "reserved")
+def _reserve(files: Files, scratch: Path) -> tuple[str, str]:
+    descriptor = files.open_for_writing(scratch / "reserved")
     try:
         files.reserve(descriptor, 1 << 20)
         blocks = os.fstat(descriptor).st_blocks
@@ -275,12 +275,12 @@ def _reserve(files: Files, own: Path) -> tuple[str, str]:
     return (FINE, "fallocate") if blocks else (WORSE, "no fallocate: a full disk shows late")
 
 
-def _direct(files: Files, own: Path) -> tuple[str, str]:
+def _direct(files: Files, scratch: Path) -> tuple[str, str]:
     """Write around the page cache and through it, and tell how fast."""
     data, seconds = map_memory(_SPEED_BYTES), dict[str, float]()
     data[:] = 1
-    cached = files.open_for_writing(own / "data")
-    direct = files.open_direct(own / "data")
+    cached = files.open_for_writing(scratch / "data")
+    direct = files.open_direct(scratch / "data")
     try:
         files.reserve(cached, data.nbytes)
         for name, descriptor in {"page cache": cached, "O_DIRECT": direct}.items():

@@ -1,4 +1,4 @@
-"""Makes one whole checkpoint of the folders of several hosts: `reprise checkpoint gather`."""
+"""Joins the folders of several hosts into a complete checkpoint: `reprise checkpoint gather`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MOST_SHOWN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gather`."""
-    one = "a host's checkpoint.local.dir, or an iter_ folder in it"
-    parser.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=one)
+    folder_help = "a host's checkpoint.local.dir, or an iter_ folder in it"
+    parser.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=folder_help)
     parser.add_argument(
         "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
     )
@@ -67,15 +67,15 @@ def _join(options: argparse.Namespace, parts: Sequence[Checkpoint], out: Checkpo
         _log.warning("%d more damaged blocks were taken from other folders", len(joined.damage) - _MOST_SHOWN)
     sources: list[Row] = [{"from": str(part.path), "bytes": joined.taken_bytes[part.path]} for part in parts]
     if options.json:
-        found = {"checkpoint": str(joined.path), "iteration": parts[0].iteration, "bytes": total}
-        print(dumps({**found, "sources": sources, "damage": joined.damage}))
+        document = {"checkpoint": str(joined.path), "iteration": parts[0].iteration, "bytes": total}
+        print(dumps({**document, "sources": sources, "damage": joined.damage}))
         return
     print_rows(sources, as_json=False)
     print(f"{joined.path}: iteration {parts[0].iteration}, whole")
 
 
 def _refuse_host_folder(out: CheckpointFolder) -> None:
-    """Refuse a folder of local checkpoints: a run would take a whole one there for damaged."""
+    """Refuse a folder of local checkpoints: a run would take a complete checkpoint there for damaged."""
     for iteration in out.committed():
         if (out.iteration(iteration) / HOST).exists():
             raise CheckpointError(

@@ -53,19 +53,20 @@ def _text(options: argparse.Namespace) -> str:
     return encoder.decode([*prompt, *continue_with(model, prompt, sampling, max_new_tokens=options.max_new_tokens)])
 
 
-def _encoder(named: str | None, folder: Path, model: ModelConfig) -> Encoder:
-    """Return the tokenizer that is named, or lies in the model's folder, or bytes where the vocabulary is theirs."""
-    own = _own_tokenizer(folder) if named is None else None
-    if own is not None and own.exists():
-        return open_encoder(own)
-    if named is None and (own is None or model.vocab_size != bytes_encoder().vocab_size):
+def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder:
+    """Return the encoder of `tokenizer`, or of the model's folder, or of bytes where the vocabulary is theirs."""
+    tokenizer_file = _own_tokenizer(folder) if tokenizer is None else None
+    if tokenizer_file is not None and tokenizer_file.exists():
+        return open_encoder(tokenizer_file)
+    if tokenizer is None and (tokenizer_file is None or model.vocab_size != bytes_encoder().vocab_size):
         raise ConfigError(
             "The tokenizer of a model is not known",
             where=folder,
-            found=f"a vocabulary of {model.vocab_size} tokens and no {'undamaged ' if own is None else ''}{_TOKENIZER}",
+            found=f"a vocabulary of {model.vocab_size} tokens and no "
+            f"{'undamaged ' if tokenizer_file is None else ''}{_TOKENIZER}",
             fix=f"Name it with --tokenizer: a {_TOKENIZER}, or {BYTES}.",
         )
-    return open_encoder(named)
+    return open_encoder(tokenizer)
 
 
 def _own_tokenizer(folder: Path) -> Path | None:

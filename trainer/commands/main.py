@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the command line names, and return the exit status."""
+    """Run the subcommand of the command line, and return the exit status."""
     match list(sys.argv[1:] if arguments is None else arguments):
         case [("-h" | "--help"), *_]:
             print(_help())
@@ -88,8 +88,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    near = closest(name, COMMANDS)
-    hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
+    closest_name = closest(name, COMMANDS)
+    hint = f"did you mean {closest_name}?" if closest_name else f"choose from {', '.join(COMMANDS)}"
     return f"unknown command {name!r}; {hint}"
 
 

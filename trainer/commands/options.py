@@ -17,7 +17,7 @@ FINE, UNKNOWN = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the keys that the command line names and return the exit status."""
+    """Print the keys named in the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or the beginning of keys (all)"
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lines := list(_lines(key)):
         print("\n".join(lines))
         return FINE
-    near = closest(key, [*keys(), *(group for group, _ in groups())])
-    hint = f"did you mean {near}?" if near else "`reprise options` lists all"
+    closest_name = closest(key, [*keys(), *(group for group, _ in groups())])
+    hint = f"did you mean {closest_name}?" if closest_name else "`reprise options` lists all"
     print(f"reprise options: no key begins with {key!r}; {hint}", file=sys.stderr)
     return UNKNOWN
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     bars = _Bars()
     try:
-        made = _prepare(options, bars)
+        prepared = _prepare(options, bars)
     except TrainerError as error:
         bars.close()
         print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
@@ -52,22 +52,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
     bars.close()
-    for side in made.sides:
+    for side in prepared.sides:
         documents = "" if side.documents is None else f"{side.documents:,} documents, "
         print(f"{side.name}: {documents}{side.tokens:,} tokens, {len(side.files)} files")
-    if not made.has_text:
-        print(f"no tokenizer is named: token {made.end_of_text}, the largest, is taken for the end of text")
-    print(" ".join(map(shlex.quote, overrides(made))))
+    if not prepared.has_text:
+        print(f"no tokenizer is named: token {prepared.end_of_text}, the largest, is taken for the end of text")
+    print(" ".join(map(shlex.quote, overrides(prepared))))
     return FINE
 
 
-def overrides(made: Prepared) -> list[str]:
-    """Return the command-line overrides of a run that reads the folder."""
-    end = made.end_of_text
-    paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
-    tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
-    tokenizer = "bytes" if made.tokenizer is None else text_value(str(made.tokenizer))
-    return [f"data={made.kind.value}", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
+def overrides(prepared: Prepared) -> list[str]:
+    """Return the command-line overrides for a run to read the folder."""
+    end = prepared.end_of_text
+    paths = [f"data.{side.name}={_pattern(side)}" for side in prepared.sides]
+    tokens = [f"model.vocab_size={prepared.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
+    tokenizer = "bytes" if prepared.tokenizer is None else text_value(str(prepared.tokenizer))
+    return [
+        f"data={prepared.kind.value}",
+        *paths,
+        *([f"data.tokenizer={tokenizer}"] if prepared.has_text else []),
+        *tokens,
+    ]
 
 
 def _pattern(side: Side) -> str:
@@ -100,26 +105,28 @@ def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
         return _prepare_raw(options, inputs, bars)
     if options.valid:
         raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
-    wanted = _wanted(options, inputs)
-    workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(wanted) else 1)
-    return write_prepared(options.output, inputs, wanted, workers=workers, replace=options.force, progress=bars.begin)
+    prepare_options = _prepare_options(options, inputs)
+    workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(prepare_options) else 1)
+    return write_prepared(
+        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=bars.begin
+    )
 
 
 def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
-    """Write inputs that are tokens already, refusing options for texts."""
+    """Write inputs of tokens, refusing options for texts."""
     if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1 or options.format != KIND:
         raise ConfigError(
             "--raw takes tokens, no texts",
             expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
         )
     sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
-    given = {name: paths for name, paths in sides.items() if paths}
+    inputs_by_side = {name: paths for name, paths in sides.items() if paths}
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
     raw = RawTokens(options.raw, tokenizer, options.file_tokens)
-    return write_raw(options.output, given, raw, force=options.force, progress=bars.begin)
+    return write_raw(options.output, inputs_by_side, raw, force=options.force, progress=bars.begin)
 
 
-def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
+def _prepare_options(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
     tokenizer, train = None, 0
     match options.tokenizer:
         case None | ["bytes"]:
@@ -146,9 +153,9 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptio
     )
 
 
-def _needs_work(wanted: PrepareOptions) -> bool:
+def _needs_work(prepare_options: PrepareOptions) -> bool:
     """Return whether encoding is slower than passing texts and tokens between processes."""
-    return wanted.tokenizer is not None or wanted.train_vocab_size > 0
+    return prepare_options.tokenizer is not None or prepare_options.train_vocab_size > 0
 
 
 def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:

@@ -49,7 +49,7 @@ def without_columns(rows: Iterable[Row], *names: str) -> list[Row]:
 
 def flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
     """Return the members of a nested object by dotted name."""
-    found: list[tuple[str, Any]] = []
+    members: list[tuple[str, Any]] = []
     for key, value in table.items():
-        found += flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
-    return found
+        members += flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
+    return members

@@ -35,7 +35,7 @@ class Tolerance:
     relative: float = 0.0
 
     def admits(self, base: float, test: float) -> bool:
-        """Return whether two losses are equal; a value that is not finite equals only itself."""
+        """Return whether two losses are equal; an infinity or nan equals only itself."""
         if not (math.isfinite(base) and math.isfinite(test)):
             return absolute_difference(base, test) == 0
         return abs(base - test) <= self.absolute + self.relative * abs(base)
@@ -46,7 +46,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """A quantity of one iteration that differs between the two sides."""
+    """A quantity of an iteration with different values on the two sides."""
 
     iteration: int
     quantity: str
@@ -65,10 +65,10 @@ class Comparison:
 
     Attributes:
         tolerance: None if equal bits were required.
-        compared: iterations that both sides have.
-        differences: values of compared iterations that are not equal under `tolerance`, by iteration.
-        missing_in_base, missing_in_test: iterations that only the other side has, and that count as different.
-        allowed_prefix: iterations before the first one of the test side that were allowed to be missing there.
+        compared: iterations on both sides.
+        differences: values of compared iterations not equal under `tolerance`, by iteration.
+        missing_in_base, missing_in_test: iterations only on the other side, which count as different.
+        allowed_prefix: iterations before the first of the test side, with leave to be missing there.
         bit_equal: compared iterations whose values are all known to have equal bits.
         largest: the largest difference of two losses, within the tolerance or not; None when all are equal.
     """
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def different_iterations(self) -> tuple[int, ...]:
-        """Every iteration that is not equal or that one side lacks, in order."""
+        """Every iteration that is unequal or missing on a side, in order."""
         differing = {difference.iteration for difference in self.differences}
         return tuple(sorted(differing.union(self.missing_in_base, self.missing_in_test)))
 
@@ -101,25 +101,25 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The last line of a report. The total counts every iteration that either side has."""
+        """The last line of a report. The total counts every iteration of either side."""
         total = self.compared + len(self.missing_in_base) + len(self.missing_in_test) + len(self.allowed_prefix)
         if different := self.different_iterations:
             return f"DIFFERENT: {len(different)} of {total} iterations, first at {different[0]}"
-        how = "bit-identical" if self.bit_identical else f"equal within {self.tolerance}"
-        return f"{how}: {self.compared}/{total} iterations"
+        relation = "bit-identical" if self.bit_identical else f"equal within {self.tolerance}"
+        return f"{relation}: {self.compared}/{total} iterations"
 
 
 def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_missing_prefix: bool = False) -> Comparison:
     """Compare two curves iteration by iteration.
 
     A tolerance applies to the losses alone. With None, loss, grad_norm and lr must have equal bits wherever both sides
-    have them. An iteration that one side lacks is different.
+    have them. An iteration missing on a side is different.
 
     Args:
         base: the reference.
         test: the curve under test.
         tolerance: allowed difference of two losses; None requires equal bits.
-        allow_missing_prefix: do not count iterations before the first one of `test`, as for a resumed run.
+        allow_missing_prefix: do not count iterations before the first of `test`, as for a resumed run.
 
     Raises:
         DataError: equal bits are required and a loss is known as a decimal only.
@@ -130,19 +130,21 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     of_base = {point.iteration: point for point in base.points}
     of_test = {point.iteration: point for point in test.points}
     common = [(of_base[iteration], of_test[iteration]) for iteration in sorted(of_base.keys() & of_test.keys())]
-    unequal = {one.iteration: _unequal_bits(one, other) for one, other in common}
+    unequal = {reference.iteration: _unequal_bits(reference, candidate) for reference, candidate in common}
     if tolerance is None:
-        differences = [difference for found in unequal.values() for difference in found]
+        differences = [difference for unequal_values in unequal.values() for difference in unequal_values]
     else:
         differences = [
-            CurveDifference(one.iteration, "loss", one.loss, other.loss)
-            for one, other in common
-            if not tolerance.admits(one.loss.value, other.loss.value)
+            CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss)
+            for reference, candidate in common
+            if not tolerance.admits(reference.loss.value, candidate.loss.value)
         ]
     missing = sorted(of_base.keys() - of_test.keys())
     start = min(of_test, default=0)
     prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
-    losses = [CurveDifference(one.iteration, "loss", one.loss, other.loss) for one, other in common]
+    losses = [
+        CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss) for reference, candidate in common
+    ]
     largest = max(losses, key=lambda difference: difference.size, default=None)
     return Comparison(
         base=base,
@@ -192,9 +194,9 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
 
 
 def common_dtype(base: Curve, test: Curve) -> str | None:
-    """Return the coarser dtype of two runs, None if neither config names one."""
-    known = {base.dtype, test.dtype} - {None}
-    return "bfloat16" if "bfloat16" in known else next(iter(known), None)
+    """Return the coarser dtype of two runs, None if neither config names a dtype."""
+    dtypes = {base.dtype, test.dtype} - {None}
+    return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
 
 def absolute_difference(base: float, test: float) -> float:
@@ -205,7 +207,7 @@ def absolute_difference(base: float, test: float) -> float:
 
 
 def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
-    """Return the number of floats of 32 or 64 bits from one value to the other; None for a nan.
+    """Return the number of floats of 32 or 64 bits between two values; None for a nan.
 
     The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers; -0.0 is 0 from 0.0.
 
@@ -245,14 +247,14 @@ def _require_exact(curve: Curve) -> None:
 def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
     pairs = zip(QUANTITIES, (base.loss, base.grad_norm, base.lr), (test.loss, test.grad_norm, test.lr), strict=True)
     return [
-        CurveDifference(base.iteration, quantity, one, other)
-        for quantity, one, other in pairs
-        if one is not None and other is not None and _differ(one, other)
+        CurveDifference(base.iteration, quantity, reference, candidate)
+        for quantity, reference, candidate in pairs
+        if reference is not None and candidate is not None and _differ(reference, candidate)
     ]
 
 
 def _differ(base: Reading, test: Reading) -> bool:
-    """Return whether two readings certainly differ: exact bits beside a decimal prove nothing, unless one is not
+    """Return whether two readings certainly differ: exact bits beside a decimal prove nothing, unless either is not
     finite.
     """
     if base.value.hex() == test.value.hex():

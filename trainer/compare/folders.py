@@ -19,8 +19,8 @@ class LogPairs:
 
     Args:
         both: by file name, the base's log and the test's.
-        only_in_base: names of logs that the test's folder lacks.
-        only_in_test: names of logs that the base's folder lacks.
+        only_in_base: names of logs missing in the test's folder.
+        only_in_test: names of logs missing in the base's folder.
     """
 
     both: Mapping[str, tuple[Path, Path]]
@@ -29,16 +29,16 @@ class LogPairs:
 
 
 def is_log_folder(path: str | Path) -> bool:
-    """Return whether a path is a folder of logs, and not the folder of one run."""
+    """Return whether a path is a folder of logs, and not the folder of a run."""
     folder = Path(path)
     return folder.is_dir() and not any((folder / name).exists() for name in (METRICS_FILE, LLMC_LOG))
 
 
 def pair_logs(base: str | Path, test: str | Path) -> LogPairs:
-    """Pair the files of two folders that have the suffix of a log (`.log`, `.txt`, `.jsonl`).
+    """Pair the logs (`.log`, `.txt`, `.jsonl`) of two folders.
 
     Raises:
-        DataError: no log of one folder has the name of one in the other.
+        DataError: the folders have no log of the same name.
     """
     base_logs, test_logs = _logs(Path(base)), _logs(Path(test))
     names = sorted(base_logs.keys() & test_logs.keys())
@@ -57,7 +57,7 @@ def pair_logs(base: str | Path, test: str | Path) -> LogPairs:
 
 
 def dtype_in_name(path: str | Path) -> str | None:
-    """Return the dtype that the name of a log gives, as `gpt2_1_bfloat16.log` does; None if it gives none."""
+    """Return the dtype in the name of a log such as `gpt2_1_bfloat16.log`; None if there is none."""
     name = Path(path).stem.lower()
     return next((dtype for dtype, words in _DTYPES.items() if any(word in name for word in words)), None)
 

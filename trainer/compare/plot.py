@@ -18,8 +18,8 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 def plot_comparison(comparison: Comparison, path: str | Path, *, names: tuple[str, str] | None = None) -> None:
     """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` is the format.
 
-    A loss that is not finite is marked at the lower edge, a difference that is not finite at the upper. Differences of
-    0 do not appear on a logarithmic axis: the panel's title has their number.
+    Infinite and nan losses are marked at the lower edge, such differences at the upper. Differences of 0 do not appear
+    on a logarithmic axis: the panel's title has their number.
 
     Args:
         names: of the base and of the test run; None for their paths.
@@ -46,11 +46,11 @@ def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], pa
 
 
 def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
-    """Draw the losses of several runs over their base, and each one's difference from it below.
+    """Draw the losses of several runs over their base, and the difference of each from the base below.
 
-    Equal curves stay visible: each is thinner than the one under it, and they differ in color and style. The axis of
-    the differences is logarithmic down to the smallest of them and linear from there to 0. Losses that are not finite
-    are marked at the lower edge, differences that are not finite at the upper.
+    Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The axis of
+    the differences is logarithmic down to the smallest of them and linear from there to 0. Infinite and nan losses are
+    marked at the lower edge, such differences at the upper.
 
     Args:
         comparisons: results of `compare`, all with the same base.
@@ -106,14 +106,14 @@ def _draw_sizes(axes: Any, sizes: dict[int, float], style: dict[str, Any]) -> No
 
 
 def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
-    shown = [size for size in sizes if 0 < size < math.inf]
-    if not shown:
+    finite = [size for size in sizes if 0 < size < math.inf]
+    if not finite:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0])
         text = "every compared loss is the same" if any(size == 0 for size in sizes) else "no difference has a size"
         axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
         return
-    least, most = 10.0 ** math.floor(math.log10(min(shown))), 10.0 ** math.ceil(math.log10(max(shown)))
+    least, most = 10.0 ** math.floor(math.log10(min(finite))), 10.0 ** math.ceil(math.log10(max(finite)))
     axes.set_yscale("symlog", linthresh=least, linscale=0.6)
     axes.set_ylim(-0.4 * least, most * 2)
     decades = range(round(math.log10(least)), round(math.log10(most)) + 1)
@@ -123,7 +123,7 @@ def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
 
 
 def _sizes(comparison: Comparison) -> dict[int, float]:
-    """Return the difference of the losses of every iteration that both sides have, by iteration."""
+    """Return the difference of the losses of every common iteration, by iteration."""
     test = {point.iteration: point.loss.value for point in comparison.test.points}
     return {
         point.iteration: absolute_difference(point.loss.value, test[point.iteration])
@@ -146,21 +146,21 @@ def _draw_losses(axes: Any, comparison: Comparison, names: tuple[str, str]) -> N
 
 def _draw_differences(axes: Any, comparison: Comparison) -> None:
     sizes = _sizes(comparison)
-    shown = {iteration: size for iteration, size in sizes.items() if 0 < size < math.inf}
+    finite = {iteration: size for iteration, size in sizes.items() if 0 < size < math.inf}
     axes.set_xlabel("iteration")
     axes.set_ylabel("|base - test|")
     zeros = sum(size == 0 for size in sizes.values())
     axes.set_title(f"absolute difference ({zeros} of {len(sizes)} are exactly 0)", fontsize=10)
     endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
-    if not shown and not endless:
+    if not finite and not endless:
         text = "every compared loss is the same" if sizes else "no iteration in common"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
         axes.set_yticks([])
         return
-    if shown:
+    if finite:
         axes.set_yscale("log")
-        axes.plot(list(shown), list(shown.values()), ".", color=_DIFFERENCE_COLOUR, label="difference")
-        _draw_tolerance(axes, comparison.tolerance, shown)
+        axes.plot(list(finite), list(finite.values()), ".", color=_DIFFERENCE_COLOUR, label="difference")
+        _draw_tolerance(axes, comparison.tolerance, finite)
     else:
         axes.set_yticks([])
     _mark(axes, endless, label="not finite and not the same", colour=_TEST_COLOUR, height=0.94)
@@ -168,9 +168,9 @@ def _draw_differences(axes: Any, comparison: Comparison) -> None:
     axes.grid(alpha=0.25)
 
 
-def _draw_tolerance(axes: Any, tolerance: Tolerance | None, shown: dict[int, float]) -> None:
+def _draw_tolerance(axes: Any, tolerance: Tolerance | None, finite: dict[int, float]) -> None:
     """Draw the absolute tolerance as a line, and keep both it and the differences off the edges."""
-    levels = list(shown.values())
+    levels = list(finite.values())
     if tolerance is not None and tolerance.absolute > 0:
         axes.axhline(
             tolerance.absolute,
@@ -190,7 +190,7 @@ def _mark(axes: Any, iterations: list[int], *, label: str, colour: str, height: 
 
 
 def _finite_runs(curve: Curve) -> tuple[list[int], list[float]]:
-    """Return the line to draw, interrupted (by nan) at losses that are not finite."""
+    """Return the line to draw, interrupted by nan at infinite losses."""
     values = [point.loss.value for point in curve.points]
     return [p.iteration for p in curve.points], [value if math.isfinite(value) else math.nan for value in values]
 

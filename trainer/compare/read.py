@@ -61,7 +61,7 @@ _LINE_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One number of a curve; `exact` if its bits are known, which a decimal does not give."""
+    """A number of a curve; `exact` if its bits are known, which a decimal does not give."""
 
     value: float
     exact: bool
@@ -69,7 +69,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The values logged after one iteration; None for a quantity that was not logged."""
+    """The values logged after an iteration; None for a quantity not logged."""
 
     iteration: int
     loss: Reading
@@ -79,10 +79,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The points of one run in order of iteration, at most one each; never empty when it comes from `read_curve`.
+    """The points of a run in order of iteration, each iteration at most once; never empty from `read_curve`.
 
     Attributes:
-        source: the file it was read from, for messages.
+        source: its file, for messages.
         dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
         notes: remarks on the file for the report, such as a truncated last line.
     """
@@ -104,7 +104,7 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
 
     Args:
         path: the file or folder; the dtype comes from a config.yaml beside the metrics.jsonl.
-        last_wins: let the later one of two different text lines of one iteration win, as in the log of a resumed run.
+        last_wins: let the later of two different text lines of an iteration win, as in the log of a resumed run.
 
     Raises:
         DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
@@ -140,9 +140,9 @@ def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
 
 
 def parse_metrics(text: str, *, source: str) -> Curve:
-    """Parse the JSON lines of a metrics.jsonl: one object a line, `<quantity>_hex` (`float.hex()`) before its decimal.
+    """Parse the JSON lines of a metrics.jsonl: an object a line, `<quantity>_hex` (`float.hex()`) before its decimal.
 
-    A last line that has no newline and is not JSON was truncated by a crash: it is left out, with a note.
+    A malformed last line without a newline was truncated by a crash: it is left out, with a note.
 
     Raises:
         DataError: no record has a loss, an iteration comes twice, or a line is not a record.
@@ -182,8 +182,8 @@ def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, 
                 "Cannot read a metrics record", where=where, expected="a JSON object", found=error
             ) from error
         if not isinstance(record, dict):
-            found = repr(record)[:60]
-            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=found)
+            text_of_record = repr(record)[:60]
+            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=text_of_record)
         records.append((where, record))
     return records, notes
 
@@ -203,9 +203,9 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     for number, line in enumerate(lines, start=1):
         where = f"{source}, line {number}"
         torn = number == len(lines)
-        found = _match(line[: max(map(line.rfind, "|, ")) + 1] if torn else line)
-        point = None if found is None else _point_of_line(*found, where)
-        if point is None or found is None:
+        parsed = _match(line[: max(map(line.rfind, "|, ")) + 1] if torn else line)
+        point = None if parsed is None else _point_of_line(*parsed, where)
+        if point is None or parsed is None:
             if torn and _match(line) is not None:
                 notes.append(f"{where} is torn (no newline at its end) and was left out")
             continue
@@ -219,7 +219,7 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
                 fix="In the log of a resumed run the later lines can be taken with --last-wins.",
             )
         points[point.iteration] = point
-        counts_from_0 = counts_from_0 or found[0].first == 0
+        counts_from_0 = counts_from_0 or parsed[0].first == 0
     if counts_from_0:
         notes.append(f"{source} counts from 0, as llm.c does: its step 0 is iteration 1")
     return _curve(points, source, notes)
@@ -241,8 +241,8 @@ def _read_dtype(config: Path) -> str | None:
         return None
     section = re.search(r"^train:[^\S\n]*\n((?:[^\S\n]+.*\n?|[^\S\n]*\n)*)", text, re.MULTILINE)
     child = section and re.match(r"(?:[^\S\n]*(?:#.*)?\n)*([^\S\n]+)", section[1])
-    found = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
-    return _DTYPES.get(found[1].lower()) if found else None
+    dtype = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
+    return _DTYPES.get(dtype[1].lower()) if dtype else None
 
 
 def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
@@ -268,8 +268,10 @@ def _reading_of_record(record: Mapping[str, object], quantity: str, where: str) 
         return _reading(repr(decimal), where)
     if stored is None and decimal is None:
         return None
-    found = f"{decimal!r} and {stored!r}"
-    raise DataError(f"Cannot read {quantity}", where=where, expected=f"a number and a {quantity}_hex text", found=found)
+    actual = f"{decimal!r} and {stored!r}"
+    raise DataError(
+        f"Cannot read {quantity}", where=where, expected=f"a number and a {quantity}_hex text", found=actual
+    )
 
 
 def _match(line: str) -> tuple[_LineForm, re.Match[str]] | None:
@@ -281,7 +283,7 @@ def _point_of_line(form: _LineForm, match: re.Match[str], where: str) -> Point |
     fields = match[2].split(form.separator)
     readings: dict[str, Reading] = {}
     for quantity, pattern in _FIELDS.items():
-        token = next((found[1] for field in fields if (found := pattern.match(field))), None)
+        token = next((field_match[1] for field in fields if (field_match := pattern.match(field))), None)
         if token is not None:
             readings[quantity] = _reading(token, where)
     if "loss" not in readings:

@@ -22,10 +22,10 @@ THRESHOLD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TimedIteration:
-    """The duration of one iteration; `seconds` excludes time blocked by saves.
+    """The duration of an iteration; `seconds` excludes time blocked by saves.
 
     Attributes:
-        is_resumed: whether it is the first one after a resume; metrics of older versions lack this.
+        is_resumed: whether it is the first after a resume; metrics of older versions lack this.
     """
 
     iteration: int
@@ -36,7 +36,7 @@ class TimedIteration:
 
 @dataclass(frozen=True, slots=True)
 class TimedSave:
-    """The duration of one committed save, and the time it blocked and slowed training, in seconds."""
+    """The duration of a committed save, and the time it blocked and slowed training, in seconds."""
 
     iteration: int
     seconds: float
@@ -46,7 +46,7 @@ class TimedSave:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All iterations and saves of one run, in order of iteration; `read_timing` returns at least one iteration."""
+    """All iterations and saves of a run, in order of iteration; `read_timing` returns at least one iteration."""
 
     source: str
     iterations: tuple[TimedIteration, ...]
@@ -59,14 +59,14 @@ class Timing:
         Raises:
             DataError: nothing is left.
         """
-        left, skipped, since_start = list[TimedIteration](), set[int](), 0
+        remaining, skipped, since_start = list[TimedIteration](), set[int](), 0
         for timed in self.iterations:
             since_start = 1 if timed.is_resumed else since_start + 1
             if since_start > count:
-                left.append(timed)
+                remaining.append(timed)
             else:
                 skipped.add(timed.iteration)
-        if not left:
+        if not remaining:
             raise DataError(
                 "A run is too short to measure",
                 where=self.source,
@@ -75,7 +75,7 @@ class Timing:
                 fix="Leave out fewer with --skip.",
             )
         saves = tuple(save for save in self.saves if save.iteration not in skipped)
-        return Timing(self.source, tuple(left), saves, self.notes)
+        return Timing(self.source, tuple(remaining), saves, self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value, with linear interpolation."""
+        """Return the spread of one or more values, with linear interpolation."""
         if len(values) == 1:
             return Spread(*[values[0]] * 5)
         tenths, quarters = (quantiles(values, n=n, method="inclusive") for n in (10, 4))
@@ -99,16 +99,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The figures of one run.
+    """The figures of a run.
 
     Attributes:
         tokens_per_second: of the iterations, without time blocked by saves.
-        seconds: of one iteration.
+        seconds: of an iteration.
         saves: number of committed saves.
         save_seconds: median from the call to the commit; None without saves.
-        blocked_s: total time that training waited for saves.
-        slowdown_s: total time that iterations took longer while saves were written, relative to the median of those
-            before; 0 if they were not slower.
+        blocked_s: total time of training's waits for saves.
+        slowdown_s: total excess time of iterations while saves were written, relative to the median before; 0 if they
+            were not slower.
         checkpoint_share: share of these two in the total time.
         tokens_per_second_overall: all tokens per total time.
     """
@@ -211,7 +211,7 @@ def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
         speeds: of at least two runs.
         threshold: allowed shortfall as a share of the first run's median.
     """
-    base, *others = speeds
+    base, *compared = speeds
     slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
     rows = [["run", "verdict", "against the first", "tok/s", "quartiles"]]
     for name, speed in speeds.items():
@@ -221,9 +221,9 @@ def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
         rows.append([name, verdict, change, f"{spread.median:.1f}", f"{spread.p25:.1f} to {spread.p75:.1f}"])
     limit = f"by more than {100 * threshold:g}% of its median"
     if slower:
-        summary = f"SLOWER: {len(slower)} of {len(others)} runs than {base} {limit}: {', '.join(slower)}"
+        summary = f"SLOWER: {len(slower)} of {len(compared)} runs than {base} {limit}: {', '.join(slower)}"
     else:
-        summary = f"ok: 0 of {len(others)} runs are slower than {base} {limit}"
+        summary = f"ok: 0 of {len(compared)} runs are slower than {base} {limit}"
     return "\n".join([*format_table(rows), "", summary])
 
 

@@ -1,4 +1,4 @@
-"""Reports several comparisons with one base: names of the runs, a table, and JSON."""
+"""Reports several comparisons with a common base: names of the runs, a table, and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def name_runs(sources: Sequence[str]) -> list[str]:
-    """Return the shortest names that tell runs apart: the run's folder, or the file for a text log.
+    """Return the shortest distinct names of runs: the run's folder, or the file for a text log.
 
     Equal names grow by their parent folders; the same file given again is numbered.
     """
@@ -32,7 +32,7 @@ def name_runs(sources: Sequence[str]) -> list[str]:
 
 
 def summarize(comparison: Comparison, name: str) -> Row:
-    """Return the result of one comparison as members of standard JSON; floats are also given in hex.
+    """Return the result of a comparison as members of standard JSON; floats are also given in hex.
 
     Args:
         comparison: the result of `compare`.
@@ -65,7 +65,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
 
 
 def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
-    """Return the results of comparisons with one base as JSON; `names` has the base's first."""
+    """Return the results of comparisons with a common base as JSON; `names` begins with the base's."""
     return {
         "base": _about(comparisons[0].base, names[0]),
         "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
@@ -74,7 +74,7 @@ def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Ro
 
 
 def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
-    """Return a table with a row for each comparison with one base; its last line is the verdict.
+    """Return a table with a row for each comparison with a common base; its last line is the verdict.
 
     Args:
         comparisons: results of `compare`, all with the same base.

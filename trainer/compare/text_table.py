@@ -9,7 +9,7 @@ def format_table(rows: Sequence[Sequence[str]], *, align: str = "<>") -> list[st
     """Return rows of equal length as lines of padded columns.
 
     Args:
-        align: `<` (left) or `>` (right) for each column; the last one also applies to all columns after it.
+        align: `<` (left) or `>` (right) for each column; the last also applies to all columns after it.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = align + align[-1] * (len(widths) - len(align))

@@ -1,1 +1,1 @@
-"""One launch of a job: process group, rendezvous, watchdog, signals, and control requests."""
+"""The launch of a job: process group, rendezvous, watchdog, signals, and control requests."""

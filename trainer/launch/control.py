@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ControlFlags:
-    """The requests after an iteration: those of one rank, or those of all ranks after they agree.
+    """The requests after an iteration: those of a single rank, or those of all ranks after they agree.
 
     Args:
         stop: save and end the run.
@@ -53,7 +53,7 @@ class ControlRules:
 
 
 class RunControl:
-    """The requests that reach one rank. Only rank 0 reads the clock and the files, since ranks could see them differ.
+    """The requests to a rank. Only rank 0 reads the clock and the files, since ranks could see them differ.
 
     Args:
         folder: the checkpoint folder, in which a file named `save_now` requests a save; None if nothing is saved.
@@ -76,7 +76,7 @@ class RunControl:
         self._ignored: tuple[int, int] | None = None
 
     def begin(self) -> None:
-        """Note that the first iteration begins."""
+        """Note the begin of the first iteration."""
         if self._signals is not None:
             self._signals.await_iteration()
         self._saved = self._clock()
@@ -93,7 +93,7 @@ class RunControl:
         return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), has_failed)
 
     def saving(self) -> None:
-        """Note that a save begins, and clear the requests for one."""
+        """Note the begin of a save, and clear the requests for it."""
         self._saved = self._clock()
         if self._is_touched and self._file is not None:
             self._is_touched = False

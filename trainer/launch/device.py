@@ -1,4 +1,4 @@
-"""The device of a rank, under the names that torch has for every accelerator; ROCm's are `cuda`."""
+"""The device of a rank, under torch's names for every accelerator; ROCm's are `cuda`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ CPU = "cpu"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of a rank, and make it the current one of this thread.
+    """Return the device of a rank, and make it the current device of this thread.
 
     Args:
-        name: `cpu`, the type of an accelerator, or `auto` for the accelerator of this host, if it has one.
+        name: `cpu`, the type of an accelerator, or `auto` for the accelerator of this host, if any.
 
     Raises:
-        LaunchError: if this rank has no device of that type.
+        LaunchError: if this rank has no device of the type.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = None if accelerator is None else accelerator.type
     if name == "auto":
         name = kind if kind in ACCELERATORS else CPU
     if name == CPU:

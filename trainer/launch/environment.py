@@ -10,7 +10,7 @@ from reprise.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of one.
+    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of a single rank.
 
     Args:
         has_agent_store: whether the ranks meet in the store of torchrun's agent.
@@ -28,7 +28,7 @@ class Environment:
 
     @property
     def store_host(self) -> str:
-        """Return a description of the process that hosts the store."""
+        """Return a description of the store's process."""
         return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
 
     @staticmethod
@@ -78,7 +78,7 @@ _MOST_RANKS = 1 << 20
 
 
 def _ranges(number: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the range of each variable, the sizes before the numbers that depend on them."""
+    """Return the range of each variable, the sizes before the numbers dependent on them."""
     return {
         "WORLD_SIZE": (1, _MOST_RANKS),
         "RANK": (0, number["WORLD_SIZE"] - 1),

@@ -1,4 +1,4 @@
-"""The end of a process by an error: one message a host, in torchrun's own report too, and the exit status."""
+"""The end of a process by an error: a message a host, in torchrun's own report too, and the exit status."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def exit_with_error(
 ) -> NoReturn:
     """Print why this process ends, and end it.
 
-    Under torchrun, ranks of one host that know the same error take turns: the rank that failed, or else the first,
-    prints it and ends, and torchrun ends the others. A rank that is not ended prints it too.
+    Under torchrun, ranks of a host with the same error take turns: the failed rank, or else the first, prints it and
+    ends, and torchrun ends the others. A rank not ended prints it too.
 
     Args:
         environment: None if torchrun's variables cannot be read.
@@ -53,7 +53,7 @@ def exit_with_error(
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of an error; the traceback of one that is no TrainerError."""
+    """Return the message of a TrainerError, the traceback of any other error."""
     if isinstance(error, TrainerError):
         return f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):

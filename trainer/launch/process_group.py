@@ -34,12 +34,12 @@ _MMAP_THRESHOLD_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The ranks of a run, seen from one of them.
+    """The ranks of a run, seen from a rank.
 
     Args:
         threads: the thread count of this process; bits depend on it.
         nonce: a random name of this launch, equal on all ranks.
-        store_host: a description of the process that hosts the store.
+        store_host: a description of the store's process.
         local_ranks: the ranks on this host, if torchrun started them.
         launch: the identity of this launch; known on rank 0.
     """
@@ -58,9 +58,9 @@ class Cluster:
         """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
         if self.world_size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
+        local_row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(local_row) for _ in range(self.world_size)]
+        dist.all_gather(everyone, local_row)
         return [[float(value) for value in row] for row in torch.stack(everyone).tolist()]
 
 
@@ -75,7 +75,7 @@ def start(
     """Fix threads and device, and join the other ranks. A call of all ranks.
 
     Args:
-        threads: the number of compute threads of this rank; 0 for the one that `thread_count` finds.
+        threads: the number of compute threads of this rank; 0 for the number of `thread_count`.
         timeout_s: how long a rank waits for the others, here and in every collective and message.
 
     Raises:
@@ -115,7 +115,7 @@ def thread_count(threads: int = 0, variables: Mapping[str, str] = os.environ, lo
     `threads`, the configured number, is used instead of both unless it is 0.
 
     torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so the value 1 is used
-    for a single rank only. OMP_NUM_THREADS may be a list with one count per level of nesting; the first is used.
+    for a single rank only. OMP_NUM_THREADS may be a list with a count per level of nesting; the first is used.
 
     Raises:
         LaunchError: if OMP_NUM_THREADS is not a positive integer.
@@ -197,7 +197,7 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
 
 
 def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
-    """Return the identity of a launch of one rank; if torchrun's agent does not answer, its store is not used."""
+    """Return the identity of a launch of a single rank; if torchrun's agent does not answer, its store is unused."""
     if not environment.has_agent_store:
         return identify(variables, None)
     timeout = timedelta(seconds=_GRACE_S)
@@ -256,7 +256,7 @@ def _form_group(
 
 
 def _join_error(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
-    """Return the error of ranks that did not all join; the `silent` ranks do not answer."""
+    """Return the error of missing ranks; the `silent` ranks do not answer."""
     missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
     return LaunchError(
         "The ranks did not all join",

@@ -1,4 +1,4 @@
-"""Recognizes a launch that its launcher has restarted, so that settings of a run's start act once per launch.
+"""Recognizes a launch restarted by its launcher, to let the settings of a run's start act once per launch.
 
 Used on rank 0, and without a shared folder on the leader of every host.
 """
@@ -39,7 +39,7 @@ class Launch:
 def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
     """Return the identity of this launch from torchrun and SLURM.
 
-    torchrun's agent keeps its store until the launch ends, so a random name in that store identifies this launch among
+    torchrun's agent keeps its store until the launch ends, so a random name in the store identifies this launch among
     all others, whatever their rdzv-id. Without access to the store, the rdzv-id and a restart count above zero identify
     it. A SLURM job keeps its number when it is requeued, and SLURM counts the requeues.
 
@@ -48,14 +48,14 @@ def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
         agent_store: the store of torchrun's agent, if this rank is connected to it.
 
     Raises:
-        DistError: if that store is gone.
+        DistError: if the agent's store is gone.
     """
     names, earlier, is_restarted = [], [], False
     run = variables.get("TORCHELASTIC_RUN_ID")
     if run is not None and agent_store is not None:
-        mine = secrets.token_hex(8)
-        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", mine)).decode()
-        is_restarted = drawn != mine
+        word = secrets.token_hex(8)
+        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", word)).decode()
+        is_restarted = drawn != word
         names.append(f"torchrun/{run}/{drawn}")
         earlier.append(names[-1])
     elif run is not None:
@@ -83,17 +83,17 @@ def has_committed(folder: CheckpointFolder, launch: Launch, local: Sequence[int]
     Raises:
         CheckpointError: if its record is malformed, since a wrong guess would move checkpoints aside.
     """
-    found = _read(folder.root / RECORD) if launch.earlier else None
-    if found is None or not set(launch.earlier) & set(found["launches"]):
+    record = _read(folder.root / RECORD) if launch.earlier else None
+    if record is None or not set(launch.earlier) & set(record["launches"]):
         return False
-    return any(iteration > found["began_at"] for iteration in (*folder.committed(), *local))
+    return any(iteration > record["began_at"] for iteration in (*folder.committed(), *local))
 
 
 def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> None:
     """Record durably the iteration at which this launch began.
 
     Args:
-        iteration: that iteration, -1 for a fresh start; None for a restart, which only adds new names.
+        iteration: -1 for a fresh start; None for a restart, which only adds new names.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -102,18 +102,21 @@ def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> Non
     path = folder.root / RECORD
     record: Json = {"launches": list(launch.names), "began_at": iteration}
     if iteration is None:
-        found = _read(path) or {"launches": [], "began_at": -1}
-        if set(launch.names) <= set(found["launches"]):
+        stored = _read(path) or {"launches": [], "began_at": -1}
+        if set(launch.names) <= set(stored["launches"]):
             return
-        record = {**found, "launches": [*found["launches"], *(n for n in launch.names if n not in found["launches"])]}
+        record = {
+            **stored,
+            "launches": [*stored["launches"], *(n for n in launch.names if n not in stored["launches"])],
+        }
     replace_file(Files(), path, json_file.to_bytes(record))
 
 
 def _read(path: Path) -> Json | None:
     if not path.exists():
         return None
-    found = json_file.read(path)
-    names, began_at = found.get("launches"), found.get("began_at")
+    record = json_file.read(path)
+    names, began_at = record.get("launches"), record.get("began_at")
     if type(began_at) is not int or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             "The record of a launch is malformed",
@@ -121,4 +124,4 @@ def _read(path: Path) -> Json | None:
             expected="names and an iteration",
             fix="Delete it; the next start then follows checkpoint.load and checkpoint.ckpt_step.",
         )
-    return found
+    return record

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one launch on a store that may outlive the launch."""
+"""Rendezvous of the ranks of a launch on a store, which may outlive the launch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) ->
     """Return a new name, the same on all ranks, once all ranks have joined. Collective.
 
     torchrun's agents keep the store over restarts, and each agent counts only the restarts of its own node. Neither
-    that count nor a key in the store distinguishes this launch from a dead one. So rank 0 draws a random name. Every
-    other rank stores a random word under the name that it finds, until the word comes back: only a living rank 0
+    the count nor a key in the store distinguishes this launch from a dead launch. So rank 0 draws a random name. Every
+    other rank stores a random word under the name in the store, until the word comes back: only a living rank 0
     returns it.
 
     Raises:
@@ -31,22 +31,22 @@ def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) ->
     name = secrets.token_hex(4)
     store.set(key, name)
     missing = list(range(1, world_size))
-    while missing := [other for other in missing if not store.check([f"{name}/hello/{other}"])]:
+    while missing := [peer for peer in missing if not store.check([f"{name}/hello/{peer}"])]:
         if not _pause(deadline, pause_s):
             problem = f"Rank {', '.join(map(str, missing))} did not join within {timeout_s:.0f} s"
             store.set(f"{name}/problem", problem)
             raise LaunchError(problem, fix="Check that rank's log and host; it may be dead or hung.")
-    for other in range(1, world_size):
-        store.set(f"{name}/welcome/{other}", store.get(f"{name}/hello/{other}").decode())
+    for peer in range(1, world_size):
+        store.set(f"{name}/welcome/{peer}", store.get(f"{name}/hello/{peer}").decode())
     return name
 
 
 def _join(store: Store, rank: int, key: str, pause: Callable[[], bool], timeout_s: float) -> str:
     word, name = secrets.token_hex(4), ""
     while True:
-        found = store.get(key).decode() if store.check([key]) else ""
-        if found != name:
-            name = found
+        current = store.get(key).decode() if store.check([key]) else ""
+        if current != name:
+            name = current
             store.set(f"{name}/hello/{rank}", word)
         if name and store.check([f"{name}/welcome/{rank}"]) and store.get(f"{name}/welcome/{rank}") == word.encode():
             return name

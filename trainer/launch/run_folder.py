@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one job writes to it at a time."""
+"""The lock of a run's folder: a single job writes to it at a time."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
 
 
 def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
-    """Return the error of a run's folder that cannot be written."""
+    """Return the error of a run's unwritable folder."""
     return cannot_write(folder, error, what="The run's folder", another=RUN.another)

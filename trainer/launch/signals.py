@@ -1,4 +1,4 @@
-"""Receives the signals that ask a job to stop, on a separate thread."""
+"""Receives the signals to stop a job, on a separate thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _EXIT_GRACE_S = 1.0
 
 
 class SignalHandler:
-    """Stops the run after the first signal, and ends the process on a second one at least two seconds later.
+    """Stops the run after the first signal, and ends the process on a second at least two seconds later.
 
-    Python runs a signal's handler on the main thread only between two instructions, and that thread may be in a
+    Python runs a signal's handler on the main thread only between two instructions, and the thread may be in a
     collective for minutes. So the interpreter writes the number of each signal to a socket at once
     (`signal.set_wakeup_fd`), and a thread reads it.
 
@@ -53,13 +53,13 @@ class SignalHandler:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def await_iteration(self) -> None:
-        """Note that from now on the loop reads `name` after every iteration; before, a signal ends the process."""
+        """Note: from now on the loop reads `name` after every iteration; before, a signal ends the process."""
         self._is_awaited = True
         if self._first is not None:
             self._end(128 + self._first[0], f"received {self.name} before the first iteration")
 
     def leave_within(self, seconds: float, status: int) -> None:
-        """Exit with `status` after `seconds`, even if the process hangs; for a process that is about to end."""
+        """Exit with `status` after `seconds`, even if the process hangs; for a process about to end."""
         timer = threading.Timer(seconds, self._leave, (status,))
         timer.daemon = True
         timer.start()
@@ -72,7 +72,7 @@ class SignalHandler:
 
     @property
     def name(self) -> str | None:
-        """Return the name of the signal that asked the job to end, or None."""
+        """Return the name of the signal to end the job, or None."""
         return None if self._first is None else signal.Signals(self._first[0]).name
 
     def receive(self, number: int) -> None:

@@ -74,21 +74,21 @@ class StartTimes:
         return StartTimes(started_at(os.getpid()))
 
     def end(self, phase: Phase) -> None:
-        """Count the time since the end of the last phase as one of `phase`, which may come several times."""
+        """Count the time since the end of the last phase as part of `phase`, which may come several times."""
         now = self._clock()
         self._seconds[phase] += max(0.0, now - self._last)
         self._last = now
 
     def add_torchrun(self) -> None:
         """Count the time from the start of torchrun, the parent of this process, to the start of this process."""
-        launcher, own = started_at(os.getppid()), started_at(os.getpid())
-        if launcher is not None and own is not None:
-            self._seconds[Phase.torchrun] = max(0.0, own - launcher)
+        launcher, process = started_at(os.getppid()), started_at(os.getpid())
+        if launcher is not None and process is not None:
+            self._seconds[Phase.torchrun] = max(0.0, process - launcher)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of all phases as `seconds`, then those of each; torchrun's only if it started the run."""
-        shown = {p.value: s for p, s in self._seconds.items() if s or p is not Phase.torchrun}
-        return {"seconds": sum(shown.values()), **shown}
+        phases = {p.value: s for p, s in self._seconds.items() if s or p is not Phase.torchrun}
+        return {"seconds": sum(phases.values()), **phases}
 
     def __str__(self) -> str:
         """Return the line of the log."""

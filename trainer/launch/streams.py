@@ -1,4 +1,4 @@
-"""Replacements for standard streams that the caller has closed (`>&-`): the null device, or a file of the run."""
+"""Replacements for standard streams closed by the caller (`>&-`): the null device, or a file of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERROR_LOG = "error.log"
 
 
 class _ErrorLog(io.TextIOBase):
-    """Replaces a closed stderr: writes to stdout, or if that is closed too, to `error.log` in the run's folder."""
+    """Replaces a closed stderr: writes to stdout, or if it is closed too, to `error.log` in the run's folder."""
 
     def __init__(self, stdout: TextIO | None) -> None:
         self._target = stdout

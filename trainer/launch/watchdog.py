@@ -1,4 +1,4 @@
-"""A background thread that ends this process if another rank has failed or is lost."""
+"""A background thread to end this process if another rank has failed or is lost."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Watchdog:
     """Ends this process some seconds after any rank has failed or is lost, or the store's host is gone.
 
     A rank in a collective notices a dead peer only if the connection breaks, and a hung peer only when the collective
-    times out. A rank that waits for a message notices neither.
+    times out. A rank in a wait for a message notices neither.
 
     Args:
         channel: a channel for this thread alone.
         timeout_s: the longest silence of the store's host, and the longest time without a heartbeat of a rank.
-        store_host: a description of the process that hosts the store.
+        store_host: a description of the store's process.
         leave: ends the process with a status.
     """
 
@@ -55,7 +55,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching, if there is more than one rank."""
+        """Start watching, if there are several ranks."""
         if self._channel.world_size > 1:
             self._looked = time.monotonic()
             self._thread.start()
@@ -71,8 +71,8 @@ class Watchdog:
     def explain(self, error: BaseException, channel: StoreChannel) -> str | None:
         """Report `error` to all ranks and return the root cause if another rank failed first, else None.
 
-        An error that is known to all ranks has no root cause on another rank. Until this call returns, the process
-        still ends if the store's host hangs.
+        An error known to all ranks has no root cause on another rank. Until this call returns, the process still ends
+        if the store's host hangs.
 
         Args:
             channel: the main thread's.
@@ -122,7 +122,7 @@ class Watchdog:
                 return
 
     def _lost_rank(self) -> str | None:
-        """Report to all ranks if the next rank is lost; return that failure, or an earlier one of another rank."""
+        """Report to all ranks if the next rank is lost; return this failure, or an earlier failure of another rank."""
         lost = self._heartbeat.look()
         if lost is None:
             return None
@@ -151,13 +151,12 @@ class Watchdog:
 
 
 class _Heartbeat:
-    """Publishes this rank's heartbeat and checks that of the next rank, so that each rank is checked by one other.
+    """Publishes this rank's heartbeat and checks the next rank's, so each rank is checked by another.
 
-    Silence is measured in this rank's own checks, not in time: a job that is stopped and continued as a whole loses no
-    rank.
+    Silence is measured in this rank's own checks, not in time: stopping and continuing a job as a whole loses no rank.
 
     Args:
-        channel: one that waits for no message.
+        channel: waits for no message.
         timeout_s: the longest time without a heartbeat.
         look_s: how often `look` is called.
     """
@@ -178,9 +177,9 @@ class _Heartbeat:
         if self._looks % self._looks_per_beat == 0:
             self._beats += 1
             self._channel.put(f"heartbeat/{self._channel.rank}", str(self._beats).encode())
-            found = self._read()
-            if found != self._seen:
-                self._seen, self._seen_at = found, self._looks
+            beat = self._read()
+            if beat != self._seen:
+                self._seen, self._seen_at = beat, self._looks
         self._looks += 1
         return self._next if self._looks - self._seen_at > self._patience else None
 
