@@ -11,11 +11,13 @@ from reprise.loading.restorer import Restored, Restorer
 from reprise.policy import Retention, SavePolicy, SaveReport
 
 if TYPE_CHECKING:
+    from reprise.local.host_folders import HostFolders
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
     "Checkpointer",
+    "HostFolders",
     "LocalCheckpointer",
     "LocalPolicy",
     "Restored",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "HostFolders": "reprise.local.host_folders",
     "LocalCheckpointer": "reprise.local_checkpointer",
     "LocalPolicy": "reprise.local_checkpointer",
     "WeightsCheckpointer": "reprise.weights_checkpointer",

@@ -280,7 +280,7 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
     """
 
     def await_save(run: Run, iteration: int) -> None:
-        while awaits_save and iteration == after and run.checkpointer.is_saving:
+        while awaits_save and iteration == after and run.saves.is_saving:
             os.sched_yield()
 
     def hold(run: Run, iteration: int) -> None:

@@ -80,6 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.training.evaluate",
         "trainer.generate",
         "trainer.run.parallelize",
+        "trainer.run.saves",
         "trainer.training.step",
     ),
     ("trainer.run.build", "trainer.run.dry_run"),

@@ -171,14 +171,9 @@ def _train_built(built: Run, config_text: str) -> None:
     except BaseException:
         if built.log is not None:
             built.log.close_bar()
-        for saver in built.all_savers:
-            saver.abandon()
+        built.saves.abandon()
         raise
-    built.checkpointer.close()
-    if built.weights is not None:
-        built.weights.close()
-    if built.local is not None:
-        built.local.close()
+    built.saves.close()
     if built.log is not None:
         built.log.close()
 

@@ -47,7 +47,8 @@ def _touch_before(names: dict[str, str]) -> None:
     def act(run: Run, iteration: int) -> None:
         name = names.get(str(iteration))
         if name is not None and run.cluster.rank == 0:
-            run.checkpointer.wait()
+            for target in run.saves:
+                target.saver.wait()
             Path(str(run.config.checkpoint.save), name).touch()
 
     _set_clock(count(1000.0, 10.0).__next__)  # so that each iteration is seconds after the last look at the files

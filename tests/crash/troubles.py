@@ -68,7 +68,7 @@ def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
         action = actions.get(iteration)
         if action is not None:
             deadline = time.monotonic() + DEADLINE_S
-            while run.checkpointer.is_saving or list(checkpoints(run).glob(".*.partial")):
+            while run.saves.is_saving or list(checkpoints(run).glob(".*.partial")):
                 assert time.monotonic() < deadline, "a save does not end, or its partial folder is left"
                 os.sched_yield()
             action(run)

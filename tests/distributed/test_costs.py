@@ -119,11 +119,12 @@ def _measure(arguments: list[str]) -> None:
     held = sum(shard.local.nbytes for shard in shards)
     read = _reread(run, source)
     documents = {"trainer_state.json": {"format": "reprise/1", "iteration": 9}}
-    run.checkpointer.save(9, run.state.contents(documents, with_optimizer=True))
-    run.checkpointer.wait()
+    (target,) = run.saves
+    target.saver.save(9, run.state.contents(documents, with_optimizer=True))
+    target.saver.wait()
     shared = _resident("RssShmem")
     peak_save = _resident("VmHWM") - before - shared + shared // ranks
-    run.checkpointer.close()
+    run.saves.close()
     sizes = {"held": held, "tensors": len(shards), "shared": shared}
     row = {**sizes, "read": read, "load": peak_load, "save": peak_save}
     Path(f"{output}.{rank}").write_text(json.dumps(row))

@@ -67,7 +67,7 @@ def _train_and_digest(arguments: list[str]) -> None:
         if tensor.spec.name in NAMES
     ]
     Path(f"{output}.{cluster.rank}").write_text(json.dumps(found))
-    run.checkpointer.close()
+    run.saves.close()
     if run.log is not None:
         run.log.close()
     launch.shutdown(cluster)

@@ -221,7 +221,7 @@ def begin(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
         restore(run)
         return {t.spec.name: t.local.detach().clone() for t in run.state.shards(with_optimizer=False)}
     finally:
-        run.checkpointer.close()
+        run.saves.close()
 
 
 def refuse(folder: Path, *overrides: str, base: list[str] = OURS_GPT2) -> str:

@@ -109,7 +109,7 @@ def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
             restore(run)
         return str(caught.value)
     finally:
-        run.checkpointer.close()
+        run.saves.close()
 
 
 def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:

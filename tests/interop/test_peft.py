@@ -76,14 +76,14 @@ def restored(overrides: list[str]) -> Run:
     try:
         restore(run)
     except TrainerError:
-        run.checkpointer.close()
+        run.saves.close()
         raise
     return run
 
 
 def test_peft_has_our_logits_and_the_bits_of_our_adapters(trained: Trained) -> None:
     run = restored([*trained.overrides, f"run.dir={trained.run}"])
-    run.checkpointer.close()
+    run.saves.close()
     assert run.state.progress.iteration == 4
     tokens = torch.randint(0, 257, (3, 32), generator=torch.Generator().manual_seed(1))
     model = trained.peft()

@@ -113,7 +113,7 @@ def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> Non
         run.log = None  # it has nothing to say here
         train(run)
     finally:
-        run.checkpointer.close()
+        run.saves.close()
     saved = sorted((tmp_path / "run/checkpoints").glob("iter_*"))
     assert [path.name for path in saved] == ["iter_0000002", "iter_0000003"]
     assert [(path / NAMES[0]).read_bytes() for path in saved] == [content, content]

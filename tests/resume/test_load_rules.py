@@ -308,7 +308,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
         logits = built.state.parts[0].model(windows)
     if cluster.rank == 0:
         save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])
-    built.checkpointer.close()
+    built.saves.close()
     trainer_launch.shutdown(cluster)
 
 

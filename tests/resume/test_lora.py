@@ -207,7 +207,7 @@ def restored(run_dir: Path, *overrides: str) -> Run:
     try:
         restore(run)
     finally:
-        run.checkpointer.close()
+        run.saves.close()
     return run
 
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from models import families
 from models.network import Model
 from reprise.errors import TrainerError
-from reprise.files import Files
-from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
 from reprise.json_file import Json
 from reprise.live_tensors import Grid
-from reprise.reading import LoadSource
-from reprise.savers import Checkpointer, Restorer, Retention, SavePolicy
-from trainer.config import saved, terms
+from reprise.savers import Restorer
+from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import CheckpointSection, Config
+from trainer.config.schema import Config
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files
@@ -44,21 +39,18 @@ from trainer.record.versions import commit, versions
 from trainer.run.batch_loaders import build_loaders
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.run_data import look_alone, open_data
+from trainer.run.saves import Saves, build_saves
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
-
-if TYPE_CHECKING:
-    from reprise.savers import LocalCheckpointer, WeightsCheckpointer
 
 
 @dataclass(slots=True)
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0, `local` where there are no local checkpoints, `weights` where weights alone are
-    neither saved nor there from before. `tokenizer` holds the tokenizer
-    files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
+    `log` is None on ranks other than 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
+    empty if the run has no tokenizer or saves nothing.
     `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
     """
 
@@ -71,9 +63,7 @@ class Run:
     train_data: BatchLoader
     valid_data: BatchLoader | None
     sampler: Sampler | None
-    checkpointer: Checkpointer
-    local: LocalCheckpointer | None
-    weights: WeightsCheckpointer | None
+    saves: Saves
     restorer: Restorer
     log: RunLog | None
     control: RunControl
@@ -91,30 +81,6 @@ class Run:
         if train.train_samples is None:
             return train.train_iters
         return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)
-
-    @property
-    def savers(self) -> list[Checkpointer]:
-        """Return what saves the state of the run: local checkpoints first, which take less time."""
-        return [*([] if self.local is None else [self.local.saver]), self.checkpointer]
-
-    @property
-    def all_savers(self) -> list[Checkpointer]:
-        """Return `savers`, and behind them that of the weights alone."""
-        return [*self.savers, *([] if self.weights is None else [self.weights.saver])]
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether the run saves into a folder that all hosts share."""
-        return self.config.checkpoint.save is not None
-
-    def is_local(self, saver: Checkpointer) -> bool:
-        """Return whether a saver makes local checkpoints."""
-        return self.local is not None and saver is self.local.saver
-
-    @property
-    def main_saver(self) -> Checkpointer:
-        """Return what makes the checkpoints that outlive the run: the shared ones, where there are any."""
-        return self.checkpointer if self.is_shared or self.local is None else self.local.saver
 
 
 def build(
@@ -151,8 +117,7 @@ def build(
         marks=data.marks,
         documents=data.documents,
     )
-    local = _build_local_checkpointer(config, cluster)
-    folders = None if local is None else local.folders
+    saves = build_saves(config, cluster)
     return Run(
         config=config,
         cluster=cluster,
@@ -163,10 +128,8 @@ def build(
         train_data=train,
         valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
-        checkpointer=_build_checkpointer(config, cluster),
-        local=local,
-        weights=_build_weights_checkpointer(config, cluster),
-        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=folders),
+        saves=saves,
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         control=_build_control(config, cluster, signals),
         description=description,
@@ -275,84 +238,6 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
     """
     found = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
     return {**found, "commit": commit() if with_commit else None}
-
-
-def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
-    policy = _save_policy(config.checkpoint, terms.SAVE)
-    return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
-
-
-def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpointer | None:
-    section, local = config.checkpoint, config.checkpoint.local
-    if local.dir is None:
-        return None
-    from reprise.savers import LocalCheckpointer, LocalPolicy
-
-    saving = _save_policy(section, terms.LOCAL)
-    shared, named = None if section.save is None else Path(section.save), saving.retention.named
-    if named and shared is not None:  # what the shared folder has needs no memory of the hosts
-        named -= frozenset(CheckpointFolder(shared, Files()).committed())
-        saving = replace(saving, retention=Retention(named=named))
-    policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, saving)
-    return LocalCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
-    )
-
-
-def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsCheckpointer | None:
-    """Return the saver of the weights alone, also where an earlier start left some to sweep and rewind. Collective."""
-    section = config.checkpoint
-    if section.save is None:
-        return None
-    is_there = cluster.rank == 0 and os.path.isdir(Path(section.save) / WEIGHTS)  # False where it cannot be read
-    is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
-    if not (section.save_weights_interval or section.save_steps or is_there):
-        return None
-    from reprise.savers import WeightsCheckpointer, WeightsPolicy
-
-    policy = WeightsPolicy(
-        section.save_weights_interval,
-        frozenset(section.save_steps),
-        getattr(torch, section.weights_dtype.value),
-        section.weights_keep,
-        _save_policy(section, terms.WEIGHTS),
-    )
-    return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
-
-
-def named_iteration(section: CheckpointSection) -> int | None:
-    """Return the iteration of the run's own folder that its command goes on from by name, or None.
-
-    The same command, given again, needs it again.
-    """
-    folder = save_folder(section)
-    if folder is None or section.load == "none" or section.finetune:
-        return None
-    if section.load == "auto":
-        return section.ckpt_step
-    path, own = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
-    return section.ckpt_step if path == own else iteration_of(path) if path.parent == own else None
-
-
-def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
-    named = named_iteration(section)
-    return SavePolicy(
-        folder=None if section.save is None else Path(section.save),
-        save_interval=section.save_interval,
-        retention=Retention(
-            section.max_checkpoint_keep,
-            section.save_retain_interval,
-            section.keep_best,
-            named=frozenset(() if named is None else (named,)),
-        ),
-        terms=folder_terms,
-        file_bytes=section.file_bytes,
-        commit_timeout_s=section.commit_timeout_s,
-        async_save=section.async_save,
-        staging_bytes=section.staging_bytes,
-        stall_timeout_s=section.stall_timeout_s,
-        check_replicas=section.check_replicas,
-    )
 
 
 def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:

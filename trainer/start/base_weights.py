@@ -152,7 +152,7 @@ def _same_base(run: Run, choice: bytes, adapters: LoadSource, *, with_local: boo
 
 def _saved_base(run: Run, adapters: LoadSource, *, with_local: bool) -> tuple[Path, Mapping[str, object]] | None:
     """Return the newest checkpoint of adapters that can be opened, and the identity of its base; None without one."""
-    local = run.local.folders if with_local and run.local is not None else None
+    local = run.saves.host_folders if with_local else None
     with contextlib.suppress(TrainerError, OSError):
         for checkpoint in Chooser(adapters, Files(), lambda _: None, local=local).openable():
             base = checkpoint.state.get("base")

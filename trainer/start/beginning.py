@@ -32,8 +32,9 @@ def find_launch(run: Run) -> tuple[Launch, bool]:
     launch = Launch(tuple(names), tuple(earlier))
     found, problem = b"", None
     if _keeps_record(run):
-        local = run.local.folders.iterations if run.local is not None else ()
+        folders = run.saves.host_folders
         try:
+            local = () if folders is None else folders.iterations
             found = b"+" if has_committed(_record_folder(run), launch, local) else b""
         except TrainerError as error:
             problem = error
@@ -44,7 +45,7 @@ def find_launch(run: Run) -> tuple[Launch, bool]:
 
 def _keeps_record(run: Run) -> bool:
     """Return whether this rank keeps the record of the launch: rank 0, or the leader of each host."""
-    return run.cluster.rank == 0 or (not run.is_shared and run.local is not None and run.local.folders.leads)
+    return run.cluster.rank == 0 or (run.saves.shared is None and run.saves.leads)
 
 
 def _record_folder(run: Run) -> CheckpointFolder:

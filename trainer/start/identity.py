@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
@@ -32,6 +33,9 @@ from trainer.config.derived import save_folder
 from trainer.config.terms import LOCAL, RUN
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.run.build import Run
+
+if TYPE_CHECKING:
+    from reprise.savers import HostFolders
 
 _log = logging.getLogger(__name__)
 
@@ -61,27 +65,27 @@ def find_lineage(run: Run) -> Lineage:
     Raises:
         TrainerError: on every rank, if the local checkpoints of a host are those of another run.
     """
-    channel, data = run.cluster.channel, b""
-    leads = run.local is not None and run.local.folders.leads
+    channel, folders, data = run.cluster.channel, run.saves.host_folders, b""
+    if folders is None:
+        record = channel.from_first("lineage", lambda: _record(_read(Path(run.config.run.dir) / RUN_FILE)))
+        return _parsed(record)
     with channel.agreed("lineage/read"):
-        if leads or channel.rank == 0:
-            data = json.dumps(_look(run)).encode()
-    if run.local is None:
-        return Lineage() if channel.rank else _parsed(json.loads(data)["run"])
-    tables, chosen = channel.gather("lineage/hosts", data), b""
-    with channel.agreed("lineage/chosen"):
-        if tables:
-            names, leaders = run.local.folders.hosts.names, run.local.folders.hosts.leaders
-            hosts = [_host_record(name, json.loads(tables[rank])) for name, rank in zip(names, leaders, strict=True)]
-            chosen = json.dumps(_record(_choose(run, hosts))).encode()
-    return _parsed(json.loads(channel.broadcast("lineage", chosen)))
+        if folders.leads or channel.rank == 0:
+            data = json.dumps(_records_of_host(run, folders)).encode()
+    tables, hosts = channel.gather("lineage/hosts", data), folders.hosts
+
+    def choose() -> Json | None:
+        pairs = zip(hosts.names, hosts.leaders, strict=True)
+        return _record(_choose(run, [_host_record(name, json.loads(tables[rank])) for name, rank in pairs]))
+
+    return _parsed(channel.from_first("lineage", choose))
 
 
-def _look(run: Run) -> Json:
+def _records_of_host(run: Run, folders: HostFolders) -> Json:
     """Return what this rank reads: the folder of the run and, on the leader of a host, that of local checkpoints."""
     found: Json = {"run": _record(_read(Path(run.config.run.dir) / RUN_FILE)), "saved": []}
-    if run.local is not None and run.local.folders.leads:
-        folder = run.local.folders.folder
+    if folders.leads:
+        folder = folders.folder
         if folder.root.is_dir() and (folder.committed() or folder.partials() or folder.superseded()):
             recorded = [_read(folder.root / RUN_FILE), _newest_saved(folder)]
             found["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
@@ -93,16 +97,15 @@ def _host_record(name: str, found: Json) -> HostRecord:
 
 
 def _choose(run: Run, hosts: Sequence[HostRecord]) -> Lineage:
-    section, metrics = run.config.checkpoint, Path(run.config.run.dir) / "metrics.jsonl"
-    shared = None if section.save is None else CheckpointFolder(Path(section.save), Files())
-    is_known = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
-    assert section.local.dir is not None
+    local, shared = run.config.checkpoint.local, run.saves.shared
+    metrics = Path(run.config.run.dir) / "metrics.jsonl"
+    is_recorded = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
     return choose_lineage(
         Lineage() if shared is None else _newest_saved(shared),
         hosts,
-        where=section.local.dir,
-        has_records=is_known,
-        adopts=section.local.adopt,
+        where=local.dir,
+        has_records=is_recorded,
+        adopts=local.adopt,
     )
 
 
@@ -160,22 +163,23 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
     Raises:
         TrainerError: on every rank, if it cannot be recorded.
     """
-    channel, data = run.cluster.channel, b""
+    channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
     if save_folder(run.config.checkpoint) is None:
         return
-    with channel.agreed("lineage/noted"):
-        if channel.rank == 0:
-            lineage = _next(run, lineage, loaded, began_at, is_own=is_own)
-            _write(Path(run.config.run.dir), lineage)
-            data = json.dumps(lineage.record()).encode()
-    record: Json = json.loads(channel.broadcast("lineage/next", data))
+
+    def note() -> Json:
+        branch = _next(run, lineage, loaded, began_at, is_own=is_own)
+        _write(folder, branch)
+        return branch.record()
+
+    record = channel.from_first("lineage/noted", note)
     run.description = {**run.description, LINEAGE: record}
     with channel.agreed("lineage/hosts noted"):
-        if run.local is not None and run.local.folders.leads:
+        if folders is not None and folders.leads:
             lineage = Lineage.from_record(record)
-            _write(run.local.folders.folder.root, lineage, LOCAL.another)
-            if not run.is_shared:  # each host may have a folder of the run, and be the first at the next start
-                _write(Path(run.config.run.dir), lineage)
+            _write(folders.folder.root, lineage, LOCAL.another)
+            if run.saves.shared is None:  # each host may have a folder of the run, and be the first at the next start
+                _write(folder, lineage)
 
 
 def _next(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
@@ -191,15 +195,11 @@ def _next(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, 
 
 def _newest_known(run: Run) -> int:
     """Return the newest iteration that the run is known to have saved, though perhaps not all of it is left."""
-    section = run.config.checkpoint
-    known = [FRESH]
-    if section.save is not None:
-        folder = CheckpointFolder(Path(section.save), Files())
-        known += [*folder.committed(), *folder.non_folders()]
-    if run.local is not None:
+    iterations = [FRESH, *run.saves.iterations()]
+    if run.saves.host_folders is not None:
         recorded = last_saved_iteration(Path(run.config.run.dir) / "metrics.jsonl")
-        known += [*run.local.folders.iterations, *([] if recorded is None else [recorded])]
-    return max(known)
+        iterations += [] if recorded is None else [recorded]
+    return max(iterations)
 
 
 def _read(path: Path) -> Lineage:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from models.adapters import is_adapted
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.files import Files, Patience, failed_read
-from reprise.folder import TRACKER, CheckpointFolder, named_iteration
+from reprise.files import Patience, failed_read
+from reprise.folder import TRACKER, CheckpointFolder
 from reprise.reading import FRESH, Lineage, LoadSource, open_checkpoint, saved_lineage
 from trainer.config import terms
 from trainer.config.derived import save_folder
@@ -89,10 +89,7 @@ def _find(run: Run, lineage: Lineage, *, is_restarted: bool) -> bytes:
         return OWN + str(own).encode()
     if section.load == "none":
         return b""
-    folder = None if section.save is None else CheckpointFolder(Path(section.save), Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
-    if run.local is not None:
-        committed += run.local.folders.iterations
+    committed = run.saves.iterations()
     begins_again = _begins_again(run, lineage, committed)
     if begins_again:
         _log.warning("a start with checkpoint.load=none ended before it trained: the run begins again")
@@ -129,16 +126,12 @@ def _begins_again(run: Run, lineage: Lineage, committed: Collection[int]) -> boo
     """
     if len(lineage.branches) < 2 or lineage.branches[-1].began_at != FRESH:
         return False
-    save, local = run.config.checkpoint.save, run.local
-    shared = None if save is None else CheckpointFolder(Path(save), Files())
+    shared = run.saves.shared
     if committed:
         return shared is not None and sorted(committed) == _given_up(shared, lineage)
     if shared is not None and shared.tracker() is not None:  # a fresh start removes it first
         return False
-    folders = [*([] if shared is None else [shared]), *([] if local is None else [local.folders.folder])]
-    abandoned = {named_iteration(path.name) for folder in folders for path in folder.superseded()}
-    if local is not None:
-        abandoned |= local.folders.given_up
+    abandoned = {iteration for target in run.saves for iteration in target.superseded()}
     last_saved = last_saved_iteration(Path(run.config.run.dir) / "metrics.jsonl")
     return last_saved is not None and last_saved in abandoned  # else its lines are those of the fresh start
 
@@ -166,9 +159,8 @@ def _given_up(folder: CheckpointFolder, lineage: Lineage) -> list[int]:
 
 def _refuse_lost_checkpoints(run: Run) -> None:
     """Refuse a fresh start if the records or the tracker show that checkpoints existed."""
-    metrics, save = Path(run.config.run.dir) / "metrics.jsonl", run.config.checkpoint.save
+    metrics, save, own = Path(run.config.run.dir) / "metrics.jsonl", run.config.checkpoint.save, run.saves.shared
     last = last_recorded_iteration(metrics)
-    own = None if save is None else CheckpointFolder(Path(save), Files())
     tracked = None if own is None else own.tracker()
     if last is not None:
         raise CheckpointError(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from models import families
 from models.adapters import adapter_initial_values, is_adapted
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder
 from reprise.layout import TensorSpec
 from reprise.live_tensors import LiveTensor, local_of
 from reprise.reading import Checkpoint, check_tensors, fill, open_checkpoint, read_places
@@ -29,6 +26,7 @@ from trainer.record.sample_counts import in_samples_of
 from trainer.run.build import Run
 from trainer.run.fitting import Fit, Fitting, fill_unstored
 from trainer.run.random import fill_initial_values
+from trainer.run.saves import SharedTarget
 from trainer.run.state import checkpoint_specs
 from trainer.start.base_weights import load_base, log_load
 from trainer.start.beginning import find_launch, is_directed, note_beginning
@@ -50,12 +48,7 @@ def restore(run: Run) -> bool:
     Raises:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the checkpoint.
     """
-    run.checkpointer.start()
-    lineage = find_lineage(run)
-    if run.local is not None:
-        run.local.start(lineage)
-    if run.weights is not None:
-        run.weights.start()
+    lineage = run.saves.start(lambda: find_lineage(run))
     launch, is_restarted = find_launch(run)
     origin, loaded = agree_on_origin(run, lineage, is_restarted=is_restarted), None
     if origin is None or origin.weights is not None:
@@ -80,11 +73,8 @@ def restore(run: Run) -> bool:
     began_at = run.state.progress.iteration if origin is not None or begins_elsewhere else -1
     is_own = origin is not None and origin.is_own
     note_lineage(run, lineage, loaded, began_at, is_own=is_own)
-    run.checkpointer.rewind(began_at)
-    if run.local is not None:
-        run.local.rewind(began_at)
-    if run.weights is not None:
-        run.weights.rewind(began_at if continues_own(run, origin) else -1)
+    for target in run.saves:
+        target.rewind(began_at, is_own=continues_own(run, origin))
     if is_directed(run.config.checkpoint):
         note_beginning(run, launch, None if is_restarted else began_at)
     return begins_elsewhere and run.config.checkpoint.load != "auto"
@@ -133,9 +123,8 @@ def load_from(run: Run, origin: Origin) -> Checkpoint:
     checkpoint = restored.checkpoint
     assert fitting is not None
     _finish(run, checkpoint, fitting)
-    run.checkpointer.loaded(restored)
-    if run.local is not None:
-        run.local.loaded(restored)
+    for target in run.saves:
+        target.loaded(restored)
     if restored.loaded_from:
         _find_in_shared(run, checkpoint)
     if restored.loaded_from and run.cluster.rank == 0:
@@ -194,18 +183,22 @@ def _finish(run: Run, checkpoint: Checkpoint, fitting: Fitting) -> None:
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
     """Note that the shared folder has the iteration of a local checkpoint too, if it has. A call of all ranks."""
-    found = b""
-    save = run.config.checkpoint.save
-    if run.cluster.rank == 0 and save is not None:
+    iteration = checkpoint.iteration
+
+    def has_optimizer() -> bool | None:
         try:
-            there = open_checkpoint(CheckpointFolder(Path(save), Files()).iteration(checkpoint.iteration), Files())
-            if there.state == checkpoint.state:
-                found = b"o" if there.has_optimizer else b"w"
+            shared = open_checkpoint(folder.iteration(iteration), folder.files)
         except TrainerError as error:
-            _log.debug("iteration %d is saved again: %s", checkpoint.iteration, error)
-    found = run.cluster.channel.broadcast("restore/shared", found)
-    if found:
-        run.checkpointer.has_already(checkpoint.iteration, has_optimizer=found == b"o")
+            _log.debug("iteration %d is saved again: %s", iteration, error)
+            return None
+        return shared.has_optimizer if shared.state == checkpoint.state else None
+
+    for target in run.saves:
+        if isinstance(target, SharedTarget):
+            folder = target.folder
+            has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
+            if has_it is not None:
+                target.saver.has_already(iteration, has_optimizer=has_it)
 
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:

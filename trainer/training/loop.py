@@ -7,12 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models import families
-from models.adapters import is_adapted, model_documents
+from models.adapters import model_documents
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.folder import INTERIM, STATE
 from reprise.json_file import Document
-from reprise.savers import Checkpointer, SaveReport
+from reprise.savers import SaveReport
 from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import OnNonfinite
@@ -23,6 +22,7 @@ from trainer.record import run_record
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
+from trainer.run.saves import Moment, SaveTarget
 from trainer.training.evaluate import evaluate
 from trainer.training.step import StepResult, train_step
 
@@ -50,10 +50,8 @@ def train(run: Run) -> None:
         run.log.started(run.start_times)
         if settings.compile:
             _log.info("compiling the transformer blocks: the first iteration may take minutes")
-    if _goes_on(run) and (is_late or run.local is not None):
-        _save_due(run, slowdown)  # what the interruption has kept from one of the folders
-    elif _goes_on(run):
-        _save_weights(run, slowdown)
+    if _goes_on(run):  # what the interruption has kept from one of the folders
+        _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
         flags = _train_and_record(run, slowdown)
@@ -73,7 +71,7 @@ def train(run: Run) -> None:
         if should_exit(iteration, settings.exit_interval):
             break
         if iteration < last:
-            _save_due(run, slowdown, is_asked=flags.save)
+            _save_due(run, Moment.requested if flags.save else Moment.trained, slowdown)
     run.profiler.close()
     _save_at_end(run, slowdown, is_stopped=is_stopped)
 
@@ -88,20 +86,15 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
         TrainerError: if it is in no checkpoint of those that outlive the run.
     """
     is_at_end = run.state.progress.iteration >= run.train_iters
-    flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
-    savers = run.savers if flushes else run.savers[:1]
-    if run.local is not None and not is_stopped:
-        run.local.await_copies()
-    _save(run, savers, slowdown, is_interrupted=not is_at_end)
-    _save_weights(run, slowdown)
-    for saver in run.all_savers:
-        saver.wait()
-        _record_saves(run, saver, saver.reports(), slowdown)
-    error = (run.main_saver if flushes else savers[0]).results.last_error
-    if error is None and run.weights is not None:
-        error = run.weights.saver.results.last_error
-    if error is not None:
-        raise error
+    for target in () if is_stopped else run.saves:
+        target.await_copies()
+    due = _save_due(run, Moment.finished if is_at_end else Moment.stopped, slowdown)
+    for target in run.saves:
+        target.saver.wait()
+        _record_saves(run, target, target.saver.reports(), slowdown)
+    for target in run.saves.outlasting(due):
+        if target.saver.results.last_error is not None:
+            raise target.saver.results.last_error
     folder = save_folder(run.config.checkpoint)
     if is_stopped and folder is not None:
         iteration = run.state.progress.iteration
@@ -115,19 +108,18 @@ def _goes_on(run: Run) -> bool:
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
-    saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
-    is_saving = any(saver.is_saving for saver in run.all_savers)
+    saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
     with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
         result = iterate(run)
-    held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
+    held_back_s = run.saves.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s
     samples = run.state.progress.consumed_samples - samples
     slowdown.add(seconds, samples, is_saving=is_saving)
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
-    for saver in run.all_savers:
-        _record_saves(run, saver, saver.reports(), slowdown)
+    for target in run.saves:
+        _record_saves(run, target, target.saver.reports(), slowdown)
     return ControlFlags.of(result.flags)
 
 
@@ -149,7 +141,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
+        flags=lambda: run.control.now(failed_saves=run.saves.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
         own_time=run.own_time,
     )
@@ -207,8 +199,8 @@ def _evaluate_late(run: Run) -> None:
     _evaluate(run)
     progress = run.state.progress
     if not progress.owes_evaluation:
-        for saver in run.all_savers:
-            saver.outdated(progress.iteration)
+        for target in run.saves:
+            target.saver.outdated(progress.iteration)
 
 
 def _sample(run: Run, sampler: Sampler) -> None:
@@ -226,50 +218,26 @@ def _check_replicas(run: Run) -> None:
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
-def _save_due(run: Run, slowdown: Slowdown, *, is_asked: bool = False) -> None:
-    """Save the current state where it is due, or everywhere if it is asked for, and the weights where they are due."""
-    iteration = run.state.progress.iteration
-    due = [saver for saver in run.savers if is_asked or saver.is_due(iteration)]
-    if due:
-        _save(run, due, slowdown)
-    _save_weights(run, slowdown)
+def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
+    """Save the current state into the targets that are due, and return them.
 
-
-def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown, *, is_interrupted: bool = False) -> None:
-    """Save the current state by `savers`, in the background unless `checkpoint.async_save=false`.
-
-    Args:
-        is_interrupted: whether the run ends before its last iteration; a checkpoint that is not due is then interim.
+    A save goes on in the background unless `checkpoint.async_save=false`.
     """
-    if run.main_saver in savers:
+    iteration = run.state.progress.iteration
+    due = run.saves.due(iteration, moment)
+    if not due:
+        return due
+    check_tied_copies(run.state, run.context.embedding_group)
+    if any(target.is_main for target in due):
         run.control.saving()
-    check_tied_copies(run.state, run.context.embedding_group)
-    progress = run.state.progress
-    if run.log is not None and run.main_saver in savers:
-        run.log.sync()
-    for saver in savers:
-        documents = _documents(run, is_interim=is_interrupted and not saver.is_due(progress.iteration))
-        contents = run.state.contents(
-            documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
-        )
-        report = saver.save(progress.iteration, contents)
+        if run.log is not None:
+            run.log.sync()
+    for target in due:
+        is_interim = moment is Moment.stopped and not target.saver.is_due(iteration)
+        report = target.save(run.state, _documents(run, is_interim=is_interim))
         if report is not None:
-            _record_saves(run, saver, [report], slowdown)
-
-
-def _save_weights(run: Run, slowdown: Slowdown) -> None:
-    """Save the weights alone if they are due, by the same engine, with the dtype that they have in `config.json`."""
-    if run.weights is None or not run.weights.is_due(run.state.progress.iteration):
-        return
-    check_tied_copies(run.state, run.context.embedding_group)
-    documents = _documents(run)
-    if not is_adapted(run.config.model):  # PEFT's configuration of adapters has no dtype
-        config = {**families.hf_config(run.config.model), "dtype": run.config.checkpoint.weights_dtype.value}
-        documents = {**documents, "config.json": config}
-    contents = run.state.contents(documents, with_optimizer=False)
-    report = run.weights.save(run.state.progress.iteration, contents)
-    if report is not None:
-        _record_saves(run, run.weights.saver, [report], slowdown)
+            _record_saves(run, target, [report], slowdown)
+    return due
 
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
@@ -288,25 +256,22 @@ def _lr(run: Run) -> float:
     return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
-def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
-    is_weights = run.weights is not None and saver is run.weights.saver
-    event = "local_save" if run.is_local(saver) else "weights_save" if is_weights else "save"
+def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
         if report.error is None and run.log is not None:
-            run.log.save(report, slowdown_s=slowdown_s, event=event)
+            run.log.save(report, slowdown_s=slowdown_s, event=target.event)
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:
-    count = run.main_saver.results.failed_saves
     return CheckpointError(
         "Saving failed too often in a row",
         where=save_folder(run.config.checkpoint),
         expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
-        found=f"{count} failed saves, the last: {str(run.main_saver.results.last_error).rstrip('.')}",
+        found=f"{run.saves.failed_saves} failed saves, the last: {str(run.saves.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
 

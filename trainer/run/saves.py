@@ -1,0 +1,412 @@
+"""The folders that a run saves into, as one list: that of all hosts, those of each host, and that of the weights alone.
+
+Each target has its rule of when it is due. A target that the configuration does not ask for is not in the list.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from models import families
+from models.adapters import is_adapted
+from reprise.errors import TrainerError
+from reprise.files import Files
+from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
+from reprise.folder import named_iteration as folder_iteration
+from reprise.json_file import Document
+from reprise.reading import Lineage, LoadSource
+from reprise.savers import Checkpointer, Restored, Retention, SavePolicy, SaveReport
+from trainer.config import terms
+from trainer.config.derived import save_folder
+from trainer.config.schema import CheckpointSection, Config
+from trainer.launch.process_group import Cluster
+from trainer.run.state import TrainerState
+
+if TYPE_CHECKING:
+    from reprise.savers import HostFolders, LocalCheckpointer, WeightsCheckpointer
+
+
+class Moment(Enum):
+    """When a run looks for what is due."""
+
+    loaded = auto()  # before the first iteration of a start
+    evaluated = auto()  # before the first iteration, with a validation loss that the checkpoints lack
+    trained = auto()  # after an iteration
+    requested = auto()  # after an iteration, by a file or a time
+    stopped = auto()  # the run ends before its last iteration
+    finished = auto()
+
+
+_ALWAYS = (Moment.requested, Moment.stopped, Moment.finished)
+
+
+class SaveTarget:
+    """A folder that a run saves its state into.
+
+    Args:
+        saver: what saves there.
+
+    Attributes:
+        event: the name of its saves in `metrics.jsonl`.
+        has_state: whether a run can go on from its checkpoints.
+        is_quick: whether it saves before the others.
+        is_main: whether its checkpoints are those that outlive the run.
+    """
+
+    event: ClassVar[str]
+    has_state: ClassVar[bool] = True
+    is_quick: ClassVar[bool] = False
+    is_main: bool = False
+
+    def __init__(self, saver: Checkpointer) -> None:
+        self.saver = saver
+
+    def is_due(self, iteration: int, moment: Moment) -> bool:
+        """Return whether the state after `iteration` is to be saved."""
+        return moment in _ALWAYS or self.saver.is_due(iteration)
+
+    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
+        """Save the current state with these files; see `Checkpointer.save`."""
+        return self.saver.save(state.progress.iteration, state.contents(documents, with_optimizer=True))
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that a start of the run could go on from. Rank 0 only."""
+        return []
+
+    def superseded(self) -> set[int | None]:
+        """Return the iterations that the run has given up. Rank 0 only."""
+        return set()
+
+    def lock(self) -> None:
+        """Take the lock of the folder where the lineage of the run is read under it; else `start` does."""
+
+    def start(self, lineage: Lineage) -> None:
+        """Take the lock, unless `lock` has, and settle what dead attempts left.
+
+        Raises:
+            TrainerError: as `Checkpointer.start`.
+        """
+        self.saver.start()
+
+    def loaded(self, restored: Restored) -> None:
+        """Take note of the checkpoint that the run goes on from."""
+
+    def rewind(self, iteration: int, *, is_own: bool) -> None:
+        """Rename checkpoints newer than `iteration` out of the way.
+
+        Args:
+            is_own: whether the run goes on from a checkpoint of its own.
+        """
+        self.saver.rewind(iteration)
+
+    def await_copies(self) -> None:
+        """Wait for copies that would keep the next save from being copied."""
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let go of the lock."""
+        self.saver.close()
+
+
+class SharedTarget(SaveTarget):
+    """The checkpoints in the folder that all hosts share.
+
+    Args:
+        has_local: whether the run saves local checkpoints too, which the shared ones may lag behind.
+    """
+
+    event = "save"
+    is_main = True
+
+    def __init__(self, saver: Checkpointer, folder: Path, section: CheckpointSection, *, has_local: bool) -> None:
+        super().__init__(saver)
+        self.folder = CheckpointFolder(folder, Files())
+        self._section, self._has_local = section, has_local
+
+    def is_due(self, iteration: int, moment: Moment) -> bool:
+        """Return whether the state after `iteration` is to be saved."""
+        if moment is Moment.loaded and not self._has_local:
+            return False
+        if moment is Moment.stopped and self._has_local:
+            return self._section.local.flush_on_exit
+        return super().is_due(iteration, moment)
+
+    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
+        """Save the current state, the weights alone with `checkpoint.no_save_optim`."""
+        contents = state.contents(documents, with_optimizer=not self._section.no_save_optim)
+        return self.saver.save(state.progress.iteration, contents)
+
+    def iterations(self) -> list[int]:
+        """Return the committed iterations, and files under the name of one, which no load accepts. Rank 0 only."""
+        return [*self.folder.committed(), *self.folder.non_folders()]
+
+    def superseded(self) -> set[int | None]:
+        """Return the iterations that the run has given up. Rank 0 only."""
+        return {folder_iteration(path.name) for path in self.folder.superseded()}
+
+    def lock(self) -> None:
+        """Take the lock of the folder, and sweep it."""
+        self.saver.start()
+
+    def start(self, lineage: Lineage) -> None:
+        """Do nothing: `lock` has."""
+
+    def loaded(self, restored: Restored) -> None:
+        """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
+        self.saver.loaded(restored)
+
+
+class LocalTarget(SaveTarget):
+    """The checkpoints in a folder of each host.
+
+    Args:
+        is_main: whether there is no shared folder.
+    """
+
+    event = "local_save"
+    is_quick = True
+
+    def __init__(self, owner: LocalCheckpointer, *, is_main: bool) -> None:
+        super().__init__(owner.saver)
+        self._owner, self.is_main = owner, is_main
+        self.folders = owner.folders
+
+    def iterations(self) -> list[int]:
+        """Return the iterations of which some host has a part. Rank 0 only."""
+        return self.folders.iterations
+
+    def superseded(self) -> set[int | None]:
+        """Return the iterations that the run has given up on this host. Rank 0 only."""
+        return {
+            *map(folder_iteration, (path.name for path in self.folders.folder.superseded())),
+            *self.folders.given_up,
+        }
+
+    def start(self, lineage: Lineage) -> None:
+        """Take the locks, and look at what lies on every host; see `LocalCheckpointer.start`."""
+        self._owner.start(lineage)
+
+    def loaded(self, restored: Restored) -> None:
+        """Take note of the checkpoint that the run goes on from."""
+        self._owner.loaded(restored)
+
+    def rewind(self, iteration: int, *, is_own: bool) -> None:
+        """Rename checkpoints newer than `iteration`, or of branches given up before, out of the way."""
+        self._owner.rewind(iteration)
+
+    def await_copies(self) -> None:
+        """Wait a while for copies to other hosts; see `LocalCheckpointer.await_copies`."""
+        self._owner.await_copies()
+
+    def close(self) -> None:
+        """Wait for the save and the copies that are under way, and let go of the locks."""
+        self._owner.close()
+
+
+class WeightsTarget(SaveTarget):
+    """The weights alone, with the dtype that they have in `config.json`."""
+
+    event = "weights_save"
+    has_state = False
+
+    def __init__(self, owner: WeightsCheckpointer, config: Config) -> None:
+        super().__init__(owner.saver)
+        self._owner, self._model, self._dtype = owner, config.model, config.checkpoint.weights_dtype.value
+
+    def is_due(self, iteration: int, moment: Moment) -> bool:
+        """Return whether the policy asks for the weights of `iteration`."""
+        return self._owner.is_due(iteration)
+
+    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
+        """Save the weights as they are now, cast by each rank; see `WeightsCheckpointer.save`."""
+        if not is_adapted(self._model):  # PEFT's configuration of adapters has no dtype
+            documents = {**documents, "config.json": {**families.hf_config(self._model), "dtype": self._dtype}}
+        return self._owner.save(state.progress.iteration, state.contents(documents, with_optimizer=False))
+
+    def rewind(self, iteration: int, *, is_own: bool) -> None:
+        """Rename weights that are newer than `iteration`, or all of them where those of another run were loaded."""
+        self._owner.rewind(iteration if is_own else -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """The targets of a run; none where it saves nothing."""
+
+    targets: tuple[SaveTarget, ...]
+
+    def __iter__(self) -> Iterator[SaveTarget]:
+        """Yield the targets: the shared folder, the local ones, the weights."""
+        return iter(self.targets)
+
+    def due(self, iteration: int, moment: Moment) -> list[SaveTarget]:
+        """Return the targets that are due, in the order in which they save: local ones take less time."""
+        due = [target for target in self.targets if target.is_due(iteration, moment)]
+        return sorted(due, key=lambda target: not target.is_quick)
+
+    def outlasting(self, saved: Sequence[SaveTarget]) -> list[SaveTarget]:
+        """Return the targets whose last save decides whether the end of a run is on disk.
+
+        They are the last of those that save its state, and the weights.
+
+        Args:
+            saved: where the run has saved its end, in order; local checkpoints count only without shared ones.
+        """
+        weights = [target for target in self.targets if not target.has_state]
+        return [*[target for target in saved if target.has_state][-1:], *weights]
+
+    @property
+    def host_folders(self) -> HostFolders | None:
+        """Return the folders of local checkpoints; None without them."""
+        return next((target.folders for target in self.targets if isinstance(target, LocalTarget)), None)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank leads a host with local checkpoints."""
+        return self.host_folders is not None and self.host_folders.leads
+
+    @property
+    def shared(self) -> CheckpointFolder | None:
+        """Return the folder that all hosts share; None without it."""
+        return next((target.folder for target in self.targets if isinstance(target, SharedTarget)), None)
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that a start of the run could go on from. Rank 0 only."""
+        return [iteration for target in self.targets for iteration in target.iterations()]
+
+    @property
+    def failed_saves(self) -> int:
+        """Return how many saves in a row have failed of those that outlive the run."""
+        return sum(target.saver.results.failed_saves for target in self.targets if target.is_main)
+
+    @property
+    def last_error(self) -> TrainerError | None:
+        """Return why the last save that would outlive the run failed; None if it did not."""
+        return next((target.saver.results.last_error for target in self.targets if target.is_main), None)
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return any(target.saver.is_saving for target in self.targets)
+
+    def take_blocked_s(self) -> float:
+        """Return for how long saving kept the main thread since the last call."""
+        return sum(target.saver.results.take_blocked_s() for target in self.targets)
+
+    def start(self, find_lineage: Callable[[], Lineage]) -> Lineage:
+        """Take the locks of all folders, and return the lineage of the run. Collective.
+
+        Args:
+            find_lineage: called under the lock of the shared folder, before anything changes in those of the hosts.
+
+        Raises:
+            LockError: on every rank, if another job writes to one of the folders.
+            TrainerError: on every rank, if one cannot be written, or from `find_lineage`.
+        """
+        for target in self.targets:
+            target.lock()
+        lineage = find_lineage()
+        for target in self.targets:
+            target.start(lineage)
+        return lineage
+
+    def close(self) -> None:
+        """Wait for all saves that are under way, and let go of the locks."""
+        for target in self.targets:
+            target.close()
+
+    def abandon(self) -> None:
+        """Let go of the locks: this process is about to end with an error."""
+        for target in self.targets:
+            target.saver.abandon()
+
+
+def build_saves(config: Config, cluster: Cluster) -> Saves:
+    """Return the targets of a configuration. Collective.
+
+    Weights alone are among them also where they are no longer saved but some are there, to sweep and to rewind.
+    """
+    section, targets = config.checkpoint, list[SaveTarget]()
+    has_local = section.local.dir is not None
+    if section.save is not None:
+        policy = _save_policy(section, terms.SAVE)
+        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+        targets.append(SharedTarget(saver, Path(section.save), section, has_local=has_local))
+    if section.local.dir is not None:
+        targets.append(_local_target(section, Path(section.local.dir), cluster))
+    if section.save is not None:
+        is_asked = bool(section.save_weights_interval or section.save_steps)
+        folder = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
+        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(folder)) or is_asked:
+            targets.append(_weights_target(config, cluster))
+    return Saves(tuple(targets))
+
+
+def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster) -> LocalTarget:
+    from reprise.savers import LocalCheckpointer, LocalPolicy
+
+    local, saving = section.local, _save_policy(section, terms.LOCAL)
+    shared, names = None if section.save is None else Path(section.save), saving.retention.named
+    if names and shared is not None:  # what the shared folder has needs no memory of the hosts
+        names -= frozenset(CheckpointFolder(shared, Files()).committed())
+        saving = replace(saving, retention=Retention(named=names))
+    policy = LocalPolicy(folder, local.save_interval, local.keep, local.copies, saving)
+    owner = LocalCheckpointer(
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
+    )
+    return LocalTarget(owner, is_main=shared is None)
+
+
+def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
+    from reprise.savers import WeightsCheckpointer, WeightsPolicy
+
+    section = config.checkpoint
+    policy = WeightsPolicy(
+        section.save_weights_interval,
+        frozenset(section.save_steps),
+        getattr(torch, section.weights_dtype.value),
+        section.weights_keep,
+        _save_policy(section, terms.WEIGHTS),
+    )
+    owner = WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+    return WeightsTarget(owner, config)
+
+
+def named_iteration(section: CheckpointSection) -> int | None:
+    """Return the iteration of the run's own folder that its command goes on from by name, or None.
+
+    The same command, given again, needs it again.
+    """
+    folder = save_folder(section)
+    if folder is None or section.load == "none" or section.finetune:
+        return None
+    if section.load == "auto":
+        return section.ckpt_step
+    path, own = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
+    return section.ckpt_step if path == own else iteration_of(path) if path.parent == own else None
+
+
+def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
+    iteration = named_iteration(section)
+    return SavePolicy(
+        folder=None if section.save is None else Path(section.save),
+        save_interval=section.save_interval,
+        retention=Retention(
+            section.max_checkpoint_keep,
+            section.save_retain_interval,
+            section.keep_best,
+            named=frozenset(() if iteration is None else (iteration,)),
+        ),
+        terms=folder_terms,
+        file_bytes=section.file_bytes,
+        commit_timeout_s=section.commit_timeout_s,
+        async_save=section.async_save,
+        staging_bytes=section.staging_bytes,
+        stall_timeout_s=section.stall_timeout_s,
+        check_replicas=section.check_replicas,
+    )
