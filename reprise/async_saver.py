@@ -14,7 +14,7 @@ from torch import nn
 from reprise import program_end
 from reprise.checkpointer import Checkpointer
 from reprise.commit.joint_call import JointCall
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from reprise.nested.agreement import KnownTables
@@ -103,8 +103,12 @@ class AsyncSaver:
             staging_bytes=staging_bytes,
             stall_timeout_s=stall_timeout_s,
         )
-        self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
-        self._checkpointer.start()
+        try:
+            self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
+            self._checkpointer.start()
+        except BaseException as error:
+            call.report(error)
+            raise
 
     def save(
         self,
@@ -195,17 +199,24 @@ class AsyncSaver:
     def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         self._calls += 1
         name = f"AsyncSaver.save(iteration={iteration})"
-        contents = contents_of(
-            JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s),
-            make_tree,
-            known=self._known,
-            last=self._last,
-            folder=self._folder,
-            iteration=iteration,
-            from_rank0=self._from_rank0,
-            is_replicated=is_replicated,
-            check=self._require_open,
-        )
+        call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
+        try:
+            contents = contents_of(
+                call,
+                make_tree,
+                known=self._known,
+                last=self._last,
+                folder=self._folder,
+                iteration=iteration,
+                from_rank0=self._from_rank0,
+                is_replicated=is_replicated,
+                check=self._require_open,
+            )
+        except BaseException as error:
+            if call.is_agreed and not isinstance(error, TrainerError):  # on this rank alone, which is out of step
+                self._is_closed = True
+                call.report(error)
+            raise
         try:
             self._checkpointer.save(iteration, contents, again=True)
         finally:  # later than the save, as the program may be at its end already

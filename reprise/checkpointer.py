@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,10 @@ from reprise.commit import messages
 from reprise.commit.attempt import Attempt, AttemptNames, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
+from reprise.commit.error_message import as_problem
 from reprise.commit.hosts import Hosts
 from reprise.errors import CheckpointError, TrainerError
-from reprise.format.layout import TensorKind
+from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving.column_sharing import LocalRanks
@@ -204,32 +205,33 @@ class Checkpointer:
             return None
         asked = time.perf_counter()
         name = self._attempts.next()  # before `wait`, which may raise on one rank alone: all ranks count alike
-        self.wait()
-        self._saved.settle(self._channel.rank)
-        start = time.perf_counter()
-        has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
-        if not again and self._saved.has(iteration, with_optimizer=has_optimizer):
-            _log.info("iteration %d is saved already, nothing to do", iteration)
-            self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
-            if self._channel.coordinates:
-                messages.already_committed(self._channel, name, iteration)
-            self._keep([(iteration, name)])
-            return None
-        plan = self._staging.plan(contents)
-        replaces = self._saved.gives_way(iteration, with_optimizer=has_optimizer)
-        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts, replaces=replaces)
-        if self._stuck is not None and not self._stuck.is_done:
-            self._refuse(attempt, stalled(attempt))
-        else:
-            self._stuck = None
-            try:
-                self._start(self._new_job(self._owned, attempt, contents, plan), asked, start)
-            except torch.OutOfMemoryError as error:  # what is copied on the device finds no room there
-                self._refuse(attempt, no_memory(attempt, error))
-            if not self._is_async:
-                self.wait()
-        self.results.blocked_s += time.perf_counter() - asked
-        return None if self._is_async else self.results.reports.pop()
+        with self._aborting(iteration, name) as shared:
+            self.wait()
+            self._saved.settle(self._channel.rank)
+            start = time.perf_counter()
+            has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
+            if not again and self._saved.has(iteration, with_optimizer=has_optimizer):
+                _log.info("iteration %d is saved already, nothing to do", iteration)
+                self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
+                if self._channel.coordinates:
+                    messages.already_committed(self._channel, name, iteration)
+                self._keep([(iteration, name)])
+                return None
+            plan = self._staging.plan(contents)
+            replaces = self._saved.gives_way(iteration, with_optimizer=has_optimizer)
+            attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts, replaces=replaces)
+            if self._stuck is not None and not self._stuck.is_done:
+                self._refuse(attempt, stalled(attempt), shared)
+            else:
+                self._stuck = None
+                try:
+                    self._start(self._new_job(self._owned, attempt, contents, plan, shared), asked, start)
+                except torch.OutOfMemoryError as error:  # what is copied on the device finds no room there
+                    self._refuse(attempt, no_memory(attempt, error), shared)
+                if not self._is_async:
+                    self.wait()
+            self.results.blocked_s += time.perf_counter() - asked
+            return None if self._is_async else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
         """Return the reports of background saves that have ended since the last call; does not wait."""
@@ -306,17 +308,35 @@ class Checkpointer:
     def _is_async(self) -> bool:
         return self._policy.async_save
 
+    @contextlib.contextmanager
+    def _aborting(self, iteration: int, name: str) -> Iterator[SharedCommitState]:
+        """Abort the attempt `name`, whose state this yields, on every rank if the block raises on this one."""
+        assert self._owned is not None
+        shared = SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
+        try:
+            yield shared
+        except BaseException as error:
+            self._abort(Attempt(iteration, name, self._owned.folder, Layout((), {})), as_problem(error), shared)
+            self._keep([(iteration, name)])
+            raise
+
     def _start(self, save_job: SaveJob, asked: float, start: float) -> None:
         """Let the background thread run a save, and the next steps of its optimizers wait until they may begin."""
         optimizers = save_job.contents.optimizers if self._is_async else ()
-        hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
-        job = self._worker.submit(save_job.run)
-        self._staging.touch()
-        self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
-        if self._policy.copies_at_call:
-            self._release(save_job)
+        try:
+            hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
+            job = self._worker.submit(save_job.run)
+            self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+            self._staging.touch()
+            if self._policy.copies_at_call:
+                self._release(save_job)
+        except BaseException:
+            save_job.snapshot.abort()  # the program may go on, and change what is not copied
+            raise
 
-    def _new_job(self, owned: OwnedFolder, attempt: Attempt, contents: Contents, plan: Plan) -> SaveJob:
+    def _new_job(
+        self, owned: OwnedFolder, attempt: Attempt, contents: Contents, plan: Plan, shared: SharedCommitState
+    ) -> SaveJob:
         interval = self._policy.check_replicas
         compares = interval > 0 and self._attempts.count % interval == 0
         snapshot, replicas = self._staging.begin(plan, with_replicas=compares)
@@ -328,7 +348,7 @@ class Checkpointer:
             snapshot=snapshot,
             replicas=replicas,
             channel=self._worker_channel,
-            shared=self._new_shared_state(),
+            shared=shared,
             lock=owned.lock,
             retention=self._policy.retention,
             local_ranks=self._local_ranks,
@@ -338,9 +358,9 @@ class Checkpointer:
             earlier=earlier,
         )
 
-    def _refuse(self, attempt: Attempt, error: CheckpointError) -> None:
+    def _refuse(self, attempt: Attempt, error: CheckpointError, shared: SharedCommitState) -> None:
         """Fail an attempt at once, before anything of it is written."""
-        self._abort(attempt, error, self._new_shared_state())
+        self._abort(attempt, error, shared)
         self._keep([(attempt.iteration, attempt.name)])
         self._ended(SaveReport(attempt.iteration, attempt.folder.iteration(attempt.iteration), 0, 0.0, error=error))
 
@@ -358,9 +378,6 @@ class Checkpointer:
         self.results.add(report)
         if report.error is not None and self._channel.coordinates:
             _log.error("iteration %d was not saved: %s", report.iteration, report.error)
-
-    def _new_shared_state(self) -> SharedCommitState:
-        return SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""

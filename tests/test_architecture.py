@@ -143,7 +143,7 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
     "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
     "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),
-    "tests.distributed": frozenset({"format.manifest", "nested", "saving.plan", "storage.shared_folder"}),
+    "tests.distributed": frozenset({"format.manifest", "nested", "saving.plan", "saving.staging", "storage"}),
     "tests.fakes": frozenset({"format.box", "saving.snapshot", "storage.worker"}),
     "tests.golden": frozenset({"saving.plan"}),
     "tests.local_folders": frozenset({"loading.blocks"}),
@@ -189,6 +189,8 @@ ONLY_IN = {
 
 # The broad handlers that hand on what they catch: (module, exception).
 HANDED_ON = {
+    ("reprise.async_saver", "BaseException"),
+    ("reprise.checkpointer", "BaseException"),
     ("reprise.storage.worker", "BaseException"),
     ("reprise.commit.channel", "BaseException"),
     ("reprise.commit.joint_call", "BaseException"),

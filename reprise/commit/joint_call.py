@@ -39,6 +39,7 @@ class JointCall:
 
     Attributes:
         nonce: a random name, equal on all ranks.
+        is_agreed: whether the coordinator's data was decided on: the other ranks go on.
 
     Raises:
         CheckpointError: on every rank, if a rank makes another call in its place.
@@ -48,7 +49,7 @@ class JointCall:
     def __init__(self, channel: StoreChannel, key: str, name: str, *, timeout_s: float) -> None:
         self.channel, self.key, self.name, self.timeout_s = channel, key, name, timeout_s
         self.nonce = secrets.token_hex(4)
-        self._is_decided = channel.world_size == 1
+        self._is_decided, self.is_agreed = channel.world_size == 1, False
         if not self._is_decided:
             channel.announce(self._place, name)
             first, self.nonce, other = channel.settle(f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}").split(
@@ -64,14 +65,19 @@ class JointCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Release the channel, or report the error; see `report`."""
+        if error is None:
+            self.channel.release()
+        else:
+            self.report(error)
+
+    def report(self, error: BaseException) -> None:
         """Let the other ranks know of an error that is no `TrainerError`; those are agreed on where they are raised.
 
         Raises:
             CheckpointError: in place of a LaunchError, if another rank has failed so.
         """
-        if error is None:
-            self.channel.release()
-        if error is None or self.channel.world_size == 1:
+        if self.channel.world_size == 1:
             return
         if isinstance(error, LaunchError):
             with contextlib.suppress(dist.DistError):
@@ -158,7 +164,8 @@ class JointCall:
         """Return what was decided: `decision`, unless another one was stored before it."""
         decision = self.channel.settle(self._decision, decision)
         self._is_decided = True
-        if not decision.startswith(_NO):
+        self.is_agreed = not decision.startswith(_NO)
+        if self.is_agreed:
             return decision[len(_YES) :]
         kind, text = unpack(decision[len(_NO) :])
         error = kind(text)

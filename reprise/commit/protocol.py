@@ -260,7 +260,7 @@ class TwoPhaseCommit:
         """
         reports = dict(sorted(zip(self._channel.ranks, self._reports, strict=True)))
         disagreement.refuse_other_iterations({rank: report.iteration for rank, report in reports.items()})
-        found = disagreement.find(reports)
+        found = disagreement.find({rank: report for rank, report in reports.items() if report.problem is None})
         if found is None:
             return
         asked = [rank for rank in found.witnesses if rank != self._channel.rank]

@@ -79,12 +79,10 @@ class Worker:
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
-        if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._run, name=self._name, daemon=True) for _ in range(self._count)
-            ]
-            for thread in self._threads:
-                thread.start()
+        while len(self._threads) < self._count:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # the system may refuse it
+            self._threads.append(thread)
         job = Job(call)
         self._queue.put(job)
         return job

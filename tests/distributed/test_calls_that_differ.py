@@ -14,7 +14,10 @@ from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
 from reprise.folder import FolderLock
 from reprise.nested.filling import Filling
+from reprise.nested.held import LastTensors
+from reprise.saving.staging import Staging
 from reprise.storage import shared_folder
+from reprise.storage.worker import Worker
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
 
@@ -74,6 +77,55 @@ def test_what_torch_raises_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
     assert "ValueError: Attempted to use an uninitialized parameter" in first[0]
     assert "[CheckpointError] Rank 1 failed: IndexError: pop from empty list." in first
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+
+
+def raise_after_the_agreement(arguments: list[str]) -> None:
+    """Let rank 1, and then rank 0, raise within a save that all ranks have agreed on; then save again."""
+    folder, failing = arguments[0], int(arguments[1])
+    model = linear()
+    with process_group() as rank, AsyncSaver(Path(folder, "saver")) as saver:
+        places = [(Staging, "plan"), (Staging, "begin"), (Worker, "submit")]
+        for number, (owner, name) in enumerate(places):
+            original = getattr(owner, name)
+            if rank == failing:
+                setattr(owner, name, lambda *_, **__: [].pop())
+            fails(lambda: save(folder, model, iteration=number))  # noqa: B023
+            if rank == failing:
+                fails(lambda: saver.save(number, model))  # noqa: B023
+            else:
+                saver.save(number, model)
+                fails(saver.wait)
+            setattr(owner, name, original)
+        saver.save(8, model)
+        save(folder, model, iteration=8)
+        saver.wait()
+        original = LastTensors.shared
+        if rank == failing:
+            LastTensors.shared = lambda *_: [].pop()  # type: ignore[method-assign]
+            fails(lambda: saver.save(9, linear()))
+        else:
+            saver.save(9, linear())
+            fails(saver.wait)
+        LastTensors.shared = original  # type: ignore[method-assign]
+        fails(lambda: saver.save(10, linear()))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_after_the_agreement_ends_every_rank(tmp_path: Path, failing: int) -> None:
+    arguments = [str(tmp_path), str(failing)]
+    ended = call_on_ranks(raise_after_the_agreement, arguments, folder=tmp_path / "ranks", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    for rank, output in enumerate(ended.outputs):
+        lines = [line for line in output.splitlines() if line.startswith("[")]
+        assert len(lines) == 8
+        for line in lines[:7]:
+            if rank == failing:
+                assert line.startswith("[IndexError] pop from empty list")
+            else:
+                assert "IndexError: pop from empty list" in line
+                assert failing == 0 or "Rank 1" in line
+        assert "A saver that is closed saves nothing" in lines[7]
+    assert sorted(path.name for path in tmp_path.rglob("iter_*")) == ["iter_0000008"] * 2
 
 
 def make_other_calls(arguments: list[str]) -> None:
