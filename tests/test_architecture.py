@@ -179,7 +179,7 @@ ONLY_IN = {
     "matplotlib": ("trainer.compare.figure",),
     "pyarrow": ("trainer.data.parquet",),
     "zstandard": ("trainer.data.text_file",),
-    "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "torch.utils.tensorboard": ("trainer.metrics.tensorboard_sink",),
     "tensorboard": ("trainer.metrics.tensorboard_files",),
     "google.protobuf": (
         "trainer.metrics.tensorboard_files",
@@ -187,6 +187,8 @@ ONLY_IN = {
     "torch.distributed.tensor": ("reprise.tensors.live", "trainer.parallel"),
 }
 
+# The one broad handler that hands on nothing: an optional output, whose library may raise anything, ends no run.
+OPTIONAL_OUTPUT = {("trainer.metrics.sink", "Exception")}
 # The broad handlers that hand on what they catch: (module, exception).
 HANDED_ON = {
     ("reprise.async_saver", "BaseException"),
@@ -516,7 +518,7 @@ def narrow_handlers(sources: Sequence[Source]) -> list[str]:
                 continue
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"everything"}
             for name in sorted(names & {"everything", "Exception", "BaseException"}):
-                if (source.module, name) not in HANDED_ON:
+                if (source.module, name) not in HANDED_ON | OPTIONAL_OUTPUT:
                     found.append(f"{source.module}:{node.lineno} catches {name}")
     return found
 

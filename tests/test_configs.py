@@ -293,6 +293,7 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["train.eval_interval=-1"], ["train.eval_interval=-1"]),
     (1, ["train.device=tpu"], ["train.device=tpu", "auto, cpu, cuda or xpu"]),
     (1, ["logging.log_interval=0"], ["logging.log_interval=0"]),
+    (1, ["logging.sinks=[wandbb]"], ["logging.sinks=['wandbb']", "none of tensorboard"]),
     (1, ["parallel.zero_stage=4"], ["parallel.zero_stage=4"]),
     (1, ["optimizer.adam_beta2=1"], ["optimizer.adam_beta2=1"]),
     (1, ["optimizer.weight_decay=nan"], ["optimizer.weight_decay=nan"]),

@@ -14,6 +14,7 @@ from reprise.errors import ConfigError
 from trainer.config.derived import batch_schedule_of, command_line, length_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.schema import (
+    SINKS,
     CheckpointSection,
     Config,
     LocalSection,
@@ -178,6 +179,11 @@ def _train_problems(config: Config) -> list[str]:
         found.append(f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]")
     if config.logging.log_interval < 1:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
+    found += [
+        f"logging.sinks={config.logging.sinks}: {name} is none of {', '.join(SINKS)}"
+        for name in config.logging.sinks
+        if name not in SINKS
+    ]
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
         found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
     if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:

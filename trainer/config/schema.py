@@ -320,17 +320,31 @@ class CheckpointSection:
     local: LocalSection = field(default_factory=LocalSection)
 
 
+# The outputs of metrics beside `metrics.jsonl`, by name: the class of each, a `MetricSink`.
+SINKS = {
+    "tensorboard": "trainer.metrics.tensorboard_sink.TensorboardSink",
+}
+
+
 @dataclass
 class LoggingSection:
-    """The log and TensorBoard.
+    """The log and the metrics.
 
     Args:
         log_interval: iterations between lines of the log.
         tensorboard: write TensorBoard files into the run's folder.
+        sinks: further outputs of metrics, by their names in `trainer/config/schema.py`; an output that fails does not
+            end the run.
     """
 
     log_interval: int = 1
     tensorboard: bool = True
+    sinks: list[str] = field(default_factory=list)
+
+
+def sink_names(section: LoggingSection) -> list[str]:
+    """Return the names of a run's outputs of metrics, beside `metrics.jsonl`."""
+    return list(dict.fromkeys([*(["tensorboard"] if section.tensorboard else []), *section.sinks]))
 
 
 @dataclass

@@ -1,12 +1,11 @@
-"""Logging of a run: log lines, `metrics.jsonl` and TensorBoard. Rank 0 only."""
+"""Logging of a run: log lines, `metrics.jsonl` and other sinks of metrics. Rank 0 only."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -14,21 +13,18 @@ from typing import Any
 
 from reprise.files import Files, make_folders, replace_file
 from reprise.savers import SaveReport
+from trainer.config.schema import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
-from trainer.metrics.jsonl_file import JsonlFile, cut_after
+from trainer.metrics.jsonl_sink import METRICS, JsonlSink
 from trainer.metrics.progress_bar import RunBar
+from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
 from trainer.metrics.slow_ranks import RankTime, SlowRanks
-from trainer.metrics.tensorboard_files import cut_events, put_before
 
 _log = logging.getLogger(__name__)
 
 # Dense bfloat16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
-
-_METRICS = "metrics.jsonl"
-_EVENTS = "tensorboard"  # the folder of TensorBoard's files
-_VALID_LOSS = "valid/loss"
 
 
 def figure(
@@ -126,26 +122,32 @@ class Slowdown:
 
 
 class RunLog:
-    """The log of one run, continued from a checkpoint.
+    """The log of one run, continued from a checkpoint: lines for the terminal, and records for the sinks.
+
+    Args:
+        sinks: names of `SINKS`, beside `metrics.jsonl`.
 
     Attributes:
         train_iters: the last iteration of the run.
     """
 
     def __init__(
-        self, folder: Path, *, train_iters: int, log_interval: int, tensorboard: bool, mfu_scale: float | None
+        self,
+        folder: Path,
+        *,
+        train_iters: int,
+        log_interval: int,
+        mfu_scale: float | None,
+        sinks: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self.train_iters = train_iters
         self._log_interval = log_interval
-        self._tensorboard = tensorboard
         self._mfu_scale = mfu_scale
-        self._lines: JsonlFile | None = None
+        self._names = sinks
+        self._sinks = list[GuardedSink]()
         self._bar: RunBar | None = None
         self._slow_ranks = SlowRanks()
-        self._writer: Any = None
-        self._purge_step = 1
-        self._has_lost_points = False
         # Members of the next iteration's line: whether it is the first after a resume, and the seconds of the start.
         self._first: dict[str, object] = {}
 
@@ -167,32 +169,24 @@ class RunLog:
         Raises:
             TrainerError: if the run's folder cannot be written.
         """
-        path = self._folder / _METRICS
+        position = RunPosition(self._folder, iteration, owes_evaluation, began_elsewhere, config)
+        lines = JsonlSink()
         try:
             make_folders(Files(), self._folder)
             replace_file(Files(), self._folder / "config.yaml", config.encode())
-            recorded = cut_after(path, iteration, owes_evaluation=owes_evaluation)
-            self._lines = JsonlFile(path)
-            Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
+            lines.start(position)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        self._report_gap(recorded, iteration, first=min(recorded, default=iteration + 1 if began_elsewhere else 1))
-        but = _VALID_LOSS if owes_evaluation else None
-        self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
-        self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)
-        self._purge_step = iteration + 1
+        for name in SINKS:
+            sink = GuardedSink(name, load_sink(name))
+            sink.rewind(position)
+            if name in self._names:
+                sink.start(position)
+                self._sinks.append(sink)
+        # The lines are last: a save that they record, from which a killed run may resume, is in the other sinks too.
+        self._sinks.append(GuardedSink(METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self.train_iters)
-
-    def _report_gap(self, recorded: Set[int], iteration: int, *, first: int) -> None:
-        """Log a warning about the iterations from `first` to `iteration` without a line."""
-        count = iteration + 1 - first - len(recorded)
-        if count > 0:
-            lacks = [number for number in range(first, iteration + 1) if number not in recorded]
-            _log.warning(
-                f"{self._folder / _METRICS} has no line of {count} iterations of this run, the first {lacks[0]}, the "
-                f"last {lacks[-1]}: it was deleted or cut"
-            )
 
     def started(self, times: StartTimes) -> None:
         """Log the seconds of the start, also with the next iteration."""
@@ -202,9 +196,8 @@ class RunLog:
     def iteration(self, record: IterationRecord, rank_times: Sequence[RankTime] = ()) -> None:
         """Log one iteration, and at the log interval the rank that was slowest since the line before."""
         self._slow_ranks.add(rank_times)
-        self._write(record.line() | self._first)
+        self._write(MetricRecord(record.iteration, record.line() | self._first, record.curves()))
         self._first = {}
-        self._scalars(record.iteration, record.curves())
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self.train_iters:
@@ -219,16 +212,14 @@ class RunLog:
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Log an evaluation."""
-        self._write({"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()})
-        self._scalars(iteration, {_VALID_LOSS: loss})
+        members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
+        self._write(MetricRecord(iteration, members, {VALID_LOSS: loss}))
         shown = "none" if best is None else f"{best:.6f}"
         _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {shown}")
 
     def sample(self, iteration: int, text: str) -> None:
         """Log a text generated by the model."""
-        if self._tensorboard:
-            shown = "    " + text.replace("\n", "\n    ")  # Markdown shows what is indented as it is
-            self._plot(lambda: self._opened_writer().add_text("sample", shown, iteration), iteration)
+        self._write(MetricRecord(iteration, texts={"sample": text}))
         _log.info(f"step {iteration:5d}/{self.train_iters} | sample {text!r}")
 
     def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
@@ -249,17 +240,19 @@ class RunLog:
             "gigabytes_per_second": rate / 1e9,
         }
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
+        members = {"iteration": report.iteration, "event": event, **rounded}
         if event != "save":
-            self._write({"iteration": report.iteration, "event": event, **rounded})
+            self._write(MetricRecord(report.iteration, members))
             saved = (
                 f"{report.iteration} locally" if event == "local_save" else f"{report.iteration}, its weights alone,"
             )
             _log.info(f"saved iteration {saved} in {report.seconds:.2f} s, blocked {report.blocked_s:.3f} s")
             return
-        # A run that is killed before the next save resumes from this one: what its records show, TensorBoard shows too.
-        self._scalars(report.iteration, {f"save/{name}": figure for name, figure in figures.items()})
-        self._flush()
-        self._write({"iteration": report.iteration, "event": "save", **rounded})
+        curves = {f"save/{name}": figure for name, figure in figures.items()}
+        for sink in self._sinks:
+            sink.write(MetricRecord(report.iteration, members, curves))
+            if sink is not self._sinks[-1]:
+                sink.sync()
         _log.info(
             f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
             f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
@@ -269,9 +262,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Make all lines durable: a checkpoint must not be newer than the log, unless the disk fails."""
-        if self._lines is not None:
-            self._lines.sync()
-        self._flush()
+        for sink in self._sinks:
+            sink.sync()
 
     def close_bar(self) -> None:
         """Remove the progress bar from the terminal, before other output."""
@@ -279,46 +271,14 @@ class RunLog:
             self._bar.close()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the sinks."""
         self.close_bar()
-        if self._lines is not None:
-            self._lines.close()
-        if self._writer is not None:
-            self._plot(lambda: self._writer.close(), self._purge_step)
+        for sink in self._sinks:
+            sink.close()
 
-    def _flush(self) -> None:
-        if self._writer is not None:
-            self._plot(lambda: self._writer.flush(), self._purge_step)
-
-    def _write(self, members: Mapping[str, object]) -> None:
-        assert self._lines is not None
-        self._lines.add(members)
-
-    def _scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        if self._tensorboard:
-            self._plot(lambda: self._add_points(iteration, values), iteration)
-
-    def _add_points(self, iteration: int, values: Mapping[str, float]) -> None:
-        for tag, value in values.items():
-            self._opened_writer().add_scalar(tag, value, iteration)
-
-    def _opened_writer(self) -> Any:
-        if self._writer is None:  # made with the first point: a run that does nothing leaves no file
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder / _EVENTS), purge_step=self._purge_step)
-        return self._writer
-
-    def _plot(self, call: Callable[[], None], iteration: int) -> None:
-        """Call TensorBoard, whose failures do not stop the run: after a disk error it starts a new file."""
-        try:
-            call()
-            self._has_lost_points = False
-        except OSError as error:
-            if not self._has_lost_points:
-                _log.error("%s lacks points: %s", self._folder / _EVENTS, error)
-            self._has_lost_points = True
-            self._writer, self._purge_step = None, iteration + 1
+    def _write(self, record: MetricRecord) -> None:
+        for sink in self._sinks:
+            sink.write(record)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -18,7 +18,7 @@ from reprise.savers import Restorer
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config
+from trainer.config.schema import Config, sink_names
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files
@@ -258,6 +258,6 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
         Path(config.run.dir),
         train_iters=length_of(config.train).iters,
         log_interval=config.logging.log_interval,
-        tensorboard=config.logging.tensorboard,
+        sinks=sink_names(config.logging),
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )

@@ -29,7 +29,7 @@ from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
 def run_log(folder: Path, **changes: object) -> RunLog:
-    settings = {"train_iters": 10, "log_interval": 1, "tensorboard": False, "mfu_scale": None, **changes}
+    settings = {"train_iters": 10, "log_interval": 1, "mfu_scale": None, **changes}
     return RunLog(folder, **settings)  # type: ignore[arg-type]
 
 
@@ -148,7 +148,7 @@ def test_lines_wait_for_a_disk_that_fails(
 
 
 def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = run_log(tmp_path, tensorboard=True)
+    log = run_log(tmp_path, sinks=["tensorboard"])
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
     for iteration in (1, 2):

@@ -50,7 +50,7 @@ def train(log: RunLog, first: int, last: int, *, save_every: int = 4) -> None:
 
 
 def opened(folder: Path, after: int, *, owes_evaluation: bool = False) -> RunLog:
-    log = RunLog(folder, train_iters=20, log_interval=100, tensorboard=True, mfu_scale=None)
+    log = RunLog(folder, train_iters=20, log_interval=100, sinks=["tensorboard"], mfu_scale=None)
     log.open(after, "a: 1\n", owes_evaluation=owes_evaluation)
     return log
 
@@ -188,7 +188,9 @@ def test_the_figures_of_a_recorded_save_are_in_the_files(tmp_path: Path) -> None
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_a_run_without_tensorboard_cuts_its_files_too(tmp_path: Path, tensorboard: bool) -> None:
     train(opened(tmp_path, 0), 1, 4)
-    log = RunLog(tmp_path, train_iters=20, log_interval=100, tensorboard=tensorboard, mfu_scale=None)
+    log = RunLog(
+        tmp_path, train_iters=20, log_interval=100, sinks=["tensorboard"] if tensorboard else [], mfu_scale=None
+    )
     log.open(2, "a: 1\n")
     log.close()
     assert points(tmp_path / "tensorboard")["train/loss"] == [1, 2]

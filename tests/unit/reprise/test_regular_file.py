@@ -82,7 +82,7 @@ def test_metrics_that_are_no_regular_file_end_the_start(odd: Path, tmp_path: Pat
     odd.rename(metrics)
     with bounded(), pytest.raises(OSError, match="not a regular file"):
         last_recorded_iteration(metrics)
-    log = RunLog(metrics.parent, train_iters=1, log_interval=1, tensorboard=False, mfu_scale=None)
+    log = RunLog(metrics.parent, train_iters=1, log_interval=1, mfu_scale=None)
     with bounded(), pytest.raises(TrainerError, match=r"not a regular file.*metrics\.jsonl"):
         log.open(0, "")
 
@@ -91,7 +91,7 @@ def test_event_files_that_are_no_regular_files_cost_no_run(odd: Path, tmp_path: 
     events = tmp_path / "run" / "tensorboard"
     events.mkdir(parents=True)
     odd.rename(events / "events.out.tfevents.1.host.1.0")
-    log = RunLog(tmp_path / "run", train_iters=1, log_interval=1, tensorboard=True, mfu_scale=None)
+    log = RunLog(tmp_path / "run", train_iters=1, log_interval=1, sinks=["tensorboard"], mfu_scale=None)
     with bounded():
         log.open(0, "")
         log.close()

@@ -1,0 +1,142 @@
+"""Sinks of metrics: each gets every record, drops what a resume abandons, and ends no run by failing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from reprise.savers import SaveReport
+from tests.fakes import iteration_record
+from trainer.config import schema
+from trainer.config.schema import SINKS
+from trainer.metrics.run_log import RunLog
+from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition, load_sink
+
+
+class MemorySink(MetricSink):
+    """A sink of a list, which raises `error` in the calls that `fails_in` names."""
+
+    def __init__(self, *fails_in: str, error: Exception | None = None) -> None:
+        self.calls = list[str]()
+        self.records = list[MetricRecord]()
+        self.fails_in = fails_in
+        self.error = error or RuntimeError("no service")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails_in:
+            raise self.error
+
+    def start(self, position: RunPosition) -> None:
+        self._call("start")
+
+    def rewind(self, position: RunPosition) -> None:
+        self._call("rewind")
+        self.records = [record for record in self.records if record.iteration <= position.iteration]
+
+    def write(self, record: MetricRecord) -> None:
+        self._call("write")
+        self.records.append(record)
+
+    def sync(self) -> None:
+        self._call("sync")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.fixture
+def sink(monkeypatch: pytest.MonkeyPatch) -> MemorySink:
+    """Add a sink by its line in the table, and return the object that a log gets."""
+    sink = MemorySink()
+    monkeypatch.setitem(SINKS, "memory", f"{__name__}.MEMORY")
+    monkeypatch.setitem(globals(), "MEMORY", lambda: sink)
+    return sink
+
+
+def run_log(folder: Path, *, after: int = 0, is_on: bool = True) -> RunLog:
+    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=["memory"] if is_on else [])
+    log.open(after, "a: 1\n")
+    return log
+
+
+def written(folder: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
+    log = run_log(tmp_path)
+    log.iteration(iteration_record(1))
+    log.evaluation(1, 2.5, None)
+    log.sample(1, "a text")
+    log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=0.0)
+    log.sync()
+    log.close()
+    assert sink.calls == ["rewind", "start", *["write"] * 4, "sync", "sync", "close"]
+    iteration, evaluation, sample, save = sink.records
+    assert (iteration.members["loss_hex"], iteration.curves["train/loss"]) == ((2.5).hex(), 2.5)
+    assert (evaluation.members["valid_loss"], evaluation.curves) == (2.5, {"valid/loss": 2.5})
+    assert (sample.members, sample.texts) == ({}, {"sample": "a text"})
+    assert (save.members["event"], save.curves["save/written_bytes"]) == ("save", 10)
+
+
+def test_a_sink_drops_what_a_resume_abandons(tmp_path: Path, sink: MemorySink) -> None:
+    for after, last in ((0, 4), (2, 3)):
+        log = run_log(tmp_path, after=after)
+        for iteration in range(after + 1, last + 1):
+            log.iteration(iteration_record(iteration))
+        log.close()
+    assert [record.iteration for record in sink.records] == [1, 2, 3] == written(tmp_path)
+    log = run_log(tmp_path, after=1, is_on=False)
+    log.iteration(iteration_record(2))
+    log.close()
+    assert [record.iteration for record in sink.records] == [1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no service"), OSError("no route"), ImportError("no library")])
+@pytest.mark.parametrize("call", ["rewind", "start", "write", "sync", "close"])
+def test_a_sink_that_fails_ends_no_run_and_is_logged_once(
+    tmp_path: Path, sink: MemorySink, caplog: pytest.LogCaptureFixture, call: str, error: Exception
+) -> None:
+    sink.fails_in, sink.error = (call,), error
+    log = run_log(tmp_path)
+    for iteration in (1, 2, 3):
+        log.iteration(iteration_record(iteration))
+        log.sync()
+    log.close()
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert errors == [f"The metrics lack points in memory, and the run goes on without: {error!r}"]
+    assert written(tmp_path) == [1, 2, 3]
+    assert ("write" in sink.calls) == (call not in ("rewind", "start"))  # a sink that did not start is not called again
+
+
+def test_an_interrupt_in_a_sink_is_no_failure_of_it(tmp_path: Path, sink: MemorySink) -> None:
+    sink.fails_in, sink.error = ("write",), KeyboardInterrupt()  # type: ignore[assignment]
+    log = run_log(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        log.iteration(iteration_record(1))
+    log.close()
+
+
+def test_a_save_is_in_the_sinks_before_the_lines_have_it(tmp_path: Path, sink: MemorySink) -> None:
+    log = run_log(tmp_path)
+    sink.fails_in, sink.error = ("sync",), KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=0.0)
+    assert [record.iteration for record in sink.records] == [1]
+    assert written(tmp_path) == []
+
+
+def test_every_sink_of_the_table_loads() -> None:
+    assert "tensorboard" in SINKS
+    for name in SINKS:
+        assert isinstance(load_sink(name), MetricSink)
+
+
+def test_the_configuration_names_sinks() -> None:
+    section = schema.LoggingSection(tensorboard=True, sinks=["memory", "tensorboard"])
+    assert schema.sink_names(section) == ["tensorboard", "memory"]
+    assert schema.sink_names(schema.LoggingSection(tensorboard=False)) == []

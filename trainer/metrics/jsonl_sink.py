@@ -1,0 +1,58 @@
+"""The sink `metrics.jsonl`: the record of a run, which every run has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+from pathlib import Path
+
+from reprise.files import Files
+from trainer.metrics.jsonl_file import JsonlFile, cut_after
+from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
+
+_log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+class JsonlSink(MetricSink):
+    """A line for each record. Lines of abandoned iterations move to a side file."""
+
+    def __init__(self) -> None:
+        self._lines: JsonlFile | None = None
+
+    def start(self, position: RunPosition) -> None:
+        """Cut and open the file.
+
+        Raises:
+            OSError: if the run's folder cannot be written.
+        """
+        path = position.folder / METRICS
+        recorded = cut_after(path, position.iteration, owes_evaluation=position.owes_evaluation)
+        self._lines = JsonlFile(path)
+        Files().sync_folder(position.folder)  # the records are durable with the first checkpoint, and so is their name
+        first = min(recorded, default=position.iteration + 1 if position.began_elsewhere else 1)
+        _report_gap(path, recorded, first, position.iteration)
+
+    def write(self, record: MetricRecord) -> None:
+        if record.members and self._lines is not None:
+            self._lines.add(record.members)
+
+    def sync(self) -> None:
+        if self._lines is not None:
+            self._lines.sync()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _report_gap(path: Path, recorded: Set[int], first: int, last: int) -> None:
+    """Log a warning about the iterations from `first` to `last` without a line."""
+    count = last + 1 - first - len(recorded)
+    if count > 0:
+        lacks = [number for number in range(first, last + 1) if number not in recorded]
+        _log.warning(
+            f"{path} has no line of {count} iterations of this run, the first {lacks[0]}, the last {lacks[-1]}: it was "
+            "deleted or cut"
+        )
