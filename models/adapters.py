@@ -16,7 +16,7 @@ _MOST_ALPHA = 1e9
 
 
 def is_adapted(config: ModelConfig) -> bool:
-    """Return whether a model has adapters, so that its base is frozen and in no checkpoint."""
+    """Return whether a model has adapters: its base is then frozen and in no checkpoint."""
     return config.lora.rank > 0
 
 
@@ -26,7 +26,7 @@ def base_of(config: ModelConfig) -> ModelConfig:
 
 
 def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the modules that have an adapter, in model order; none without `model.lora.rank`."""
+    """Return the names of the modules with an adapter, in model order; none without `model.lora.rank`."""
     return tuple(name for name in _projections(config) if is_adapted(config) and _fits(name, _targets(config)))
 
 
@@ -35,40 +35,40 @@ def adapter_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
     A is [rank, in] and B [out, rank]. B of a fused projection lives as its weight does, as [parts, out, rank].
     """
-    found = {}
+    tensors = {}
     projections, rank = _projections(config), config.lora.rank
     for module in adapted_modules(config):
         weight = projections[module]
         transposed = spec_of(config).fan_in_fan_out
         fan_in, fan_out = weight.shape if transposed else reversed(weight.shape)
-        found[PREFIX + module + A] = StoredTensor.plain(rank, fan_in)
+        tensors[PREFIX + module + A] = StoredTensor.plain(rank, fan_in)
         view = (*weight.view[1:], rank) if transposed else (fan_out, rank)
-        found[PREFIX + module + B] = StoredTensor((fan_out, rank), view)
-    return found
+        tensors[PREFIX + module + B] = StoredTensor((fan_out, rank), view)
+    return tensors
 
 
 def adapter_initial_values(config: ModelConfig) -> dict[str, Initial]:
-    """Return the initial values of every tensor of an adapter: PEFT's, so that the model begins as its base.
+    """Return the initial values of every tensor of an adapter: PEFT's, with which the model begins as its base.
 
     A is `kaiming_uniform_` with a = sqrt(5), whose bound is 1 / sqrt(in); B is zero.
     """
-    found = {}
+    values = {}
     for name, tensor in adapter_tensors(config).items():
         is_first = name.endswith(A)
-        found[name] = Initial(InitialKind.uniform, bound=1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
-    return found
+        values[name] = Initial(InitialKind.uniform, bound=1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
+    return values
 
 
 _ZEROS = Initial(InitialKind.zeros)
 
 
 def saved_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors that a checkpoint of the model holds: its adapters if it has any, else the whole model."""
+    """Return the tensors in a checkpoint of the model: its adapters if any, else the complete model."""
     return adapter_tensors(config) if is_adapted(config) else stored_tensors(config)
 
 
 def stored_name(parameter: str) -> str:
-    """Return the name on disk of a parameter, given its name in the network; a tied one keeps its second name."""
+    """Return the name on disk of a parameter, given its name in the network; a tied parameter keeps its second name."""
     return PREFIX + parameter if parameter.endswith((A, B)) else parameter
 
 
@@ -77,30 +77,34 @@ def adapter_problems(config: ModelConfig) -> list[str]:
     lora = config.lora
     if lora.rank == 0:
         return []
-    found = [] if lora.rank > 0 else [f"model.lora.rank={lora.rank}: must be 0 (no adapters) or more"]
+    messages = [] if lora.rank > 0 else [f"model.lora.rank={lora.rank}: must be 0 (no adapters) or more"]
     if not 0 <= lora.dropout < 1:
-        found.append(f"model.lora.dropout={lora.dropout}: must be at least 0 and below 1")
+        messages.append(f"model.lora.dropout={lora.dropout}: must be at least 0 and below 1")
     if not 0 < lora.alpha <= _MOST_ALPHA:
-        found.append(f"model.lora.alpha={lora.alpha}: must be above 0 and at most {_MOST_ALPHA:g}")
+        messages.append(f"model.lora.alpha={lora.alpha}: must be above 0 and at most {_MOST_ALPHA:g}")
     if lora.target_modules == []:
-        found.append("model.lora.target_modules=[]: names no module, use null for the family's default")
+        messages.append("model.lora.target_modules=[]: names no module, use null for the family's default")
     projections = _projections(config)
     widest = max(size for name in adapted_modules(config) or projections for size in projections[name].shape)
     if lora.rank > widest:
-        found.append(f"model.lora.rank={lora.rank}: must be at most {widest}, the largest width of an adapted matrix")
-    others = {name.rpartition(".")[0] for name in stored_tensors(config)} | {"lm_head"}
+        messages.append(
+            f"model.lora.rank={lora.rank}: must be at most {widest}, the largest width of an adapted matrix"
+        )
+    modules = {name.rpartition(".")[0] for name in stored_tensors(config)} | {"lm_head"}
     for target in lora.target_modules or ():
-        odd = sorted(name for name in others - projections.keys() if _fits(name, (target,)))
+        unadaptable = sorted(name for name in modules - projections.keys() if _fits(name, (target,)))
         ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
-        if odd:
-            found.append(f"model.lora.target_modules: {target!r} fits {odd[0]}, only these can have an adapter: {ends}")
+        if unadaptable:
+            messages.append(
+                f"model.lora.target_modules: {target!r} fits {unadaptable[0]}, only these can have an adapter: {ends}"
+            )
         elif not any(_fits(name, (target,)) for name in projections):
-            found.append(f"model.lora.target_modules: {target!r} fits no module; these can have an adapter: {ends}")
-    return found
+            messages.append(f"model.lora.target_modules: {target!r} fits no module; these can have an adapter: {ends}")
+    return messages
 
 
 def peft_config(config: ModelConfig) -> dict[str, object]:
-    """Return the `adapter_config.json` with which PEFT opens the adapters. It names no base: that is loaded first."""
+    """Return the `adapter_config.json` with which PEFT opens the adapters. It names no base, which is loaded first."""
     lora = config.lora
     return {
         "peft_type": "LORA",
@@ -124,7 +128,7 @@ def model_documents(config: ModelConfig) -> dict[str, dict[str, object]]:
 
 
 def scale_of(config: ModelConfig) -> float:
-    """Return the number that the product of B and A is multiplied with."""
+    """Return the factor of the product of B and A."""
     return config.lora.alpha / config.lora.rank
 
 
@@ -134,7 +138,7 @@ def _targets(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _fits(module: str, targets: tuple[str, ...]) -> bool:
-    """Return whether a module is one of the targets. Source: `check_target_module_exists` of PEFT, for lists."""
+    """Return whether a module is a target. Source: `check_target_module_exists` of PEFT, for lists."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 

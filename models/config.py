@@ -1,4 +1,4 @@
-"""The values that describe a model: its sizes, the part of it one process holds, and how its tensors lie on disk.
+"""The description of a model: its sizes, the part of it on a process, and how its tensors lie on disk.
 
 No module of torch's lives here, and nothing about training.
 """
@@ -54,7 +54,7 @@ class LoraConfig:
         rank: rows of A and columns of B; 0 trains no adapters, and the whole model instead.
         alpha: numerator of the scale of the product.
         dropout: probability of dropout of the input of A.
-        target_modules: projections that get an adapter, by the ends of their module names in transformers, as in
+        target_modules: projections with an adapter, by the ends of their module names in transformers, as in
             `[q_proj,v_proj]`; null takes PEFT's choice for the family: `c_attn` for gpt2, `q_proj` and `v_proj` for the
             others.
     """
@@ -67,7 +67,7 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """Sizes of one model, the same for all families; also the schema of the configuration group `model`.
+    """Sizes of a model, the same for all families; also the schema of the configuration group `model`.
 
     Args:
         family: architecture of the model.
@@ -79,8 +79,8 @@ class ModelConfig:
         intermediate_size: width inside the MLP.
         vocab_size: tokens of the vocabulary.
         max_position_embeddings: maximum tokens of a sequence.
-        bos_token_id: token that begins a document.
-        eos_token_id: token that ends a document.
+        bos_token_id: token at the begin of a document.
+        eos_token_id: token at the end of a document.
         tie_word_embeddings: use the embedding table as the output layer too.
         dropout: probability of dropout (gpt2 only).
         norm_eps: term added to the variance in norms.
@@ -89,7 +89,7 @@ class ModelConfig:
         rope_scaling: scaling of the rotary frequencies for long contexts (llama3 only); null does not scale.
         pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
         activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
-        head_dim: width of one attention head where that is not `n_embd / n_head` (qwen3 only, which needs it).
+        head_dim: width of an attention head where it is not `n_embd / n_head` (qwen3 only, which needs it).
         lora: low-rank adapters on a frozen base.
     """
 
@@ -116,7 +116,7 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Return the width of one attention head."""
+        """Return the width of an attention head."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
@@ -127,9 +127,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The part of a model that one process holds: a range of global layer numbers and, at the ends, more.
+    """The part of a model on a process: a range of global layer numbers and, at the ends, more.
 
-    The first stage holds the embeddings, the last one the final norm and the output layer.
+    The first stage holds the embeddings, the last the final norm and the output layer.
     """
 
     layers: range
@@ -138,13 +138,13 @@ class Stage:
 
     @classmethod
     def whole(cls, n_layer: int) -> "Stage":
-        """Return the stage that is the whole model."""
+        """Return the complete model as a stage."""
         return cls(layers=range(n_layer), first=True, last=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """How one tensor lies on disk and how the live parameter relates to it.
+    """The form of a tensor on disk and its relation to the live parameter.
 
     `shape` is transformers' shape. `view` names the same bytes, in C order, with the dimensions of the live parameter,
     of which it is the leading box: what a live parameter holds beyond `view` is padding and not stored.
@@ -155,7 +155,7 @@ class StoredTensor:
 
     @classmethod
     def plain(cls, *shape: int) -> "StoredTensor":
-        """Return a tensor that lives as it lies on disk."""
+        """Return a tensor with the same form in memory as on disk."""
         return cls(shape=shape, view=shape)
 
 
@@ -170,9 +170,9 @@ class InitialKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of one tensor, with mean 0 where they are random.
+    """Initial values of a tensor, with mean 0 where they are random.
 
-    `std` is the standard deviation of the normal distribution, `bound` the largest value of the uniform one.
+    `std` is the standard deviation of the normal distribution, `bound` the largest value of the uniform distribution.
     """
 
     kind: InitialKind
@@ -188,36 +188,36 @@ def common_problems(config: ModelConfig) -> list[str]:
 def _size_problems(config: ModelConfig) -> list[str]:
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings")
     sizes = {name: getattr(config, name) for name in (*names, "pad_vocab_multiple")}
-    found = [f"model.{name}={size}: must be at least 1" for name, size in sizes.items() if size < 1]
+    messages = [f"model.{name}={size}: must be at least 1" for name, size in sizes.items() if size < 1]
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(config, name)
         if not 0 <= token < config.vocab_size:
-            found.append(
+            messages.append(
                 f"model.{name}={token}: must be a token of the vocabulary, model.vocab_size={config.vocab_size}"
             )
-    return found
+    return messages
 
 
 def _head_problems(config: ModelConfig) -> list[str]:
-    found = []
+    messages = []
     if config.head_dim is not None and config.head_dim < 1:
-        found.append(f"model.head_dim={config.head_dim}: must be at least 1")
+        messages.append(f"model.head_dim={config.head_dim}: must be at least 1")
     elif config.head_dim is None and config.n_head >= 1 and config.n_embd % config.n_head:
-        found.append(f"model.n_head={config.n_head}: must divide model.n_embd={config.n_embd}")
+        messages.append(f"model.n_head={config.n_head}: must divide model.n_embd={config.n_embd}")
     if config.n_kv_head >= 1 and config.n_head % config.n_kv_head:
-        found.append(f"model.n_kv_head={config.n_kv_head}: must divide model.n_head={config.n_head}")
-    return found
+        messages.append(f"model.n_kv_head={config.n_kv_head}: must divide model.n_head={config.n_head}")
+    return messages
 
 
 def _number_problems(config: ModelConfig) -> list[str]:
-    found = []
+    messages = []
     if not 0 <= config.dropout < 1:
-        found.append(f"model.dropout={config.dropout}: must be at least 0 and below 1")
+        messages.append(f"model.dropout={config.dropout}: must be at least 0 and below 1")
     for name, (least, most) in _RANGES.items():
         number = getattr(config, name)
         if not least <= number <= most:  # NaN is not
-            found.append(f"model.{name}={number}: must be a number from {least:g} to {most:g}")
-    return found
+            messages.append(f"model.{name}={number}: must be a number from {least:g} to {most:g}")
+    return messages
 
 
 # Far beyond what any model has, and within what float32 computes with.
@@ -227,27 +227,27 @@ _MOST_FACTOR = 1e9
 
 def rotary_problems(config: ModelConfig) -> list[str]:
     """Return every reason why positions cannot be rotations in a model of these sizes."""
-    found = []
+    messages = []
     if config.n_head >= 1 and config.head_width % 2:
-        found.append(
+        messages.append(
             f"model.n_embd={config.n_embd}: rotary positions need an even width per head, "
             f"model.n_head={config.n_head} makes it {config.head_width}"
             if config.head_dim is None
             else f"model.head_dim={config.head_dim}: rotary positions need an even width per head"
         )
-    return found if config.rope_scaling is None else found + _rope_scaling_problems(config.rope_scaling)
+    return messages if config.rope_scaling is None else messages + _rope_scaling_problems(config.rope_scaling)
 
 
 def _rope_scaling_problems(scaling: RopeScaling) -> list[str]:
-    found = []
+    messages = []
     if not 1 <= scaling.factor <= _MOST_FACTOR:
-        found.append(f"model.rope_scaling.factor={scaling.factor}: must be a number from 1 to {_MOST_FACTOR:g}")
+        messages.append(f"model.rope_scaling.factor={scaling.factor}: must be a number from 1 to {_MOST_FACTOR:g}")
     if not 0 < scaling.low_freq_factor < scaling.high_freq_factor <= _MOST_FACTOR:
-        found.append(
+        messages.append(
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor}: must be above "
             f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}, both above 0 and at most {_MOST_FACTOR:g}"
         )
     if scaling.original_max_position_embeddings < 1:
         size = scaling.original_max_position_embeddings
-        found.append(f"model.rope_scaling.original_max_position_embeddings={size}: must be at least 1")
-    return found
+        messages.append(f"model.rope_scaling.original_max_position_embeddings={size}: must be at least 1")
+    return messages

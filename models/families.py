@@ -1,4 +1,4 @@
-"""The families of models in one table, and all that is known of a model before it is built. Without torch."""
+"""The table of the families of models, and the facts known of a model before it is built. Without torch."""
 
 from dataclasses import fields
 from enum import Enum
@@ -24,24 +24,24 @@ def spec_of(config: ModelConfig) -> FamilySpec:
 
 
 def family_of_type(model_type: object) -> Family | None:
-    """Return the family that transformers calls `model_type`, or None."""
+    """Return the family under transformers' name `model_type`, or None."""
     return next((family for family, spec in FAMILIES.items() if spec.hf.model_type == model_type), None)
 
 
 def problems(config: ModelConfig) -> list[str]:
     """Return every reason why no model of these sizes can be built; each names its key and value."""
     spec, family = spec_of(config), config.family.value
-    found = common_problems(config)
-    for name, other in spec.follows.items():
-        value, wanted = getattr(config, name), getattr(config, other)
-        if value != wanted:
-            found.append(f"model.{name}={value}: {family} needs it equal to model.{other}={wanted}")
-    found += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
+    messages = common_problems(config)
+    for name, origin in spec.follows.items():
+        value, expected = getattr(config, name), getattr(config, origin)
+        if value != expected:
+            messages.append(f"model.{name}={value}: {family} needs it equal to model.{origin}={expected}")
+    messages += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
     for name, reason in _unused(config.family).items():
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
-            found.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
-    return found + rotary_problems(config) if spec.is_rotary else found
+            messages.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
+    return messages + rotary_problems(config) if spec.is_rotary else messages
 
 
 def _unused(family: Family) -> dict[str, str]:
@@ -72,7 +72,7 @@ def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Return the names that mean another stored tensor, and that tensor's name."""
+    """Return second names of stored tensors, each with the stored name."""
     return {OUTPUT: spec_of(config).embedding} if config.tie_word_embeddings else {}
 
 
@@ -103,8 +103,8 @@ def _count(tensors: dict[str, StoredTensor]) -> int:
 def flops_per_token(config: ModelConfig, seq_length: int) -> int:
     """Return the floating-point operations of one token's forward and backward pass, recomputation not counted.
 
-    6 N + 12 n_layer n_head head_width seq_length, where N leaves out the tables that are only looked up and the causal
-    half of attention is not discounted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    6 N + 12 n_layer n_head head_width seq_length, where N leaves out the lookup tables and the causal half of attention
+    is not discounted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     spec = spec_of(config)
     # Of the tensors in front of the blocks, only a table that the output layer shares is multiplied with.

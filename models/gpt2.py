@@ -25,7 +25,7 @@ from models.network import Model
 
 
 class GPT2(Model):
-    """A GPT-2 language model, or the stage of one."""
+    """A GPT-2 language model, or a stage of it."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__(config, stage, compute_dtype)
@@ -82,7 +82,7 @@ class Positions(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+    """A layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    """Two projections with a GELU between, in the form that the configuration names."""
+    """Two projections with a GELU between, in the configured form."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def _last(config: ModelConfig) -> dict[str, StoredTensor]:
 def _initial(name: str, config: ModelConfig) -> Initial:
     """Return `GPT2PreTrainedModel._init_weights` of transformers.
 
-    Projections into the residual stream get std / sqrt(2 * n_layer), one for each addition to it: section 2.3 of the
+    Projections into the residual stream get std / sqrt(2 * n_layer), for as many additions to it: section 2.3 of the
     GPT-2 paper.
     """
     if name.endswith(".bias"):

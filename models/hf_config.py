@@ -14,75 +14,75 @@ _THETA = 10000.0  # where a file names none
 
 @dataclass(frozen=True, slots=True)
 class HfField:
-    """A field of `ModelConfig` under the name that transformers gives it.
+    """A field of `ModelConfig` under transformers' name.
 
     Args:
-        default: the value of a file that leaves the field out, as transformers has it; a function computes it from the
-            fields that come before.
+        default: the value for a file without the field, as in transformers; a function computes it from the fields
+            before.
         names: transformers' names of an enumeration's members; the first of a member is written.
         is_read: False for a second name, which is written and not read.
     """
 
-    ours: str
-    theirs: str
+    field: str
+    hf_name: str
     default: Any = None
     names: Mapping[str, Enum] | None = None
     is_read: bool = True
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
-        value = getattr(config, self.ours)
+        value = getattr(config, self.field)
         if self.names is not None:
             value = next(name for name, member in self.names.items() if member is value)
-        return {self.theirs: value}
+        return {self.hf_name: value}
 
-    def read(self, table: Json, values: Json, found: list[str]) -> dict[str, object]:
-        """Return the fields of `ModelConfig`; add to `found` a value that no model has."""
+    def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
+        """Return the fields of `ModelConfig`; add an impossible value to `problems`."""
         if not self.is_read:
             return {}
         if self.names is not None:
-            _refuse_others(table, self.theirs, tuple(self.names), found)
-            return {self.ours: self.names.get(str(table.get(self.theirs)), self.default)}
+            _refuse_others(table, self.hf_name, tuple(self.names), problems)
+            return {self.field: self.names.get(str(table.get(self.hf_name)), self.default)}
         default = self.default(values) if callable(self.default) else self.default
-        value = default if table.get(self.theirs) is None else table[self.theirs]
-        return {self.ours: _checked(self.theirs, value, default, found)}
+        value = default if table.get(self.hf_name) is None else table[self.hf_name]
+        return {self.field: _checked(self.hf_name, value, default, problems)}
 
 
 @dataclass(frozen=True, slots=True)
 class HfConstant:
-    """A member that no field of ours changes: the first of the values is ours, the others mean the same."""
+    """A member independent of our fields: the first of the values is ours, the others mean the same."""
 
-    theirs: str
+    hf_name: str
     allowed: tuple[object, ...]
     is_written: bool = True
 
     def write(self, _: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
-        return {self.theirs: self.allowed[0]} if self.is_written else {}
+        return {self.hf_name: self.allowed[0]} if self.is_written else {}
 
-    def read(self, table: Json, _: Json, found: list[str]) -> dict[str, object]:
-        """Return no field; add to `found` a value that is not allowed."""
-        _refuse_others(table, self.theirs, self.allowed, found)
+    def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
+        """Return no field; add a value not allowed to `problems`."""
+        _refuse_others(table, self.hf_name, self.allowed, problems)
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class HfDerived:
-    """A member that follows from other fields of `ModelConfig`; `meaning` is its formula in transformers' names."""
+    """A member computed from other fields of `ModelConfig`; `meaning` is its formula in transformers' names."""
 
-    theirs: str
+    hf_name: str
     value: Callable[[Json], object]
     meaning: str
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
-        return {self.theirs: self.value(vars(config))}
+        return {self.hf_name: self.value(vars(config))}
 
-    def read(self, table: Json, values: Json, found: list[str]) -> dict[str, object]:
-        """Return no field; add to `found` a value that does not follow."""
-        value = table.get(self.theirs)
+    def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
+        """Return no field; add any other value to `problems`."""
+        value = table.get(self.hf_name)
         if value is not None and (isinstance(value, bool) or value != self.value(values)):
-            found.append(f"{self.theirs}={value!r}: ours is {self.meaning}")
+            problems.append(f"{self.hf_name}={value!r}: ours is {self.meaning}")
         return {}
 
 
@@ -99,32 +99,32 @@ class HfRope:
             "rope_scaling": scaling,
         }
 
-    def read(self, table: Json, _: Json, found: list[str]) -> dict[str, object]:
-        """Return the fields of `ModelConfig`; add to `found` a rotation that ours is not."""
+    def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
+        """Return the fields of `ModelConfig`; add an unsupported rotation to `problems`."""
         theta = table.get("rope_theta", _THETA)
         scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
-            found.append(f"rope_parameters={scaling!r}: no object")
+            problems.append(f"rope_parameters={scaling!r}: no object")
             return {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, found)
+        theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
         if kind == "default":
             return {"rope_theta": theta, "rope_scaling": None}
         if kind != "llama3":
-            found.append(f"rope_type={kind!r}: ours is default or llama3")
+            problems.append(f"rope_type={kind!r}: ours is default or llama3")
             return {}
         missing = asdict(RopeScaling()).keys() - scaling.keys()
         if missing:
-            found.append(f"rope_parameters: {', '.join(sorted(missing))} missing")
+            problems.append(f"rope_parameters: {', '.join(sorted(missing))} missing")
             return {}
         like = asdict(RopeScaling())
-        stretched: Any = {name: _checked(name, scaling[name], like[name], found) for name in like}
+        stretched: Any = {name: _checked(name, scaling[name], like[name], problems) for name in like}
         return {"rope_theta": theta, "rope_scaling": RopeScaling(**stretched)}
 
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The `config.json` of one family: its class and type, and its members in the order in which they are written."""
+    """The `config.json` of a family: its class and type, and its members in the order of the file."""
 
     architecture: str
     model_type: str
@@ -141,29 +141,29 @@ class HfConfig:
             table |= member.write(config)
         return table | {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
 
-    def read(self, table: Json, found: list[str]) -> dict[str, Any]:
-        """Return the fields of `ModelConfig` that a `config.json` holds; add to `found` what ours does not have.
+    def read(self, table: Json, problems: list[str]) -> dict[str, Any]:
+        """Return the fields of `ModelConfig` in a `config.json`; add unsupported members to `problems`.
 
-        Tokens that are missing or no single number, as they may be there, become another that is in the vocabulary.
+        Missing tokens, and lists of them, become another token of the vocabulary.
         """
         values: dict[str, Any] = {}
         for member in sorted(self.members, key=_depends_on_others):
-            values |= member.read(table, values, found)
+            values |= member.read(table, values, problems)
         return values | _tokens(table, values["vocab_size"])
 
     def names(self) -> dict[str, str]:
-        """Return transformers' name of each field of `ModelConfig` that has one."""
-        named = {m.ours: m.theirs for m in self.members if isinstance(m, HfField) and m.is_read}
+        """Return transformers' names of the fields of `ModelConfig`; some fields have none."""
+        names = {m.field: m.hf_name for m in self.members if isinstance(m, HfField) and m.is_read}
         rotates = any(isinstance(member, HfRope) for member in self.members)
-        return named | (dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters") if rotates else {})
+        return names | (dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters") if rotates else {})
 
 
 def _depends_on_others(member: object) -> bool:
     return not isinstance(member, HfField) or callable(member.default)
 
 
-def _checked(name: str, value: object, like: object, found: list[str]) -> object:
-    """Return a value of the kind of `like`; note one that is not, and return `like`."""
+def _checked(name: str, value: object, like: object, problems: list[str]) -> object:
+    """Return a value of the kind of `like`; note any other, and return `like`."""
     match like:
         case bool():
             is_fit = isinstance(value, bool)
@@ -172,15 +172,15 @@ def _checked(name: str, value: object, like: object, found: list[str]) -> object
         case _:
             is_fit = type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[arg-type]
     if not is_fit:
-        found.append(f"{name}={value!r}: no {type(like).__name__} that a model has")
+        problems.append(f"{name}={value!r}: no {type(like).__name__} that a model has")
         return like
     return float(value) if isinstance(like, float) else value  # type: ignore[arg-type]
 
 
-def _refuse_others(table: Json, name: str, allowed: tuple[object, ...], found: list[str]) -> None:
+def _refuse_others(table: Json, name: str, allowed: tuple[object, ...], problems: list[str]) -> None:
     value = table.get(name, allowed[0])
     if value not in allowed:
-        found.append(f"{name}={value!r}: ours is {' or '.join(map(repr, allowed))}")
+        problems.append(f"{name}={value!r}: ours is {' or '.join(map(repr, allowed))}")
 
 
 def _tokens(table: Json, vocab_size: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Site(IntEnum):
-    """A place in the model that draws a dropout mask; the numbers are part of every seed and never change."""
+    """A place of a dropout mask in the model; the numbers are part of every seed and never change."""
 
     embedding = 0
     attention = 1
@@ -26,10 +26,10 @@ class Site(IntEnum):
 
 
 def site_seed(key: int, site: int, *, layer: int, shard: int = 0) -> int:
-    """Return the 64-bit seed of one dropout mask.
+    """Return the 64-bit seed of a dropout mask.
 
-    `site` is a `Site`, or a number from 2^32 on for a site that is added from outside. `layer` is the global layer
-    number, `shard` the coordinate where ranks hold different parts of one activation.
+    `site` is a `Site`, or a number from 2^32 on for a site added from outside. `layer` is the global layer number,
+    `shard` the coordinate where ranks hold different parts of an activation.
     """
     state = key & _MASK64
     for word in (layer, site, shard):
@@ -119,9 +119,9 @@ class Embedding(nn.Embedding):
     def look_up(self, tokens: Tensor, output: nn.Linear | None) -> tuple[Tensor, Tensor | None]:
         """Return the vectors [..., width] of `tokens` [...], and the table for `output` or None.
 
-        A caller that gets a table must pass it to `output` in place of its weight. None if gradients are neither kept
-        apart nor fused; they are not fused if `output` has another weight by now, or if this module has hooks, which
-        need a call of the module.
+        The caller must pass the table to `output` in place of its weight. None if gradients are neither kept apart nor
+        fused; they are not fused if `output` has another weight by now, or if this module has hooks, which need a call
+        of the module.
         """
         if self.output_gradient is not None and output is not None and torch.is_grad_enabled():
             return cast(Tensor, self(tokens)), self.output_gradient.leaf(self.weight)
@@ -133,7 +133,7 @@ class Embedding(nn.Embedding):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """Looks tokens up and returns the table for the output layer, so that one backward gets both gradients.
+    """Looks tokens up and returns the table for the output layer, so a single backward gets both gradients.
 
     The backward adds the gradient rows of the tokens to the output's full gradient, in place unless a graph of the
     gradient is requested. With two separate uses of a Parameter, autograd would allocate a second full table for these
@@ -161,9 +161,9 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 class OutputGradient:
-    """Accumulates the gradient of a tied table from the output layer, apart from that of the embedding.
+    """Accumulates the gradient of a tied table from the output layer, apart from the embedding's.
 
-    Autograd adds the two within each backward pass. Pipeline stages that hold a copy each add them after all passes.
+    Autograd adds the two within each backward pass. Pipeline stages with a copy each add them after all passes.
     Kept apart, both are added in the same order everywhere.
     """
 
@@ -171,16 +171,16 @@ class OutputGradient:
         self._sum: Tensor | None = None
 
     def leaf(self, table: Tensor) -> Tensor:
-        """Return the table for the output layer of one forward pass: the same memory, with a gradient of its own."""
+        """Return the table for the output layer of a forward pass: the same memory, with a gradient of its own."""
         leaf = table.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
         return leaf
 
     def take(self) -> Tensor:
         """Return the gradient accumulated since the last call."""
-        taken, self._sum = self._sum, None
-        assert taken is not None, "no backward pass since the last call"
-        return taken
+        gradient, self._sum = self._sum, None
+        assert gradient is not None, "no backward pass since the last call"
+        return gradient
 
     def _accumulate(self, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -223,10 +223,10 @@ class Conv1D(nn.Module):
 
 
 class FusedConv1D(nn.Module):
-    """Several projections of one input in one product, `weight` [in, parts, out] and `bias` [parts, out].
+    """Several projections of an input in a single product, `weight` [in, parts, out] and `bias` [parts, out].
 
-    In C order these are the bytes of GPT-2's [in, parts * out] and [parts * out]. A separate dimension for the parts
-    means that sharding the last dimension gives every rank the same heads of each part.
+    In C order these are the bytes of GPT-2's [in, parts * out] and [parts * out]. With a separate dimension for the
+    parts, sharding the last dimension gives every rank the same heads of each part.
     """
 
     def __init__(self, in_features: int, parts: int, out_features: int) -> None:
@@ -328,7 +328,7 @@ def document_positions(starts: Tensor) -> Tensor:
 
 
 def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:
-    """Run one block; with `recompute`, keep only its inputs and run it again in the backward pass."""
+    """Run a block; with `recompute`, keep only its inputs and run it again in the backward pass."""
     if not (recompute and torch.is_grad_enabled()):
         return cast(Tensor, block(*inputs))
     # Every dropout site seeds the generator from its arguments, so there is no generator state to restore.
@@ -338,7 +338,7 @@ def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:
 def as_key(key: int | Tensor | None) -> int | None:
     """Return a dropout key as an integer.
 
-    Pipeline schedules split only tensors over micro batches, so they pass a key as a tensor of one int64 element.
+    Pipeline schedules split only tensors over micro batches, so they pass a key as a tensor of a single int64 element.
     """
     return int(key) if isinstance(key, Tensor) else key
 

@@ -23,7 +23,7 @@ from models.network import Model
 
 
 class Llama3(Model):
-    """A LLaMA-3 language model, or the stage of one."""
+    """A LLaMA-3 language model, or a stage of it."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__(config, stage, compute_dtype)
@@ -42,7 +42,7 @@ class Llama3(Model):
 
     @staticmethod
     def build_block(config: ModelConfig) -> nn.Module:
-        """Return one layer, for families that differ in their layers alone."""
+        """Return a layer; a family that differs in its layers alone overrides this."""
         return Llama3Block(config)
 
     @property
@@ -69,11 +69,11 @@ class Llama3(Model):
 
     def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Neither parameter nor buffer: a model materialized from meta has nothing here that would need filling in.
-        kept = self._rotation
+        cached = self._rotation
         length = x.shape[1] * (1 if self.stage.first else self.sequence_shards)
-        if kept is None or kept[0].device != x.device or kept[0].shape[0] != length:
-            kept = self._rotation = rotation(self.config, length, device=x.device, dtype=self.compute_dtype)
-        return kept
+        if cached is None or cached[0].device != x.device or cached[0].shape[0] != length:
+            cached = self._rotation = rotation(self.config, length, device=x.device, dtype=self.compute_dtype)
+        return cached
 
 
 class Llama3Attention(nn.Module):
@@ -98,7 +98,7 @@ class Llama3Attention(nn.Module):
 
 
 class Llama3MLP(nn.Module):
-    """A projection gated by the SiLU of another, and one back.
+    """A projection gated by the SiLU of another, and a projection back.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).
     """
@@ -115,7 +115,7 @@ class Llama3MLP(nn.Module):
 
 
 class Llama3Block(nn.Module):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+    """A layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     attention_class: type[Llama3Attention] = Llama3Attention  # a family that differs in its attention sets its own
 
@@ -149,8 +149,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotation(config: ModelConfig, length: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and signed sine of the angles at positions 0 to `length`, each [length, 1, head_dim].
 
-    The first half of the sines is negated, see `rotate`. Computed in float32 on the CPU, so that every device turns by
-    the same angles.
+    The first half of the sines is negated, see `rotate`. Computed in float32 on the CPU: every device turns by the
+    same angles.
     """
     # A table first made during inference must still serve a later backward pass.
     with torch.inference_mode(False), torch.no_grad():
@@ -169,11 +169,11 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend between.
+    """Divide low frequencies by the factor, keep high frequencies, and blend between.
 
     Source: `apply_scaling` of LLaMA 3.1's reference code, `_compute_llama3_parameters` of transformers.
     """
     turns = scaling.original_max_position_embeddings / (2 * pi / frequencies)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = share.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    high_share = share.clamp(0.0, 1.0)
+    return (1 - high_share) * frequencies / scaling.factor + high_share * frequencies

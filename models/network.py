@@ -1,4 +1,4 @@
-"""The interface of every network: a language model, or the stage of one."""
+"""The interface of every network: a language model, or a stage of it."""
 
 from typing import cast
 
@@ -11,11 +11,11 @@ from models.layers import Embedding, OutputLayer, tie
 
 
 class Model(nn.Module):
-    """A language model, or the stage of one.
+    """A language model, or a stage of it.
 
     Called with int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd], and with `dropout_key`, an
-    integer, one int64 element, or None for no dropout. `starts`, int64 [B, T], is the position at which the document of
-    each token begins; attention and positions then stay within documents. None is one document. Returns logits
+    integer, an int64 element, or None for no dropout. `starts`, int64 [B, T], is the position at which the document of
+    each token begins; attention and positions then stay within documents. None is a single document. Returns logits
     [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype.
     """
 

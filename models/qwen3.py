@@ -1,4 +1,4 @@
-"""The network of Qwen3: that of LLaMA-3 with a norm of every query and key head before the rotation."""
+"""The network of Qwen3: LLaMA-3's, with a norm of every query and key head before the rotation."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from models.llama3 import Llama3, Llama3Attention, Llama3Block, rotate
 
 
 class Qwen3(Llama3):
-    """A Qwen3 language model, or the stage of one."""
+    """A Qwen3 language model, or a stage of it."""
 
     @staticmethod
     def build_block(config: ModelConfig) -> nn.Module:
@@ -36,6 +36,6 @@ class Qwen3Attention(Llama3Attention):
 
 
 class Qwen3Block(Llama3Block):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+    """A layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     attention_class = Qwen3Attention

@@ -16,12 +16,12 @@ _LIKE = llama3_spec.SPEC
 
 def _block(config: ModelConfig) -> dict[str, StoredTensor]:
     norm = StoredTensor.plain(config.head_width)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, tensor in _LIKE.block(config).items():
-        found[name] = tensor
+        tensors[name] = tensor
         if name == "self_attn.o_proj.weight":
-            found |= {"self_attn.q_norm.weight": norm, "self_attn.k_norm.weight": norm}
-    return found
+            tensors |= {"self_attn.q_norm.weight": norm, "self_attn.k_norm.weight": norm}
+    return tensors
 
 
 _PLAN = TensorParallelPlan(

@@ -12,10 +12,10 @@ OUTPUT = "lm_head.weight"  # the output layer of every family
 
 
 class Cut(Enum):
-    """How tensor parallelism treats one module.
+    """How tensor parallelism treats a module.
 
     Between the cut projections, hidden states [B, T, width] are whole on every rank, or cut along the sequence with
-    sequence parallelism; `between` below is that layout.
+    sequence parallelism; `between` below is this layout.
     """
 
     columns = "a projection cut by its outputs: each rank has some heads, or some of the MLP's width"
@@ -39,11 +39,11 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """All that distinguishes one family from another, apart from the code of its network.
+    """The description of a family, apart from the code of its network.
 
     Args:
-        network: the module and the class of the network; imported when a model is built, so that a configuration is
-            checked without torch.
+        network: the module and the class of the network; imported when a model is built: a configuration is checked
+            without torch.
         blocks: the name of the blocks' container; tensors of a block are `<blocks>.<layer>.<name>`.
         embedding: the stored name of the token table, which a tied output layer shares.
         first: the stored tensors in front of the blocks.
@@ -51,10 +51,10 @@ class FamilySpec:
         last: the stored tensors behind the blocks, without the output layer.
         initial: the initial values of a stored tensor, by its name.
         is_rotary: whether positions are rotations of queries and keys.
-        lora_targets: the ends of the names of the projections that get a low-rank adapter by default, as in PEFT.
-        unused: the fields of `ModelConfig` that must keep their default, and why; so must those that came later and
-            that `hf` does not name.
-        follows: the fields of `ModelConfig` that must equal another one.
+        lora_targets: the ends of the names of the projections with a low-rank adapter by default, as in PEFT.
+        unused: the fields of `ModelConfig` that must keep their default, and why; so must fields added later and not
+            named in `hf`.
+        follows: the fields of `ModelConfig` that must equal another field.
         needs: the fields of `ModelConfig` that may be None, but not here.
         fan_in_fan_out: whether the weights of projections are stored as [in, out], PEFT's word for it.
         megatron: tensors and arguments in Megatron-LM; None if a conversion refuses the family.

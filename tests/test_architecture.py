@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,7 +24,17 @@ ROOT = Path(__file__).parents[1]
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_TEST_NAME = 60
-MAX_WHAT_PER_1000 = 3
+# Words of docstrings that hide a subject, and how often 1,000 words may have them.
+MAX_PER_1000 = {"what": 3, "that": 17, "one": 9}
+# Local names that say nothing of a value: participles, pronouns, adverbs. A noun says what it is.
+VAGUE_NAMES = frozenset(
+    re.findall(
+        r"\w+",
+        "found known mine own kept whole odd said how theirs ours one other others rest there here taken given wanted "
+        "asked named done gone left shown near both made held sent picked opened written loaded",
+    )
+)
+MAX_VAGUE_PER_1000 = 50
 
 # From bottom to top: a module imports from lower layers, and within its own package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -450,7 +460,11 @@ def annotations(sources: Sequence[Source]) -> list[str]:
 
 
 def docstrings(sources: Sequence[Source]) -> list[str]:
-    """Modules, public classes and public functions are explained; a method of one line may speak for itself."""
+    """Modules, public classes and public functions are explained; a method of one line may speak for itself.
+
+    An override has the docstring of its base.
+    """
+    classes = {node.name: node for source in sources for node in source.nodes if isinstance(node, ast.ClassDef)}
     found = []
     for source in sources:
         if not ast.get_docstring(source.tree):
@@ -459,9 +473,20 @@ def docstrings(sources: Sequence[Source]) -> list[str]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not _is_explained(node):
                 found.append(f"{source.module}.{node.name} has no docstring")
             for method in node.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_") else []:
-                if isinstance(method, ast.FunctionDef) and not _is_explained(method) and len(method.body) > 1:
+                if not isinstance(method, ast.FunctionDef) or _is_explained(method) or len(method.body) == 1:
+                    continue
+                if not _is_explained_by_base(node, method.name, classes):
                     found.append(f"{source.module}.{node.name}.{method.name} has no docstring")
     return found
+
+
+def _is_explained_by_base(node: ast.ClassDef, method: str, classes: Mapping[str, ast.ClassDef]) -> bool:
+    names = (ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+    for base in (classes[name] for name in names if name in classes):
+        defined = [member for member in base.body if isinstance(member, ast.FunctionDef) and member.name == method]
+        if any(map(ast.get_docstring, defined)) or _is_explained_by_base(base, method, classes):
+            return True
+    return False
 
 
 def _is_explained(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
@@ -622,15 +647,35 @@ def mirrored(sources: Sequence[Source]) -> list[str]:
 
 
 def plain_docstrings(sources: Sequence[Source]) -> list[str]:
-    """Docstrings name their subject: few of them say `what`, and none says what is told."""
+    """Docstrings name their subject: few words stand for it, and none says what is told."""
     texts = {source.module: docstrings_of(source) for source in sources}
     words = {module: re.findall(r"[\w'-]+", re.sub(r"`[^`]*`", "", text.lower())) for module, text in texts.items()}
     found = [f"{module} says `told` in a docstring" for module, said in words.items() if "told" in said]
-    count, total = sum(said.count("what") for said in words.values()), sum(len(said) for said in words.values())
-    if count * 1000 > MAX_WHAT_PER_1000 * total:
-        places = sorted(words, key=lambda module: -words[module].count("what"))[:5]
-        found.append(f"docstrings say `what` {1000 * count / total:.1f} times per 1,000 words, most in {places}")
+    total = sum(len(said) for said in words.values())
+    for word, most in MAX_PER_1000.items():
+        counts = {module: said.count(word) for module, said in words.items()}
+        if sum(counts.values()) * 1000 > most * total:
+            places = sorted(counts, key=counts.__getitem__, reverse=True)[:5]
+            rate = 1000 * sum(counts.values()) / total
+            found.append(f"docstrings say `{word}` {rate:.1f} times per 1,000 words, most in {places}")
     return found
+
+
+def nouns(sources: Sequence[Source]) -> list[str]:
+    """Local names and parameters are nouns: few are participles or pronouns."""
+    total, vague = 0, dict[str, list[str]]()
+    for source in sources:
+        for function in source.functions():
+            names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            names |= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+            total += len(names - {"self", "cls", "_"})
+            if names & VAGUE_NAMES:
+                vague.setdefault(source.module, []).extend(names & VAGUE_NAMES)
+    count = sum(map(len, vague.values()))
+    if count * 1000 <= MAX_VAGUE_PER_1000 * total:
+        return []
+    places = sorted(vague, key=lambda module: -len(vague[module]))[:5]
+    return [f"{count} of {total} local names are no nouns, such as `found`; most in {places}"]
 
 
 def docstrings_of(source: Source) -> str:
@@ -694,6 +739,7 @@ RULES: tuple[Rule, ...] = (
     unique_classes,
     retired_words,
     plain_docstrings,
+    nouns,
     messages_of_the_library,
     clean_text,
 )
@@ -787,6 +833,13 @@ BROKEN = [
         _DOC + 'class A:\n    """A."""\n    def f(self) -> int:\n        x = 1\n        return x\n',
         "A.f",
     ),
+    (
+        docstrings,
+        "t",
+        _DOC + 'class A:\n    """A."""\n    def f(self) -> int: ...\n'
+        'class B(A):\n    """B."""\n    def f(self) -> int:\n        x = 1\n        return x\n',
+        "B.f",
+    ),
     (nothing_runs_code, "trainer.training.loop", "import pickle\n", "imports pickle"),
     (nothing_runs_code, "trainer.training.loop", "from marshal import loads\n", "imports marshal"),
     (nothing_runs_code, "trainer.training.loop", "def f() -> None:\n    import shelve\n", "imports shelve"),
@@ -844,6 +897,9 @@ BROKEN = [
     (mirrored, "tests.unit.test_layers", _DOC, "tests no module"),
     (plain_docstrings, "trainer.x", '"""A board is told."""\n', "trainer.x says `told`"),
     (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "What? " * 1000 + '"""\n', "most in ['trainer.x'"),
+    (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "That one. " * 3000 + '"""\n', "say `that`"),
+    (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "That one. " * 3000 + '"""\n', "say `one`"),
+    (nouns, "trainer.x", "def f(known: int) -> None:\n    found = known\n" * 500, "most in ['trainer.x'"),
     (messages_of_the_library, f"{LIBRARY}.api", "fix = f'Set {x} or checkpoint.load.'\n", "says checkpoint.load"),
     (messages_of_the_library, f"{LIBRARY}.api", "fix = 'run.name=x'\n", "says run.name"),
     (messages_of_the_library, f"{LIBRARY}.api", "f('checkpoint.local.dir')\n", "says checkpoint.local.dir"),
@@ -875,6 +931,12 @@ def found_without(rule: Rule, module: str) -> list[str]:
 def test_every_rule_is_shown_to_complain() -> None:
     shown = {rule.__name__ for rule, *_ in BROKEN} | {"no_cycles"}
     assert shown == {rule.__name__ for rule in (*RULES, *RULES_OF_TESTS)}
+
+
+def test_an_override_has_the_docstring_of_its_base() -> None:
+    base = Source("t.a", _DOC + 'class A:\n    """A."""\n    def f(self) -> int:\n        """Return 1."""\n')
+    override = 'class B(A):\n    """B."""\n    def f(self) -> int:\n        x = 1\n        return x\n'
+    assert docstrings([base, Source("t.b", _DOC + override)]) == []
 
 
 def test_a_cycle_of_imports_is_named() -> None:

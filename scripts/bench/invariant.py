@@ -220,10 +220,10 @@ def _serve(pipe: Connection, config: Config, variables: Mapping[str, str], steps
     cluster = launch.start("cpu", deterministic=False, threads=config.train.threads, variables=variables)
     sent_bytes = 0
 
-    def exchange(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
         nonlocal sent_bytes
-        sent_bytes += sent.nbytes
-        send_and_receive(sent, received, peer, group)
+        sent_bytes += outgoing.nbytes
+        send_and_receive(outgoing, incoming, peer, group)
 
     send_and_receive, halving._exchange = halving._exchange, exchange
     run = build(config, cluster)

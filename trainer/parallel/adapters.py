@@ -1,8 +1,8 @@
 """Low-rank adapters on the projections of a model, added from outside, and their division over tensor-parallel ranks.
 
-A projection cut by its outputs has A whole and B cut, one cut by its inputs A cut and B whole. The product of the two
-is added to the projection's own before tensor parallelism sums or gathers that, so it costs no further message in the
-forward pass. The gradient of a whole factor is a sum over ranks, each of which has a part of it.
+A projection cut by its outputs has A whole and B cut, a projection cut by its inputs A cut and B whole. The product of
+the two is added to the projection's own before tensor parallelism sums or gathers it, and costs no further message in
+the forward pass. The gradient of a whole factor is a sum over ranks, each of which has a part of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_adapters(model: Model, mesh: DeviceMesh | None) -> None:
     After tensor parallelism, before FSDP2.
 
     Args:
-        mesh: the one-dimensional tensor-parallel mesh that the model is sharded over, or None.
+        mesh: the one-dimensional tensor-parallel mesh of the model, or None.
     """
     config, spec = model.config, spec_of(model.config)
     tensors = adapter_tensors(config)
@@ -76,7 +76,7 @@ def _pass_key(dropouts: list[AdapterDropout], _: nn.Module, inputs: tuple[object
 
 
 class _Factor(nn.Module):
-    """One factor of an adapter, `weight` in the form in which it lives."""
+    """A factor of an adapter, `weight` in its live form."""
 
     def __init__(self, tensor: StoredTensor, mesh: DeviceMesh | None, placement: Placement) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Factor(nn.Module):
 
 @dataclass(slots=True)
 class AdapterDropout:
-    """The dropout of the input of one adapter; its mask depends on key, module, layer and shard alone.
+    """The dropout of the input of an adapter; its mask depends on key, module, layer and shard alone.
 
     Args:
         module: the name of the projection within its block.
@@ -111,7 +111,7 @@ class AdapterDropout:
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """A hook that adds `scale B A x` to the output of a projection, as PEFT's `Linear.forward` does."""
+    """A hook to add `scale B A x` to the output of a projection, as PEFT's `Linear.forward` does."""
 
     scale: float
     dropout: AdapterDropout

@@ -18,20 +18,20 @@ from trainer.parallel.reduction import GradientReduction
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """The parallel axes of size greater than 1, with the groups and functions of one iteration.
+    """The parallel axes of size greater than 1, with the groups and functions of an iteration.
 
     Args:
         reduction: makes the gradients of an iteration the mean over its global batch.
         lanes: the lanes of an iteration, if losses and gradients have the same bits on any number of ranks, else None.
         is_tensor_parallel: whether weights, and with them the logits, are sharded over ranks.
         loss: the mean cross entropy of this rank's logits and targets.
-        gather_logits: gathers the logits [batch, local rows] of one position over the vocabulary; a collective call
+        gather_logits: gathers the logits [batch, local rows] of a position over the vocabulary; a collective call
             with tensor parallelism, the identity without.
         pipeline: this rank's stages, or None.
         embedding_group: the group over which tied embeddings of the first and last stage sum their gradients, or None.
-        reports_loss: whether this rank's losses count in the mean; of replicas, one rank does.
-        grad_norm_shares: this rank's parameters that count in the gradient norm, each with the number of this rank
-            among those that hold the same rows, and their count.
+        reports_loss: whether this rank's losses count in the mean; of replicas, a single rank's do.
+        grad_norm_shares: this rank's parameters in the gradient norm, each with the number of this rank among the
+            ranks with the same rows, and their count.
         form: of the windows of micro batches.
         waits_in_passes: whether ranks exchange messages within the forward and backward pass.
     """
@@ -50,7 +50,7 @@ class ParallelContext:
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank counts in the gradient norm where the first of all replicas does."""
+        """Return the parameters counted by this rank in the gradient norm if the first of all replicas counts."""
         return [parameter for parameter, index, _ in self.grad_norm_shares if index == 0]
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:

@@ -34,8 +34,8 @@ def shard(
 ) -> None:
     """Shard the rows of each parameter over a one-dimensional mesh; stage 0 leaves the model unchanged.
 
-    Every block is its own FSDP group. All other parameters form one group, because separate groups would untie the
-    embedding from the output layer.
+    Every block is its own FSDP group. All other parameters form a single group, because separate groups would untie
+    the embedding from the output layer.
 
     Args:
         compute_dtype: in which the parameters of the blocks are gathered.
@@ -69,7 +69,7 @@ def set_gradient_sync(model: nn.Module, *, is_on: bool) -> None:
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of successive items, one for each collective call; a list ends once it has `BUCKET_BYTES` or more."""
+    """Yield lists of successive items, a list per collective call; it ends once it has `BUCKET_BYTES` or more."""
     bucket, size = list[T](), 0
     for item in items:
         bucket.append(item)
@@ -82,7 +82,7 @@ def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average full gradients over a one-dimensional mesh, in place, in buckets. A collective call."""
+    """Average full gradients over a 1-D mesh, in place, in buckets. A collective call."""
     gradients = (local_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
     for bucket in buckets(gradients, lambda gradient: gradient.nbytes):
         _average(bucket, mesh)

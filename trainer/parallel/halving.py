@@ -22,11 +22,11 @@ def sum_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     distance = 1
     while distance < ranks:
         pairs, bit = chunks.view(-1, 2, chunks.shape[1]), rank // distance % 2
-        sent = pairs[:, 1 - bit].contiguous()
-        received = torch.empty_like(sent)
-        _exchange(sent, received, rank ^ distance, group)
+        outgoing = pairs[:, 1 - bit].contiguous()
+        incoming = torch.empty_like(outgoing)
+        _exchange(outgoing, incoming, rank ^ distance, group)
         # The rank at the other end adds the same two numbers in the other order, which is the same sum.
-        chunks = received.add_(pairs[:, bit])
+        chunks = incoming.add_(pairs[:, bit])
         distance *= 2
     return chunks[0]
 
@@ -39,16 +39,16 @@ def sum_all(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     ranks, missing = dist.get_world_size(group), -flat.numel() % dist.get_world_size(group)
     padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
-    own = sum_scatter(padded, group)
-    dist.all_gather(list(padded.view(ranks, -1).unbind()), own, group=group)
+    chunk = sum_scatter(padded, group)
+    dist.all_gather(list(padded.view(ranks, -1).unbind()), chunk, group=group)
     return padded[: flat.numel()]
 
 
-def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Send a tensor to a rank of the group while receiving one from it."""
+def _exchange(outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Exchange tensors with a rank of the group."""
     operations = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()

@@ -1,4 +1,4 @@
-"""Imports the parts of torch that the parallel axes of a run need, before the ranks join.
+"""Imports the parts of torch for the parallel axes of a run, before the ranks join.
 
 Each takes 0.3 to 0.9 s, so no other module of this package imports them at its top, and a run has only its own.
 """
@@ -11,7 +11,7 @@ from trainer.parallel.topology import Topology
 
 
 def import_axes(topology: Topology, *, zero_stage: int) -> None:
-    """Import them; a module that was left out is imported by its first use."""
+    """Import them; a module left out is imported by its first use."""
     names = []
     if topology.dp > 1 and zero_stage > 0:
         names += ["torch.distributed.fsdp", "torch._dynamo"]  # of which a DTensor imports the second when it is made

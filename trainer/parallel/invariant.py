@@ -1,4 +1,4 @@
-"""The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro batches, added in one tree.
+"""The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro batches, added in a tree.
 
 The gradient of a parameter is the sum of the lanes' gradients in the tree of `trainer.parallel.lanes`, divided once by
 the number of micro batches. `ShardedLanes` reduces every lane over ranks and adds the rest of the tree in shards;
@@ -24,9 +24,10 @@ from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
 from trainer.parallel.halving import sum_all, sum_scatter
 from trainer.parallel.lanes import Lanes, PairwiseSum
 from trainer.parallel.pipeline import tied_parameters
+from trainer.parallel.reduction import GradientReduction
 
 
-class ShardedLanes:
+class ShardedLanes(GradientReduction):
     """ZeRO stages 2 and 3: FSDP2 reduces every lane over ranks, and sharded sums wait for their partner in the tree.
 
     Args:
@@ -47,26 +48,22 @@ class ShardedLanes:
         output = keep_ends_apart(model, lanes)
         if output is not None:
             tied = set(tied_parameters(model))
-            (table,) = [whole for parameter, whole in _unsharded(model) if parameter in tied]
+            (table,) = [unsharded for parameter, unsharded in _unsharded(model) if parameter in tied]
             table.register_post_accumulate_grad_hook(partial(self._add_output_gradient, output))  # type: ignore[no-untyped-call]
         self._passes = 0
 
     def loss_divisor(self, micro_batches: int) -> int:
-        """See `GradientReduction`."""
         return 1
 
     def before_backward(self, number: int, micro_batches: int) -> None:
-        """See `GradientReduction`."""
         self._passes = number + 1
         set_gradient_sync(self._model, is_on=self._ends_lane())
 
     def after_backward(self, number: int) -> None:
-        """See `GradientReduction`."""
         if self._ends_lane():
             self._sum.push([_taken(parameter) for parameter in self._parameters])
 
     def finish(self) -> None:
-        """See `GradientReduction`."""
         _set_means(self._parameters, self._sum.take(), self._lanes.micro_batches)
 
     def _ends_lane(self) -> bool:
@@ -79,8 +76,8 @@ class ShardedLanes:
             table.grad.add_(output.take())
 
 
-class LocalLanes:
-    """One rank, ZeRO stages 0 and 1, and pipelines: a rank adds a block of lanes before anything is reduced over ranks.
+class LocalLanes(GradientReduction):
+    """A single rank, ZeRO stages 0 and 1, and pipelines: a rank adds a block of lanes before any reduction over ranks.
 
     Autograd's gradients are taken parameter by parameter as they are accumulated, so this works inside torch's pipeline
     schedules, which run the backward passes of every stage in the order of the micro batches.
@@ -116,19 +113,16 @@ class LocalLanes:
                 self._sums.append(sums)
 
     def loss_divisor(self, micro_batches: int) -> int:
-        """See `GradientReduction`."""
         return 1
 
     def before_backward(self, number: int, micro_batches: int) -> None:
-        """See `GradientReduction`."""
         for model in self._models:
             set_gradient_sync(model, is_on=False)
 
     def after_backward(self, number: int) -> None:
-        """See `GradientReduction`."""
+        """The hooks have added the gradients."""
 
     def finish(self) -> None:
-        """See `GradientReduction`."""
         for bucket in buckets(self._sums, lambda sums: 4 * prod(sums.parameter.shape)):
             totals = [sums.total(self._embedding_group) for sums in bucket]
             parameters = [sums.parameter for sums in bucket]
@@ -139,7 +133,7 @@ class LocalLanes:
 
 
 class _LaneSums:
-    """The sums of one parameter's gradients: within the current lane, and of complete lanes.
+    """The sums of a parameter's gradients: within the current lane, and of complete lanes.
 
     Args:
         parameter: its `grad` is set at the end of an iteration.
@@ -157,7 +151,7 @@ class _LaneSums:
         self._sum = PairwiseSum[torch.Tensor](torch.Tensor.add_)
 
     def accumulate(self, unsharded: torch.Tensor) -> None:
-        """Take the gradient of one micro batch from the parameter as the backward pass uses it."""
+        """Take the gradient of a micro batch from the parameter as the backward pass uses it."""
         gradient, unsharded.grad = unsharded.grad, None
         assert gradient is not None
         self._lane = gradient.float() if self._lane is None else self._lane.add_(gradient)
@@ -184,8 +178,8 @@ class _LaneSums:
 def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
     """Let the output layer accumulate its gradient of a tied table apart.
 
-    None if the model does not have both ends, or if one function adds the two sums of a lane of one micro batch, or if
-    the table is frozen.
+    None if the model does not have both ends, or if a single function adds the two sums of a lane of a micro batch, or
+    if the table is frozen.
     """
     embedding = model.tied_embedding()
     if embedding is None or not embedding.weight.requires_grad:
@@ -198,19 +192,19 @@ def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
 
 
 def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return every trainable parameter with the parameter that a backward pass accumulates into. Collective.
+    """Return every trainable parameter with its target of accumulation in a backward pass. Collective.
 
     The second is the same object for all iterations; without FSDP2 it is the parameter itself. FSDP2 modules are
-    gathered one at a time, since a whole model may not fit into the memory of a rank.
+    gathered singly, since a complete model may not fit into the memory of a rank.
     """
     parameters = dict(model.named_parameters())
-    whole = dict(parameters)
+    unsharded = dict(parameters)
     for module in sharded_modules(model):
         module.unshard()
         gathered = dict(model.named_parameters())
-        whole |= {name: gathered[name] for name, parameter in parameters.items() if gathered[name] is not parameter}
+        unsharded |= {name: gathered[name] for name, parameter in parameters.items() if gathered[name] is not parameter}
         module.reshard()
-    return [(parameter, whole[name]) for name, parameter in parameters.items() if parameter.requires_grad]
+    return [(parameter, unsharded[name]) for name, parameter in parameters.items() if parameter.requires_grad]
 
 
 def _over_tensor_parallel(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -244,10 +238,10 @@ def _scattered(
     ranks = dist.get_world_size(group)
     # Like FSDP2, cut rows as `torch.chunk` does, and pad every gradient to chunks of one size.
     chunks = torch._chunk_cat(gradients, 0, ranks)
-    own = sum_scatter(chunks.flatten(), group)
+    chunk = sum_scatter(chunks.flatten(), group)
     sizes = [-(-gradient.shape[0] // ranks) * prod(gradient.shape[1:]) for gradient in gradients]
     shapes = [local_of(parameter).shape for parameter in parameters]
-    return [flat[: shape.numel()].view(shape) for flat, shape in zip(torch.split(own, sizes), shapes, strict=True)]
+    return [flat[: shape.numel()].view(shape) for flat, shape in zip(torch.split(chunk, sizes), shapes, strict=True)]
 
 
 def _set_means(parameters: Sequence[nn.Parameter], totals: list[torch.Tensor], micro_batches: int) -> None:

@@ -1,4 +1,4 @@
-"""Deals the micro batches of an iteration into lanes, whose gradients are added in one fixed binary tree. Pure."""
+"""Deals the micro batches of an iteration into lanes, whose gradients are added in a fixed binary tree. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of an iteration: lane l holds micro batches l * length to (l + 1) * length, added one after the other.
+    """The lanes of an iteration: lane l holds micro batches l * length to (l + 1) * length, added in order.
 
     The sums of the lanes are added as a balanced binary tree: (0 + 1), (2 + 3), then the pairs, and so on. A rank adds
-    the lanes that it has, and ranks add the rest, so the tree is the same for every number of data-parallel ranks that
-    divides `count`.
+    its lanes, and ranks add the rest, so the tree is the same for every number of data-parallel ranks that divides
+    `count`.
 
     Args:
         count: a power of two; the largest number of data-parallel ranks.
@@ -31,7 +31,7 @@ class Lanes:
         return self.micro_batches // self.count
 
     def of_rank(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
-        """Return the lanes of one data-parallel rank, in order.
+        """Return the lanes of a data-parallel rank, in order.
 
         Args:
             ranks_first: the lowest levels of the tree are sums over ranks, so neighbors have neighboring lanes. Else a
@@ -41,13 +41,13 @@ class Lanes:
         return list(range(rank, self.count, ranks)) if ranks_first else list(range(rank * share, (rank + 1) * share))
 
     def micro_batches_of(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
-        """Return the numbers in the iteration of one rank's micro batches, lane by lane."""
+        """Return the numbers in the iteration of a rank's micro batches, lane by lane."""
         lanes = self.of_rank(rank, ranks, ranks_first=ranks_first)
         return [lane * self.length + number for lane in lanes for number in range(self.length)]
 
 
 class PairwiseSum(Generic[_Value]):
-    """Adds values in a balanced binary tree as they come; it holds one partial sum per bit of their number.
+    """Adds values in a balanced binary tree as they come; it holds a partial sum per bit of their number.
 
     Args:
         add: returns the sum of two values; it may reuse the memory of either.
@@ -75,7 +75,7 @@ class PairwiseSum(Generic[_Value]):
 
 
 def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> list[str]:
-    """Return why `parallel.invariant_ranks=count` cannot be, with the numbers that would do.
+    """Return the problems of `parallel.invariant_ranks=count`, with the possible numbers.
 
     Args:
         ranks: the data-parallel ranks.

@@ -1,4 +1,4 @@
-"""Builds torch's device mesh and the grid of one pipeline rank from a topology."""
+"""Builds torch's device mesh and the grid of a pipeline rank from a topology."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 
 
 def stage_grid(topology: Topology, pp: int) -> Grid:
-    """Return the ranks that hold the stages of pipeline rank `pp`, on the axes after pp."""
+    """Return the ranks with the stages of pipeline rank `pp`, on the axes after pp."""
     ranks = np.arange(topology.world_size).reshape(topology.sizes)
     return Grid(ranks[pp], topology.AXES[1:])

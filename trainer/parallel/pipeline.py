@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
-    """Return the layers of each stage: equal shares, and one more layer for `n_layer % stages` stages in the middle.
+    """Return the layers of each stage: equal shares, and another layer for `n_layer % stages` stages in the middle.
 
     The first and last stages get fewer layers, because they also hold the embedding and the output layer. If the number
-    of smaller stages is odd, one more of them is at the end, where the loss is computed. LLaMA-3 405B has 126 layers to
+    of smaller stages is odd, the end, where the loss is computed, has more of them. LLaMA-3 405B has 126 layers to
     balance 16 stages in the same way (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2).
     """
     share, more = divmod(n_layer, stages)
@@ -65,11 +65,11 @@ class BatchShape:
 
 
 class Pipeline:
-    """The stages of one rank and their schedule. Every rank of the pipeline makes the same calls.
+    """The stages of a rank and their schedule. Every rank of the pipeline makes the same calls.
 
     Args:
-        loss: called on the last stage with the logits and targets of one micro batch.
-        takes_mean: whether gradients are divided by the number of this rank's micro batches after the last one.
+        loss: called on the last stage with the logits and targets of a micro batch.
+        takes_mean: whether gradients are divided by the number of this rank's micro batches after the last.
         form: see `ParallelContext`. Every rank has the windows, so each stage gets their documents from its
             own rank.
     """
@@ -105,7 +105,7 @@ class Pipeline:
         self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
         self._form = form
-        self._look: Callable[[torch.Tensor], None] | None = None
+        self._on_logits: Callable[[torch.Tensor], None] | None = None
         # By the number of micro batches; they share the stages, which keep what they receive of each.
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
@@ -123,23 +123,23 @@ class Pipeline:
         return self._run(self._schedule_of(windows).eval, windows, {})
 
     def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
-        """Return the logits [1, local rows] at position `at` of one window on the last stage, else None.
+        """Return the logits [1, local rows] at position `at` of a window on the last stage, else None.
 
         Args:
             window: int64 [1, seq_length + 1]; it is repeated to the batch shape of training.
         """
-        found: list[torch.Tensor] = []
+        captured: list[torch.Tensor] = []
 
-        def look(logits: torch.Tensor) -> None:
-            if not found:
-                found.append(logits[:1, at].clone())
+        def capture(logits: torch.Tensor) -> None:
+            if not captured:
+                captured.append(logits[:1, at].clone())
 
-        self._look = look
+        self._on_logits = capture
         try:
             self.evaluate(window.expand(self._samples, -1))
         finally:
-            self._look = None
-        return found[0] if found else None
+            self._on_logits = None
+        return captured[0] if captured else None
 
     def _schedule_of(self, windows: torch.Tensor) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Return the schedule of a batch, and prepare the stages for its number of micro batches."""
@@ -158,8 +158,8 @@ class Pipeline:
         return self._schedules[count]
 
     def _seen_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._look is not None:
-            self._look(logits)
+        if self._on_logits is not None:
+            self._on_logits(logits)
         return self._loss(logits, targets)
 
     def _run(
@@ -201,18 +201,18 @@ def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     Args:
         mesh: the mesh of all ranks with the axes pp, dp and tp.
     """
-    own: dist.ProcessGroup | None = None
+    local_group: dist.ProcessGroup | None = None
     columns = mesh.mesh.flatten(1)  # [pp, dp * tp]
     for column in range(columns.shape[1]):
         ranks = [int(columns[0, column]), int(columns[-1, column])]
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            own = group
-    return own
+            local_group = group
+    return local_group
 
 
 def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients of both copies of a tied embedding, so that the copies stay bit-identical."""
+    """All-reduce the gradients of both copies of a tied embedding, which keeps the copies bit-identical."""
     for part in parts:
         for parameter in tied_parameters(part):
             if parameter.grad is not None:
@@ -220,6 +220,6 @@ def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None
 
 
 def tied_parameters(part: Model) -> list[nn.Parameter]:
-    """Return the parameters of a stage that are tied to another parameter."""
+    """Return the parameters of a stage with a tie to another parameter."""
     tied = {name for pair in aliases(part.config).items() for name in pair}
     return [parameter for name, parameter in part.named_parameters() if name in tied]

@@ -19,7 +19,7 @@ class GradientReduction(Protocol):
     """The reduction of the gradients of an iteration into the mean over its global batch.
 
     Without a pipeline, `before_backward` and `after_backward` are called around the passes of every micro batch. All
-    ranks call `finish` after the last one; then `grad` of every parameter is the mean.
+    ranks call `finish` after the last; then `grad` of every parameter is the mean.
     """
 
     def loss_divisor(self, micro_batches: int) -> int:
@@ -36,7 +36,7 @@ class GradientReduction(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MeanReduction:
+class MeanReduction(GradientReduction):
     """Autograd adds the micro batches, FSDP2 or an all-reduce averages over ranks; the order depends on the topology.
 
     Args:
@@ -53,19 +53,16 @@ class MeanReduction:
     embedding_group: dist.ProcessGroup | None
 
     def loss_divisor(self, micro_batches: int) -> int:
-        """See `GradientReduction`."""
         return micro_batches
 
     def before_backward(self, number: int, micro_batches: int) -> None:
-        """See `GradientReduction`."""
         (model,) = self.models
         set_gradient_sync(model, is_on=self.zero_stage >= 2 or number == micro_batches - 1)
 
     def after_backward(self, number: int) -> None:
-        """See `GradientReduction`."""
+        """Autograd has added the gradients."""
 
     def finish(self) -> None:
-        """See `GradientReduction`."""
         if self.is_tensor_parallel:
             from trainer.parallel.tensor import reduce_partial_gradients
 

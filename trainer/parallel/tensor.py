@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: shards the weights of single-device modules over one mesh axis.
+"""Tensor and sequence parallelism: shards the weights of single-device modules over a mesh axis.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", and Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models" (sequence parallelism), on torch's DTensor styles.
@@ -46,7 +46,7 @@ _HEADS = 2  # the dimension of [batch, sequence, heads, head width] that tensor 
 
 
 def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Shard a model, or one stage of it, over a one-dimensional mesh.
+    """Shard a model, or a stage of it, over a one-dimensional mesh.
 
     Attention is sharded by heads and the vocabulary by rows. With `sequence_parallel`, norms, residuals and their
     dropout are sharded along the sequence. Logits stay sharded; `vocab_parallel_cross_entropy` computes the loss. The
@@ -60,15 +60,15 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
 
 
 def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
-    """Return the names of the dropout modules whose activations are sharded, so that the ranks' masks must differ.
+    """Return the names of the dropout modules with sharded activations, whose masks must differ between ranks.
 
     Attention dropout is always sharded, by heads. With sequence parallelism all other dropout is sharded too, except
-    that of the embedding, which precedes the sharding. At every other site the ranks hold replicas and must draw the
-    same mask.
+    the embedding's, which precedes the sharding. At every other site the ranks hold replicas and must draw the same
+    mask.
     """
     sites = {name: module.site for name, module in model.named_modules() if isinstance(module, Dropout)}
-    whole = {Site.embedding} if sequence_parallel else set(Site) - {Site.attention}
-    return {name for name, site in sites.items() if site not in whole}
+    replicated = {Site.embedding} if sequence_parallel else set(Site) - {Site.attention}
+    return {name for name, site in sites.items() if site not in replicated}
 
 
 def vocab_parallel_cross_entropy(
@@ -84,8 +84,8 @@ def vocab_parallel_cross_entropy(
     """
     size = torch.Size((*logits.shape[:-1], rows))
     stride = (size[1] * rows, rows, 1)
-    whole = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=stride)
-    return cast(DTensor, token_loss(whole, targets)).to_local()
+    full_logits = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=stride)
+    return cast(DTensor, token_loss(full_logits, targets)).to_local()
 
 
 def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
 
 
 def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | None:
-    """Return the style of one module, None for a module that stays unchanged."""
+    """Return the style of a module, None to leave it unchanged."""
     is_cut = isinstance(between, Shard)
     match cut:
         case Cut.columns if isinstance(module, FusedConv1D):
@@ -145,9 +145,9 @@ def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | N
 
 
 def _gathered(between: Placement, *, inputs: int) -> PrepareModuleInput:
-    """Gather the first input of a module, once for all products that read it."""
-    rest = (None,) * (inputs - 1)
-    return PrepareModuleInput(input_layouts=(between, *rest), desired_input_layouts=(Replicate(), *rest))
+    """Gather the first input of a module, once for all of its products."""
+    unchanged = (None,) * (inputs - 1)
+    return PrepareModuleInput(input_layouts=(between, *unchanged), desired_input_layouts=(Replicate(), *unchanged))
 
 
 class Columns(ParallelStyle):
@@ -174,17 +174,19 @@ class Rows(ParallelStyle):
 
 
 class FusedColumns(ParallelStyle):
-    """Shard a FusedConv1D [in, parts, out] by outputs, so that each rank has the same heads of every part.
+    """Shard a FusedConv1D [in, parts, out] by outputs: each rank has the same heads of every part.
 
     The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into
-    one dimension.
+    a single dimension.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def forward(self: FusedConv1D, x: torch.Tensor) -> torch.Tensor:
-            whole = x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
+            replicated = (
+                x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
+            )
             # Each rank has the input's gradient from its own columns only.
-            local = whole.to_local(grad_placements=(Partial(),))
+            local = replicated.to_local(grad_placements=(Partial(),))
             weight, bias = _local(self.weight).to(local.dtype), _local(self.bias).to(local.dtype)
             return F.linear(local, weight.flatten(1).t(), bias.flatten()).view(*local.shape[:-1], *bias.shape)
 

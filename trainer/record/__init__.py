@@ -1,1 +1,1 @@
-"""The part of a checkpoint that says which run saved it, and the rules for one that differs."""
+"""The record of the run in its checkpoint, and the rules for a resume by another run."""

@@ -1,4 +1,4 @@
-"""Rules for differences between a checkpoint and the run that loads it, one per field. Pure."""
+"""Rules for differences between a checkpoint and the loading run, by field. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule for one field of `trainer_state.json`, or for all fields below it.
+    """The rule for a field of `trainer_state.json`, or for all fields below it.
 
     Args:
         field: a dotted path; a rule for a longer path wins.
-        flag: the flag that allows the difference, for Verdict.FLAG.
+        flag: the flag to allow the difference, for Verdict.FLAG.
         says: the effect of an allowed difference, for the log line.
         hint: advice for the refusal or, with Verdict.LOGGED, for the log line; `{saved}` in it is replaced by the saved
             value.
-        is_optional: whether a field may be missing on one side; older checkpoints lack it.
+        is_optional: whether a field may be missing on a side; older checkpoints lack it.
     """
 
     field: str
@@ -43,7 +43,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that differs, and the rule that decides about it."""
+    """A field with different values, and its rule."""
 
     field: str
     saved: object
@@ -52,16 +52,16 @@ class Difference:
 
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
-    """Return every differing field that a rule of `table` covers, in order of the table."""
+    """Return every differing field with a rule in `table`, in order of the table."""
     old, new = flattened(saved), flattened(current)
-    found = []
+    differing = []
     for field in sorted(old.keys() | new.keys()):
         rule = rule_for(field, table)
         if rule is None or (rule.is_optional and not (field in old and field in new)):
             continue
         if old.get(field) != new.get(field):
-            found.append(Difference(field, old.get(field), new.get(field), rule))
-    return sorted(found, key=lambda d: table.index(d.rule))
+            differing.append(Difference(field, old.get(field), new.get(field), rule))
+    return sorted(differing, key=lambda d: table.index(d.rule))
 
 
 def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -76,7 +76,7 @@ def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object
 
 
 def settle(
-    found: Sequence[Difference],
+    differing: Sequence[Difference],
     *,
     flags: Collection[str],
     where: object,
@@ -87,15 +87,15 @@ def settle(
     """Return the lines to log about allowed differences.
 
     Args:
-        fix: what to do about differences that no flag allows.
+        fix: what to do about differences without a flag to allow them.
         otherwise: what can be done about any difference.
 
     Raises:
-        MismatchError: listing every difference that is refused or lacks its flag, with both values and the flag.
+        MismatchError: listing every difference refused or without its flag, with both values and the flag.
     """
     refused = [
         d
-        for d in found
+        for d in differing
         if d.rule.verdict is Verdict.REFUSED or (d.rule.verdict is Verdict.FLAG and d.rule.flag not in flags)
     ]
     if refused:
@@ -113,7 +113,7 @@ def settle(
             found="these differences:\n" + "\n".join(rows),
             fix="\n".join(["", fix, *([otherwise] if otherwise else [])]),
         )
-    return [_line(d) for d in found]
+    return [_line(d) for d in differing]
 
 
 def _line(difference: Difference) -> str:
@@ -136,7 +136,7 @@ def _advice(difference: Difference) -> str:
 
 
 def rule_for(field: str, table: Sequence[Rule]) -> Rule | None:
-    """Return the rule for a dotted path: the one of the longest path that covers it."""
+    """Return the rule for a dotted path: the longest path above it wins."""
     fitting = [rule for rule in table if field == rule.field or field.startswith(rule.field + ".")]
     return max(fitting, key=lambda rule: len(rule.field), default=None)
 

@@ -1,7 +1,7 @@
-"""The record of the data in `trainer_state.json`, and where a blend of sources begins after another one. Pure.
+"""The record of the data in `trainer_state.json`, and where a blend of sources begins after another. Pure.
 
 A blend is a function of the position since its beginning. When the data of a run changes, the position and the samples
-that each source has consumed until then are recorded, so that every source goes on where it was.
+consumed of each source until then are recorded: every source goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DataOrigin:
     """The beginning of the present data of a run.
 
     Args:
-        position: samples that the run had consumed.
-        consumed: samples of each source among them by fingerprint, also of sources that have left.
+        position: samples consumed by the run.
+        consumed: samples of each source among them by fingerprint, also of former sources.
     """
 
     position: int = 0
@@ -60,16 +60,16 @@ def data_record(
         micro_batch_size: the loss of a micro batch of padded samples is the mean over its targets, so its size is a
             part of their data.
     """
-    found: Json = {}
+    members: Json = {}
     if len(weights) > 1:
-        found["weights"] = {name: str(weights[name]) for name in sorted(weights)}
+        members["weights"] = {name: str(weights[name]) for name in sorted(weights)}
     if marks is not None:
-        found["document_mask"] = "index" if marks.end_of_text is None else marks.end_of_text
+        members["document_mask"] = "index" if marks.end_of_text is None else marks.end_of_text
     if documents is not None:
-        found["documents"] = documents
+        members["documents"] = documents
     if section.samples is not SampleCut.across_documents:
-        found |= {"samples": section.samples.value, "micro_batch_size": micro_batch_size}
-    return found
+        members |= {"samples": section.samples.value, "micro_batch_size": micro_batch_size}
+    return members
 
 
 def sources_in(state: Json) -> dict[str, Fraction]:
@@ -80,12 +80,12 @@ def sources_in(state: Json) -> dict[str, Fraction]:
     """
     data = state["data"]
     weights = data.get("weights", {data["fingerprint"]: "1"})
-    if odd := [weight for weight in weights.values() if not _SHARE.fullmatch(weight)]:
-        raise ValueError(f"{odd[0]!r} is no weight")
-    found = {str(name): Fraction(weights[name]) for name in sorted(weights)}
-    if min(found.values()) <= 0:
+    if malformed := [weight for weight in weights.values() if not _SHARE.fullmatch(weight)]:
+        raise ValueError(f"{malformed[0]!r} is no weight")
+    shares = {str(name): Fraction(weights[name]) for name in sorted(weights)}
+    if min(shares.values()) <= 0:
         raise ValueError(f"{weights!r} has a weight that is not positive")
-    return found
+    return shares
 
 
 def origin_after(
@@ -96,15 +96,15 @@ def origin_after(
     where: object,
     position: DataPosition = DataPosition.run,
 ) -> DataOrigin | None:
-    """Return where the data of a run begins that resumes from a checkpoint.
+    """Return where the data of a resumed run begins.
 
-    None if it goes on at the position of the run: the sources are those of its start, or one took the place of one.
+    None if it goes on at the position of the run: the sources are those of its start, or a source replaced another.
 
     Args:
         saved: `trainer_state.json`.
         current: the description of the run.
         progress: of the resumed run.
-        position: where a source begins that takes the place of another one; of no effect if the sources are the same.
+        position: where a source begins after it replaces another; of no effect if the sources are the same.
 
     Raises:
         CheckpointError: if the record is malformed.
@@ -134,7 +134,7 @@ def origin_after(
 def new_source_lines(
     saved: Json, current: Json, origin: DataOrigin | None, consumed_samples: int, files: Sequence[tuple[object, int]]
 ) -> list[str]:
-    """Return a line for each source of a resumed run that its checkpoint does not have: where it begins.
+    """Return a line for each new source of a resumed run: where it begins.
 
     A run that has consumed no sample has none.
 

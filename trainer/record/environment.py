@@ -51,17 +51,19 @@ def environment_record(config: Config, device: torch.device, threads: int) -> Js
 
 
 def kernel_record() -> Json:
-    """Return the processor of this host, and the kernels and libraries that torch has for it."""
+    """Return the processor of this host, and torch's kernels and libraries for it."""
     return {"processor": _processor(), "math": _math(os.environ)}
 
 
 def _processor() -> Json:
-    """Return the processor as torch sees it; nothing with a torch that does not tell."""
-    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    caches = [f"{name.removesuffix('_cache_size')} {size}" for name, size in known.items() if name.endswith("_size")]
+    """Return the processor as torch sees it; unknown with an older torch."""
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    caches = [
+        f"{name.removesuffix('_cache_size')} {size}" for name, size in capabilities.items() if name.endswith("_size")
+    ]
     return {
-        "name": str(known.get("cpu_name", "unknown")),
-        "instructions": " ".join(sorted(name for name, value in known.items() if value is True)),
+        "name": str(capabilities.get("cpu_name", "unknown")),
+        "instructions": " ".join(sorted(name for name, value in capabilities.items() if value is True)),
         "caches": ", ".join(sorted(caches)),
     }
 
@@ -114,7 +116,7 @@ def _joined(rows: Sequence[Json]) -> Json:
         if isinstance(value, Mapping):
             joined[name] = _joined(values)
         else:
-            joined[name] = value if all(other == value for other in values) else values
+            joined[name] = value if all(member == value for member in values) else values
     return joined
 
 
@@ -122,11 +124,11 @@ def _lines(rows: Sequence[Json]) -> list[str]:
     """Return the lines for the log: the members in which ranks differ from rank 0, and the consequence."""
     lines = []
     for name, value in rows[0].items():
-        others = [(rank, row[name]) for rank, row in enumerate(rows) if row[name] != value]
-        if others:
-            rank, other = others[0]
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            lines.append(f"environment.{name}: {value} on rank 0, {other} on rank {rank}{more}")
+        deviations = [(rank, row[name]) for rank, row in enumerate(rows) if row[name] != value]
+        if deviations:
+            rank, deviation = deviations[0]
+            more = f" and {len(deviations) - 1} more" if len(deviations) > 1 else ""
+            lines.append(f"environment.{name}: {value} on rank 0, {deviation} on rank {rank}{more}")
     return [
         *lines,
         "the ranks compute in different environments: a resume has the same bits if every rank has its own again, and "

@@ -1,4 +1,4 @@
-"""The rules for a run that differs from the record of the checkpoint that it loads. Pure."""
+"""The rules for differences of a run from the record of its loaded checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -119,51 +119,55 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 
 def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the set flags that allow differences."""
+    """Return the set flags to allow differences."""
     flags = {rule.flag for rule in RULES if rule.flag}
     return {flag for flag in flags if getattr(section, flag.removeprefix("checkpoint."))}
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
+    """Return the effective rules; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
     if section.finetune:
-        found = weight_rules()
+        rules = weight_rules()
         if section.partial:
-            return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in found]
-        return [*found, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
+            return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in rules]
+        return [*rules, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
     if section.use_checkpoint_scheduler:
         return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
     return RULES
 
 
 def weight_rules() -> list[Rule]:
-    """Return the rules of a run that takes weights alone: its curve is its own, and needs no flag."""
-    found = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
-    return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict is Verdict.FLAG else rule for rule in found]
+    """Return the rules of a run from weights alone: its curve is its own, and needs no flag."""
+    rules = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
+    return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict is Verdict.FLAG else rule for rule in rules]
 
 
 def compared(saved: Json, current: Json) -> tuple[Json, Json]:
-    """Return two states in the form in which they are compared.
+    """Return two states in the form for comparison.
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
-    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0. Saved counts of
-    samples are converted to samples of the current length.
+    `adam`. A member of the optimizer missing in the saved state is removed from both. Other patterns of `freeze` for
+    the same trained parameters are no difference. A missing `invariant_ranks` is 0. Saved counts of samples are
+    converted to samples of the current length.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
-    theirs, ours = saved.get("optimizer", {}), current["optimizer"]
-    if not isinstance(theirs, Mapping):
+    saved_optimizer, current_optimizer = saved.get("optimizer", {}), current["optimizer"]
+    if not isinstance(saved_optimizer, Mapping):
         return saved, current
-    old, new = ({"name": table["name"]} if "name" in theirs else {} for table in (theirs, ours))
-    if "groups" in theirs:
-        there, here = _decays(theirs["groups"]), _decays(ours["groups"])
-        if there is None or here is None:
+    old, new = (
+        {"name": table["name"]} if "name" in saved_optimizer else {} for table in (saved_optimizer, current_optimizer)
+    )
+    if "groups" in saved_optimizer:
+        saved_decays, current_decays = _decays(saved_optimizer["groups"]), _decays(current_optimizer["groups"])
+        if saved_decays is None or current_decays is None:
             return saved, current
-        both = there.keys() & here.keys()
-        if there.keys() == here.keys():
+        common = saved_decays.keys() & current_decays.keys()
+        if saved_decays.keys() == current_decays.keys():
             saved, current = ({k: v for k, v in state.items() if k != "freeze"} for state in (saved, current))
-        old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
+        old["weight_decay"], new["weight_decay"] = (
+            {name: decays[name] for name in common} for decays in (saved_decays, current_decays)
+        )
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
 
 
@@ -172,27 +176,27 @@ def _with_invariant_ranks(state: Json) -> Json:
     return {**state, "topology": {"invariant_ranks": 0, **topology}} if isinstance(topology, Mapping) else state
 
 
-def with_same_bits(found: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
+def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
     """Return the differences, with "same bits" as the effect of another topology where the loss curve keeps its bits.
 
-    It does if `invariant_ranks` is on and all else that an iteration depends on is known and equal: on both sides and
+    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal: on both sides and
     on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
 
     Args:
-        found: the differences between the states that `compared` returns.
+        differing: the differences between the states of `compared`.
         saved: the state of the checkpoint.
         current: the run's own state.
     """
-    others = [d for d in found if d.field not in _OF_NO_BIT and d.rule.field not in _OUTSIDE_ITERATIONS]
+    affecting = [d for d in differing if d.field not in _OF_NO_BIT and d.rule.field not in _OUTSIDE_ITERATIONS]
     is_on = current["topology"].get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
-    if others or not is_on or not _is_known(saved, current):
-        return list(found)
-    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in found if d.field in _OF_NO_BIT}
-    return [replace(d, rule=rules.get(d.field, d.rule)) for d in found]
+    if affecting or not is_on or not _is_known(saved, current):
+        return list(differing)
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in _OF_NO_BIT}
+    return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
 
 
 def _is_known(saved: Json, current: Json) -> bool:
-    """Return whether a state says all that bits depend on, and all ranks of the run have the same environment."""
+    """Return whether a state has all influences on the bits, and all ranks of the run have the same environment."""
     optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
     unsaid = flattened(current).keys() - flattened(saved).keys()
     ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
@@ -203,10 +207,10 @@ def _decays(groups: object) -> dict[str, bool] | None:
     """Return whether each parameter has weight decay, as the first group does. None if the groups are malformed."""
     if not isinstance(groups, list):
         return None
-    found = dict[str, bool]()
+    decays = dict[str, bool]()
     for number, group in enumerate(groups):
         names = group.get("names") if isinstance(group, Mapping) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             return None
-        found |= dict.fromkeys(names, number == 0)
-    return found
+        decays |= dict.fromkeys(names, number == 0)
+    return decays

@@ -27,9 +27,9 @@ from trainer.schedules.progress import Progress
 
 
 def model_record(config: ModelConfig) -> Json:
-    """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
+    """Return every field of a model as JSON; a field added after the first format is absent where it has its default.
 
-    So an activation that is absent is the tanh form of GELU, and a model without `lora` has no adapters.
+    So a missing activation is the tanh form of GELU, and a model without `lora` has no adapters.
     """
     table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     for field in fields(config):
@@ -52,7 +52,7 @@ def describe(
     marks: DocumentMarks | None = None,
     documents: str | None = None,
 ) -> Json:
-    """Return the part of the record that is constant during a run.
+    """Return the constant part of a run's record.
 
     Args:
         fingerprint: of the training data.
@@ -137,18 +137,18 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         scaling = None if scaling is None else RopeScaling(**scaling)
         model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
         _same_kinds(model)
-        found = problems(model) or adapter_problems(model)
+        reasons = problems(model) or adapter_problems(model)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
-    if found:
-        raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(found))
+    if reasons:
+        raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(reasons))
     return model
 
 
 def _family(name: object) -> Family:
-    known = [family.value for family in Family]
-    if name not in known:
-        raise ValueError(f"model.family is {name!r}, known are {', '.join(known)}")
+    names = [family.value for family in Family]
+    if name not in names:
+        raise ValueError(f"model.family is {name!r}, known are {', '.join(names)}")
     return Family(name)
 
 
@@ -171,7 +171,7 @@ def _is_kind(value: object, kind: Any) -> bool:
 
 
 def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
-    """Return the stored names of the parameters that were frozen when a state file was written.
+    """Return the stored names of the parameters frozen when a state file was written.
 
     Raises:
         CheckpointError: if its patterns are malformed.
@@ -208,20 +208,20 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
 
 
 def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, keys in OPTIMIZERS[section.name].numbers.items():
         table = _table(state[name])
-        for theirs, key in keys.items():
+        for member, key in keys.items():
             match getattr(section, key):
-                case bool() if not isinstance(table[theirs], bool):
-                    raise TypeError(f"{table[theirs]!r} is not true or false")
+                case bool() if not isinstance(table[member], bool):
+                    raise TypeError(f"{table[member]!r} is not true or false")
                 case bool():
-                    found[key] = table[theirs]
+                    settings[key] = table[member]
                 case int():
-                    found[key] = integer(table[theirs])
+                    settings[key] = integer(table[member])
                 case _:
-                    found[key] = finite_number(table[theirs], least=0)
-    return found
+                    settings[key] = finite_number(table[member], least=0)
+    return settings
 
 
 def _table(value: object) -> Mapping[str, object]:

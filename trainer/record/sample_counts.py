@@ -11,7 +11,7 @@ from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 def in_samples_of(seq_length: object, saved: Json) -> Json:
     """Return a state whose schedules count samples of `seq_length` tokens, as the position of a resumed run does.
 
-    Counts are rounded down, as the position is. Parts that are malformed, or count iterations, stay as they are.
+    Counts are rounded down, as the position is. Malformed parts, and counts of iterations, stay as they are.
 
     Args:
         saved: `trainer_state.json`.
@@ -20,15 +20,15 @@ def in_samples_of(seq_length: object, saved: Json) -> Json:
     was = batch.get("seq_length") if isinstance(batch, Mapping) else None
     if type(was) is not int or type(seq_length) is not int or was == seq_length or min(was, seq_length) < 1:
         return saved
-    found = dict(saved)
+    converted = dict(saved)
     if isinstance(schedule, Mapping):
-        found["schedule"] = {
+        converted["schedule"] = {
             name: value * was // seq_length if name.endswith("_samples") and type(value) is int else value
             for name, value in schedule.items()
         }
     if isinstance(batch, Mapping) and isinstance(batch.get("batch_schedule"), str):
-        found["batch"] = {**batch, "batch_schedule": _converted(batch["batch_schedule"], was, seq_length)}
-    return found
+        converted["batch"] = {**batch, "batch_schedule": _converted(batch["batch_schedule"], was, seq_length)}
+    return converted
 
 
 def _converted(text: str, was: int, now: int) -> str:

@@ -1,4 +1,4 @@
-"""The software that runs: versions of packages, and the commit of this program's source."""
+"""The running software: versions of packages, and the commit of this program's source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 5.0
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that decide on the bits of a run; None for an unknown one."""
+    """Return the versions of Python and of the packages with influence on the bits of a run; None for unknown."""
     return {
         "python": platform.python_version(),
         "reprise": __version__,
@@ -30,13 +30,13 @@ def commit(root: Path = _ROOT) -> str | None:
 
     None where `root` is not the top of a work tree, as in an installed package, or git does not answer.
     """
-    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
-    if found is None or len(found) != 2 or Path(found[0]) != root:
+    answer = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if answer is None or len(answer) != 2 or Path(answer[0]) != root:
         return None
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     if changes is None:
         return None
-    return f"{found[1]}-dirty" if changes else found[1]
+    return f"{answer[1]}-dirty" if changes else answer[1]
 
 
 def _version(package: str) -> str | None:
@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> list[str] | None:
-    """Return the lines that git prints; None if it fails."""
+    """Return the output lines of git; None if it fails."""
     # A hook of another repository sets these, and git would look there.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
