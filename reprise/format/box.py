@@ -30,12 +30,12 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that covers a tensor of `shape`."""
+    """Return the box of a complete tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box:
-    """Return the intersection of two boxes of one tensor; its `numel` is 0 if they are disjoint."""
+    """Return the intersection of two boxes of a tensor; its `numel` is 0 if they are disjoint."""
     if a == b:
         return a
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
@@ -54,19 +54,19 @@ def absolute(inner: Box, outer: Box) -> Box:
 
 
 def in_bytes(box: Box, itemsize: int) -> Box:
-    """Return the box with one more dimension, the bytes of each item."""
+    """Return the box with another dimension, the bytes of each item."""
     return Box((*box.offset, 0), (*box.shape, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One mesh axis that shards a tensor dimension.
+    """A mesh axis with a tensor dimension sharded over it.
 
     Args:
         dim: the sharded tensor dimension.
         index: this rank's coordinate on the mesh axis.
         count: size of the mesh axis.
-        strided: product of the sizes of the axes to the right that shard the same dimension *before* this one
+        strided: product of the sizes of the axes to the right that shard the same dimension *before* this axis
             (`split_factor` of torch's `_StridedShard`); 1 for a plain shard.
     """
 
@@ -84,13 +84,14 @@ def cut(lo: int, hi: int, *, index: int, count: int) -> tuple[int, int]:
 
 
 def box_of_splits(shape: Sequence[int], splits: Sequence[Split]) -> Box:
-    """Return the box that a rank holds after all `splits`, listed in mesh axis order.
+    """Return the box of a rank after all `splits`, listed in mesh axis order.
 
-    Plain splits apply from left to right. A strided one applies after the axes to its right whose sizes multiply to its
-    `strided` factor (FSDP2 over tensor parallelism: `torch/distributed/tensor/placement_types.py`, `_StridedShard`).
+    Plain splits apply from left to right. A strided split applies after the axes to its right whose sizes multiply to
+    its `strided` factor (FSDP2 over tensor parallelism: `torch/distributed/tensor/placement_types.py`,
+    `_StridedShard`).
 
     Raises:
-        ValueError: if a strided factor is not a product of sizes to its right, so that the shard is not a single box.
+        ValueError: if a strided factor is not a product of sizes to its right: the shard is then not a single box.
     """
     offset, size = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -144,20 +145,20 @@ class Image:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Return the packed image's shape as an array of bytes: one dimension per loop, and one for the run."""
+        """Return the packed image's shape as an array of bytes: a dimension per loop, and the run's."""
         return (*(count for count, _ in self.loops), self.run_bytes)
 
     def before(self, offset: int) -> int:
-        """Return how many of its bytes lie before byte `offset` of the tensor."""
-        left, step, found = offset - self.start, self.total_bytes, 0
+        """Return the number of its bytes before byte `offset` of the tensor."""
+        remaining, step, packed = offset - self.start, self.total_bytes, 0
         for count, stride in self.loops:
             step //= count
-            index = max(0, left // stride)
+            index = max(0, remaining // stride)
             if index >= count:
-                return found + count * step
-            found += index * step
-            left -= index * stride
-        return found + min(max(0, left), self.run_bytes)
+                return packed + count * step
+            packed += index * step
+            remaining -= index * stride
+        return packed + min(max(0, remaining), self.run_bytes)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -167,7 +168,7 @@ class Image:
     def boxes(self, lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """Yield packed bytes `[lo, hi)` as a minimal number of arrays with strides `strides` in the tensor.
 
-        Each is a shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
+        Each is a shape, the offset of its first byte in the tensor's bytes, and its offset in the packed image.
         """
         strides, at = self.strides, lo
         for box in extent(self.packed_shape, lo, hi):
@@ -211,7 +212,7 @@ def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
 
 
 def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
-    """Yield the boxes that together are elements `[lo, hi)` of a C-ordered array of `shape`, in order.
+    """Yield the boxes of elements `[lo, hi)` of a C-ordered array of `shape`, in order.
 
     Their number is minimal: at most 2 * dimensions - 1.
     """
@@ -221,16 +222,16 @@ def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row = math.prod(shape[1:])
-    (first, skip), (last, rest) = divmod(lo, row), divmod(hi, row)
+    (first, skip), (last, end) = divmod(lo, row), divmod(hi, row)
     if first == last:
-        yield from _beneath(first, extent(shape[1:], skip, rest))
+        yield from _beneath(first, extent(shape[1:], skip, end))
         return
     if skip:
         yield from _beneath(first, extent(shape[1:], skip, row))
         first += 1
     if first < last:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _beneath(last, extent(shape[1:], 0, rest))
+    yield from _beneath(last, extent(shape[1:], 0, end))
 
 
 def _beneath(index: int, boxes: Iterator[Box]) -> Iterator[Box]:

@@ -1,6 +1,6 @@
-"""`host.json`: which pieces of a checkpoint lie in the folder of one host.
+"""`host.json`: which pieces of a checkpoint lie in the folder of a host.
 
-A local checkpoint has one folder on each host, all with the same manifest and the same files at their full size. Only
+A local checkpoint has a folder on each host, all with the same manifest and the same files at their full size. Only
 the ranges of the listed pieces are there; every other range is a hole and must not be read.
 """
 
@@ -34,12 +34,12 @@ class HostFile:
     """The content of `host.json`.
 
     Args:
-        attempt: name of the attempt that saved the checkpoint.
+        attempt: name of the save's attempt.
         manifest: digest of the manifest.
-        host: number of the host that this folder was saved on; None for one that has only copies.
-        hosts: the names of all hosts that saved the checkpoint.
-        writers: by tensor, the number of the host that wrote each piece.
-        held: the pieces that lie in this folder: those of its own host, and copies of others.
+        host: number of the host of this folder in the save; None for a folder of copies alone.
+        hosts: the names of all hosts of the save.
+        writers: by tensor, the number of the host of each piece.
+        held: the pieces in this folder: those of its own host, and copies of others.
     """
 
     attempt: str
@@ -51,7 +51,7 @@ class HostFile:
 
     @property
     def own(self) -> dict[str, tuple[int, ...]]:
-        """Return the pieces that this host wrote."""
+        """Return the pieces of this host."""
         return {} if self.host is None else self.written_by(self.host)
 
     @property
@@ -60,15 +60,15 @@ class HostFile:
         return not missing(self.writers, [self.held])
 
     def written_by(self, host: int) -> dict[str, tuple[int, ...]]:
-        """Return the pieces that a host wrote."""
-        found = {
+        """Return the pieces of a host."""
+        pieces = {
             name: tuple(number for number, writer in enumerate(writers) if writer == host)
             for name, writers in self.writers.items()
         }
-        return {name: numbers for name, numbers in found.items() if numbers}
+        return {name: numbers for name, numbers in pieces.items() if numbers}
 
     def to_bytes(self) -> bytes:
-        """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
+        """Return the JSON form; its last member is the digest of all bytes before its comma."""
         return sealed_json.to_bytes(
             {
                 "format": FORMAT,
@@ -83,12 +83,12 @@ class HostFile:
 
 
 def stored_name(name: str, *, is_whole: bool) -> str:
-    """Return the name that a file of the manifest has in the folder of a host."""
+    """Return the name of a file of the manifest in the folder of a host."""
     return name + _OF_PART if name in _CONFIGS and not is_whole else name
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Return the path of a file of the manifest in a folder, which may be that of a host."""
+    """Return the path of a file of the manifest in a folder, perhaps of a host."""
     path, of_part = folder / name, folder / stored_name(name, is_whole=False)
     return path if os.path.lexists(path) or not os.path.lexists(of_part) else of_part
 
@@ -104,7 +104,7 @@ def from_bytes(data: bytes, *, where: object) -> HostFile:
 
 
 def attempt_of(folder: Path) -> str | None:
-    """Return the attempt whose manifest and `host.json` lie in a folder; None if it lacks one of them."""
+    """Return the attempt whose manifest and `host.json` lie in a folder; None if it lacks either."""
     try:
         host = from_bytes(read_regular(folder / HOST, limit_bytes=json_file.MAX_BYTES), where=folder / HOST)
         digest = digest_of(read_regular(folder / MANIFEST, limit_bytes=json_file.MAX_BYTES))
@@ -117,59 +117,63 @@ def _from_table(table: Mapping[str, Any]) -> HostFile:
     hosts = tuple(str(name) for name in table["hosts"])
     if not hosts:
         raise ValueError("there are no hosts")
-    writers = {str(name): _numbers(found, most=len(hosts) - 1) for name, found in table["writers"].items()}
-    held = {}
-    for name, found in table["held"].items():
-        held[str(name)] = _numbers(found, most=len(writers[name]) - 1)
-        if list(held[name]) != sorted(set(held[name])):
+    writers = {str(name): _numbers(values, most=len(hosts) - 1) for name, values in table["writers"].items()}
+    pieces = {}
+    for name, values in table["held"].items():
+        pieces[str(name)] = _numbers(values, most=len(writers[name]) - 1)
+        if list(pieces[name]) != sorted(set(pieces[name])):
             raise ValueError(f"the pieces of {name} are not in order")
     host = None if table["host"] is None else integer(table["host"], most=len(hosts) - 1)
-    return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, held)
+    return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, pieces)
 
 
-def _numbers(found: Iterable[int], *, most: int) -> tuple[int, ...]:
+def _numbers(values: Iterable[int], *, most: int) -> tuple[int, ...]:
     """Return numbers from 0 to `most`; a large checkpoint has millions of them, so they are checked together."""
-    numbers = tuple(found)
+    numbers = tuple(values)
     if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
         raise ValueError(f"numbers from 0 to {most} are expected")
     return numbers
 
 
 def writers_of(
-    tensors: Mapping[str, TensorEntry], itemsizes: Mapping[str, int], written: Mapping[int, Sequence[WrittenPiece]]
+    tensors: Mapping[str, TensorEntry],
+    itemsizes: Mapping[str, int],
+    pieces_of_hosts: Mapping[int, Sequence[WrittenPiece]],
 ) -> dict[str, tuple[int, ...]]:
-    """Return by tensor which host wrote each piece; the empty piece of an empty box counts as host 0's.
+    """Return by tensor the host of each piece; the empty piece of an empty box counts as host 0's.
 
     Args:
         itemsizes: by tensor, the bytes of an element.
-        written: by number of the host, the pieces that its ranks report.
+        pieces_of_hosts: by number of the host, the pieces reported by its ranks.
     """
-    owner = {(piece.name, piece.box, piece.lo): host for host, pieces in written.items() for piece in pieces}
+    owner = {(piece.name, piece.box, piece.lo): host for host, pieces in pieces_of_hosts.items() for piece in pieces}
     return {
         name: tuple(owner.get((name, piece.box, piece.lo), 0) for piece in entry.pieces(itemsizes[name]))
         for name, entry in tensors.items()
     }
 
 
-def union(found: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
-    """Return the pieces that are in any of these sets."""
+def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
+    """Return the pieces in any of these sets."""
     merged: dict[str, set[int]] = {}
-    for numbers in found:
+    for numbers in sets:
         for name, members in numbers.items():
             merged.setdefault(name, set()).update(members)
     return {name: tuple(sorted(members)) for name, members in merged.items() if members}
 
 
-def without(numbers: PieceNumbers, others: PieceNumbers) -> dict[str, tuple[int, ...]]:
-    """Return the pieces of `numbers` that are not among `others`."""
-    gone = {name: frozenset(members) for name, members in others.items()}
-    left = {
-        name: tuple(number for number in members if number not in gone.get(name, ()))
+def without(numbers: PieceNumbers, excluded_pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
+    """Return the pieces of `numbers` without those of `excluded_pieces`."""
+    excluded = {name: frozenset(members) for name, members in excluded_pieces.items()}
+    difference = {
+        name: tuple(number for number in members if number not in excluded.get(name, ()))
         for name, members in numbers.items()
     }
-    return {name: members for name, members in left.items() if members}
+    return {name: members for name, members in difference.items() if members}
 
 
-def missing(writers: PieceNumbers, held: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
-    """Return the pieces of a checkpoint that are in none of these sets."""
-    return without({name: tuple(range(len(found))) for name, found in writers.items()}, union(held))
+def missing(writers: PieceNumbers, present: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
+    """Return the pieces of a checkpoint in none of these sets."""
+    return without(
+        {name: tuple(range(len(writers_of_tensor))) for name, writers_of_tensor in writers.items()}, union(present)
+    )

@@ -3,7 +3,7 @@
 Every rank computes the same layout, so planning a save needs no communication.
 
 The files are safetensors (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header
-length, a JSON header, then the data. Headers are padded so that the data starts on a page boundary.
+length, a JSON header, then the data. Padding of the headers puts the data on a page boundary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorKind(Enum):
-    """The family of files that a tensor is stored in: weights, adapters, optimizer state, the rest of a state dict."""
+    """The family of files of a tensor: weights, adapters, optimizer state, the rest of a state dict."""
 
     MODEL = "model"
     ADAPTER = "adapter"
@@ -57,7 +57,7 @@ class TensorKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One logical tensor as stored on disk.
+    """A logical tensor as stored on disk.
 
     Args:
         shape: the shape in the header.
@@ -75,7 +75,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def image(self, box: Box) -> Image:
-        """Return the bytes of the tensor that a box, in the coordinates of `view`, occupies."""
+        """Return the bytes of a box, in the coordinates of `view`, in the tensor."""
         return image(box, self.view, self.dtype.itemsize)
 
 
@@ -90,7 +90,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One safetensors file: `header` holds every byte before the data, `total_bytes` is the size of the file."""
+    """A safetensors file: `header` holds every byte before the data, `total_bytes` is the size of the file."""
 
     name: str
     header: bytes
@@ -113,10 +113,10 @@ class Layout:
 def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_BYTES) -> Layout:
     """Lay out `specs`, given in model order: larger items first, without holes, at most `file_bytes` of data per file.
 
-    A tensor is never split across files; one larger than `file_bytes` gets a file of its own.
+    A tensor is never split across files; a tensor larger than `file_bytes` gets a file of its own.
 
     Raises:
-        CheckpointError: for a duplicate name, a dtype that safetensors does not have, or too many dimensions.
+        CheckpointError: for a duplicate name, a dtype unknown to safetensors, or too many dimensions.
     """
     refuse_unstorable(specs)
     files: list[FileLayout] = []
@@ -147,7 +147,7 @@ def kind_of_file(name: str) -> TensorKind:
 
 
 def model_index(layout: Layout) -> dict[str, object]:
-    """Return `model.safetensors.index.json`, so that loaders that glob find exactly the weights."""
+    """Return `model.safetensors.index.json`, by which globbing loaders find exactly the weights."""
     weights = [place for place in layout.places.values() if place.spec.kind is TensorKind.MODEL]
     return {
         "metadata": {"total_size": sum(place.spec.total_bytes for place in weights)},
@@ -156,7 +156,7 @@ def model_index(layout: Layout) -> dict[str, object]:
 
 
 def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
-    """Refuse tensors that no checkpoint file can hold.
+    """Refuse tensors too large for any checkpoint file.
 
     Raises:
         CheckpointError: naming the first of them.

@@ -1,8 +1,8 @@
 """The lineage of a run: its branches, by which a start tells its own checkpoints from others. Pure.
 
-The first branch begins with the run, and its random id is the id of the run. A start that goes back to an earlier
-iteration begins another branch there: what earlier branches have saved after that iteration is given up. Every
-checkpoint records the lineage that its run had when it was saved.
+The first branch begins with the run, and its random id is the id of the run. A start from an earlier iteration begins
+another branch there: later saves of earlier branches are given up. Every checkpoint records the lineage of its run at
+the save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Branch:
 
     Args:
         id: random, unique among all branches of all runs.
-        began_at: the iteration that it goes on from. For the first branch of a run, up to which checkpoints without a
+        began_at: the iteration from which it goes on. For the first branch of a run, up to which checkpoints without a
             lineage, of an earlier version of this program, belong to the run.
     """
 
@@ -35,10 +35,10 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The checkpoint of another run that a run began from.
+    """The checkpoint of another run at the begin of a run.
 
     Args:
-        run: its run; None if it has no lineage.
+        run: its run; None without a lineage.
     """
 
     run: str | None
@@ -47,7 +47,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The branches of a run in the order in which they began; none for a run that is not known."""
+    """The branches of a run in the order of their begins; none for an unknown run."""
 
     branches: tuple[Branch, ...] = ()
     parent: Parent | None = None
@@ -57,24 +57,24 @@ class Lineage:
         """Return the id of the run."""
         return self.branches[0].id if self.branches else None
 
-    def extends(self, other: Lineage) -> bool:
-        """Return whether this is `other`, perhaps with further branches."""
-        return self.branches[: len(other.branches)] == other.branches
+    def extends(self, earlier: Lineage) -> bool:
+        """Return whether this is `earlier`, perhaps with further branches."""
+        return self.branches[: len(earlier.branches)] == earlier.branches
 
     def admits(self, saved: Lineage, iteration: int) -> bool:
         """Return whether a start may go on from a checkpoint with the lineage `saved`.
 
-        It may if the checkpoint is of this run, and no later branch has given up its iteration. A lineage that extends
-        this one has branches that the start did not know of.
+        It may if the checkpoint is of this run, and no later branch has given up its iteration. An extension of this
+        lineage has branches unknown to the start.
         """
         later = self.branches[len(saved.branches) :]
         return saved.extends(self) or (self.extends(saved) and all(iteration <= branch.began_at for branch in later))
 
     def after_start(self, branch: Branch, *, newest_known: int) -> Lineage:
-        """Return the lineage of a run whose start goes on from the iteration at which `branch` would begin.
+        """Return the lineage of a run after a start from the first iteration of `branch`.
 
         Args:
-            newest_known: the newest iteration that the run has saved, though perhaps not all of it is left.
+            newest_known: the newest iteration saved by the run, though perhaps not all of it is left.
         """
         if newest_known <= branch.began_at:
             return self
@@ -123,7 +123,7 @@ class Lineage:
 
 
 def saved_lineage(state: Json, *, where: object) -> Lineage:
-    """Return the lineage in a `trainer_state.json`; one without branches if an earlier version has written it.
+    """Return the lineage in a `trainer_state.json`; without branches if an earlier version has written it.
 
     Raises:
         CheckpointError: if it is malformed.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and digests of everything in the folder, and the pieces that tile each tensor.
+"""The manifest of a checkpoint: sizes and digests of everything in the folder, and the tiling pieces of each tensor.
 
 Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash) as 16 hex digits.
 """
@@ -43,7 +43,7 @@ class WrittenPiece:
 class Written:
     """A rank's share of a save: its pieces, and the tensor bytes it wrote.
 
-    The two may differ on one rank, because ranks of one host write for each other; their sums over all ranks are equal.
+    The two may differ on a rank, because ranks of a host write for each other; their sums over all ranks are equal.
     """
 
     pieces: list[WrittenPiece]
@@ -98,7 +98,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything needed to check a checkpoint folder; `aliases` maps a tied name to the stored one."""
+    """Everything needed to check a checkpoint folder; `aliases` maps a tied name to the stored name."""
 
     attempt: str
     files: Mapping[str, FileEntry]
@@ -189,7 +189,7 @@ def _cells(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
+    """Return the JSON form; its last member is the digest of all bytes before its comma."""
     return sealed_json.to_bytes(
         {
             "format": FORMAT,
@@ -253,11 +253,13 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
     shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
-    found = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
+    parsed = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
     # Only the headers know the item size; `reader.read_places` asks again with it.
-    if not any(found.fits(itemsize) for itemsize in _ITEMSIZES):
-        raise ValueError(f"{len(found.digests)} B of digests and shares {shares} fit no tensor of {view} cut at {cuts}")
-    return found
+    if not any(parsed.fits(itemsize) for itemsize in _ITEMSIZES):
+        raise ValueError(
+            f"{len(parsed.digests)} B of digests and shares {shares} fit no tensor of {view} cut at {cuts}"
+        )
+    return parsed
 
 
 def _size(value: object) -> int:
@@ -272,7 +274,7 @@ def _cell(key: str) -> int:
 
 
 def _inside(name: str) -> str:
-    """Return `name` if it is a relative path that stays inside the folder."""
+    """Return `name` if it is a relative path within the folder."""
     parts = name.split("/")
     if not name or name.startswith("/") or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in parts):
         raise ValueError(f"the file name {name!r} leaves the folder")

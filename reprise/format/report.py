@@ -17,7 +17,7 @@ _PIECE = struct.Struct("<IBQQI")
 
 @dataclass(frozen=True, slots=True)
 class GroupDigest:
-    """Digests (xxh3-64) of everything that this rank replicates with one group of ranks.
+    """Digests (xxh3-64) of everything replicated by this rank and a group of ranks.
 
     Args:
         ranks: digest of the group's rank numbers, this rank included.
@@ -39,7 +39,7 @@ class RankReport:
     Args:
         identity: digest of the inventory of all tensors of the checkpoint, as this rank sees it; see `Inventory`.
         problem: the reason why this rank failed, or None.
-        written_bytes: bytes that this rank wrote, without headers.
+        written_bytes: bytes written by this rank, without headers.
         pieces: its pieces, in the form of `encode`.
     """
 

@@ -13,7 +13,7 @@ from reprise.json_file import Json
 
 
 def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *, where: object) -> list[Place]:
-    """Return the place of every tensor that a safetensors header lists.
+    """Return the place of every tensor in a safetensors header.
 
     Args:
         data: the header, as `read_header` returns it.
@@ -35,19 +35,19 @@ def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> l
         CheckpointError: naming the first tensor with a malformed entry, or with a gap or overlap before it; or if the
             data does not end with the last tensor.
     """
-    found = []
+    specs = []
     for name, entry in table.items():
         if name != METADATA:
-            found.append(_parse_entry(name, entry, kind, where=f"{where}, tensor {name}"))
-    found.sort(key=lambda item: (item[1], item[1] + item[0].total_bytes))
+            specs.append(_parse_entry(name, entry, kind, where=f"{where}, tensor {name}"))
+    specs.sort(key=lambda item: (item[1], item[1] + item[0].total_bytes))
     position = 0
-    for spec, offset in found:
+    for spec, offset in specs:
         if offset != position:
             raise _malformed(f"{where}, tensor {spec.name}", f"a start at byte {position}", offset)
         position += spec.total_bytes
     if position != data_bytes:
         raise _malformed(where, f"{data_bytes} B of data, as the file has", position)
-    return found
+    return specs
 
 
 def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
@@ -72,5 +72,5 @@ def _are_naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
-def _malformed(where: object, expected: str, found: object) -> CheckpointError:
-    return CheckpointError("A safetensors header is malformed", where=where, expected=expected, found=repr(found))
+def _malformed(where: object, expected: str, actual: object) -> CheckpointError:
+    return CheckpointError("A safetensors header is malformed", where=where, expected=expected, found=repr(actual))

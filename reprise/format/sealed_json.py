@@ -1,4 +1,4 @@
-"""JSON that carries the digest of its own bytes: `manifest.json` and `host.json`."""
+"""JSON with the digest of its own bytes: `manifest.json` and `host.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAIL = ',"xxh3_64":"%s"}\n'
 
 
 def to_bytes(body: Json) -> bytes:
-    """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
+    """Return the JSON form; its last member is the digest of all bytes before its comma."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
     return text + (_TAIL % xxhash.xxh3_64_hexdigest(text)).encode()
 
@@ -30,7 +30,7 @@ def from_bytes(
 
     Args:
         kind: of the file, for messages.
-        form: the value of `format` that this program reads.
+        form: the expected value of `format`.
         fix: the remedy if it is damaged.
 
     Raises:

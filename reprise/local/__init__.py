@@ -1,1 +1,1 @@
-"""Local checkpoints: one folder on each host, copies on its neighbors, and loads that take each range where it lies."""
+"""Local checkpoints: a folder on each host, copies on its neighbors, and loads of each range from where it lies."""

@@ -1,8 +1,8 @@
-"""Copies what a host has saved to the next hosts of the ring, in the background, once the checkpoint is committed.
+"""Copies a host's saves to the next hosts of the ring, in the background, once the checkpoint is committed.
 
-Rank 0 starts the copies of a checkpoint with its decision to commit it, if every host is through with those of the one
-before; otherwise a later checkpoint is copied. The newest one that is copied everywhere stays on every host, so that a
-lost disk costs the iterations since then.
+Rank 0 starts the copies of a checkpoint with its decision to commit it, if every host is through with the copies
+before; otherwise a later checkpoint is copied. The newest checkpoint copied everywhere stays on every host: a lost disk
+costs the iterations since then.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CLOSE_S = 20.0
 
 
 class Copies:
-    """The copies between the hosts of a run, on one rank; only leaders copy. Implements `Copying`.
+    """The copies between the hosts of a run, on a rank; only leaders copy. Implements `Copying`.
 
     Args:
-        count: how many hosts after its own have a copy of what a host saves.
+        count: the number of hosts after its own with a copy of a host's saves.
         timeout_s: how long a side waits for the other.
     """
 
@@ -56,15 +56,15 @@ class Copies:
 
     @property
     def pinned(self) -> Collection[int]:
-        """Return the iterations that must stay: the newest that is copied everywhere, and the one being copied.
+        """Return the iterations that must stay: the newest copied everywhere, and the iteration being copied.
 
-        Until one is, that is the one that was loaded.
+        Before the first complete copy, the loaded iteration must stay.
         """
         safe = self._loaded if self._safe is None else self._safe
         return {number for number in (safe, self._current) if number is not None}
 
     def loaded(self, iteration: int) -> None:
-        """Take note of the iteration that the run goes on from, if there are copies to replace it."""
+        """Take note of the first iteration of the run, if there are copies to replace it."""
         self._loaded = iteration if self.count else None
 
     def found(self, iterations: Collection[int]) -> None:
@@ -73,24 +73,24 @@ class Copies:
             self._copied.update(iterations if self.count else ())
 
     def rewound(self, iteration: int) -> None:
-        """Forget the copies of iterations after this one, which the run overtakes."""
+        """Forget the copies of later iterations, which the run overtakes."""
         with self._lock:
             self._copied = {number for number in self._copied if number <= iteration}
 
     def status(self, iteration: int) -> bytes:
-        """Return what rank 0 needs to know of this host in a save of `iteration`, whose earlier copies it replaces."""
+        """Return the status of this host, for rank 0, in a save of `iteration`, whose earlier copies it replaces."""
         with self._lock:
-            known = self._copied - {iteration}
-            newest = sorted(known)[-_MOST_LISTED:]
-            copied = sorted({*newest, *(known & {self._safe})})
+            candidates = self._copied - {iteration}
+            newest = sorted(candidates)[-_MOST_LISTED:]
+            copied = sorted({*newest, *(candidates & {self._safe})})
             return json.dumps([self._is_busy, self._is_broken, copied]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
-        """Return whether the checkpoint is copied, on links of which generation, and which one is copied everywhere."""
-        found = [json.loads(status) for status in statuses]
-        everywhere = set.intersection(*(set(copied) for _, _, copied in found))
-        is_copied = self.count > 0 and not any(is_busy for is_busy, _, _ in found)
-        generation = self._generation + any(is_broken for _, is_broken, _ in found)
+        """Return whether to copy the checkpoint, the generation of links for it, and the newest complete copy."""
+        reports = [json.loads(status) for status in statuses]
+        everywhere = set.intersection(*(set(copied) for _, _, copied in reports))
+        is_copied = self.count > 0 and not any(is_busy for is_busy, _, _ in reports)
+        generation = self._generation + any(is_broken for _, is_broken, _ in reports)
         return json.dumps([is_copied, generation, max(everywhere, default=self._safe)]).encode()
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
@@ -106,8 +106,8 @@ class Copies:
                 self._close_links()
             self._current = attempt.iteration
             self._copied = {number for number in self._copied if number >= (self._safe or 0)} - {attempt.iteration}
-            left = {self._workers["send"]: self._send, self._workers["receive"]: self._receive}
-            self._jobs = [worker.submit(self._guarded(call, attempt, generation)) for worker, call in left.items()]
+            calls = {self._workers["send"]: self._send, self._workers["receive"]: self._receive}
+            self._jobs = [worker.submit(self._guarded(call, attempt, generation)) for worker, call in calls.items()]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no copy is under way, or for a while."""
@@ -116,7 +116,7 @@ class Copies:
             job.ends(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Wait for the copies that are under way and end the threads; raise the error of a defect in one of them."""
+        """Wait for the copies under way and end the threads; raise the error of a defect in any of them."""
         self.wait(_CLOSE_S)
         for worker in self._workers.values():
             worker.close(0.0 if self._is_busy else _CLOSE_S)
@@ -126,7 +126,7 @@ class Copies:
                 job.wait()
 
     def _fail(self, generation: int, *, sends: bool) -> None:
-        """Close the links of one direction, so that the other side waits no longer."""
+        """Close the links of a direction, to end the other side's wait."""
         with self._lock:
             if self._generation == generation:
                 self._is_broken = True
@@ -160,11 +160,11 @@ class Copies:
 
     def _send(self, checkpoint: Checkpoint, generation: int) -> None:
         assert checkpoint.host is not None
-        start, own, hosts = time.perf_counter(), checkpoint.host.own, self._hosts.names
+        start, pieces, hosts = time.perf_counter(), checkpoint.host.own, self._hosts.names
         places = read_places(checkpoint)
         for step in range(1, self.count + 1):
             target = (self._host + step) % len(hosts)
-            sent_bytes = self._link(self._host, target, generation).send(checkpoint, places, own)
+            sent_bytes = self._link(self._host, target, generation).send(checkpoint, places, pieces)
             self.sent_bytes += sent_bytes
             seconds = time.perf_counter() - start
             size = f"{sent_bytes / 1e6:.1f} MB"
@@ -179,7 +179,7 @@ class Copies:
                 pieces = checkpoint.host.written_by(source)
                 self._link(source, self._host, generation).receive(writer, checkpoint, places, pieces)
                 writer.finish(pieces)
-                damage += [f"{found} from {self._hosts.names[source]}" for found in writer.damage[len(damage) :]]
+                damage += [f"{problem} from {self._hosts.names[source]}" for problem in writer.damage[len(damage) :]]
         if damage:
             first = f"{damage[0]}{f', and {len(damage) - 1} more' if len(damage) > 1 else ''}"
             _log.error("iteration %d arrived damaged and is not fully copied: %s", checkpoint.iteration, first)
@@ -192,11 +192,11 @@ class Copies:
         with self._lock:
             if generation != self._generation:
                 raise LaunchError("A link between two hosts is given up", where=f"generation {generation}")
-            known = self._links.get((source, target))
-        if known is None:
+            link = self._links.get((source, target))
+        if link is None:
             name = f"{self._nonce}/{generation}/{source}-{target}"
             sends = source == self._host
-            known = Link(self._channel, name, sends=sends, timeout_s=self._timeout_s)
+            link = Link(self._channel, name, sends=sends, timeout_s=self._timeout_s)
             with self._lock:
-                self._links[source, target] = known
-        return known
+                self._links[source, target] = link
+        return link

@@ -45,14 +45,14 @@ class Fetcher:
     ) -> None:
         """Send and receive, read the rest from the shared folder, and note in `host.json` what is there now.
 
-        Every host works through the transfers in the same order, with one thread to send and one to receive: the first
-        that is not done always has both its sides ready.
+        Every host works through the transfers in the same order, with a thread to send and another to receive: the
+        first open transfer always has both its sides ready.
 
         Args:
             shared: opens the shared checkpoint of an iteration.
 
         Raises:
-            TrainerError: if another host is gone, or bytes are not those of their digests.
+            TrainerError: if another host is gone, or bytes differ from their digests.
             OSError: if the disk fails.
         """
         self._calls += 1
@@ -60,13 +60,13 @@ class Fetcher:
         job = sending.submit(lambda: self._send(checkpoint, places, transfers))
         writer = PieceWriter(checkpoint)
         try:
-            mine = [transfer for transfer in transfers if transfer.target == self._host]
-            for transfer in mine:
+            incoming = [transfer for transfer in transfers if transfer.target == self._host]
+            for transfer in incoming:
                 with closing(self._link(transfer, sends=False)) as link:
                     link.receive(writer, checkpoint, places, transfer.pieces)
             if from_shared:
                 self._copy(shared(checkpoint.iteration), writer, checkpoint, places, from_shared)
-            writer.finish(union([*(transfer.pieces for transfer in mine), from_shared]))
+            writer.finish(union([*(transfer.pieces for transfer in incoming), from_shared]))
         finally:
             writer.close()
             job.ends(self._timeout_s)
@@ -103,11 +103,14 @@ class Fetcher:
         Raises:
             CheckpointError: if the shared checkpoint has other tensors.
         """
-        there, buffer = read_places(source), np.empty(BLOCK_BYTES, np.uint8)
+        shared_places, buffer = read_places(source), np.empty(BLOCK_BYTES, np.uint8)
         for name in pieces:
-            if name not in there or there[name].spec.shape != places[name].spec.shape:
+            if name not in shared_places or shared_places[name].spec.shape != places[name].spec.shape:
                 raise CheckpointError("The shared checkpoint has other tensors", where=source.path, found=name)
-        elsewhere = {name: replace(places[name], file=there[name].file, offset=there[name].offset) for name in pieces}
+        elsewhere = {
+            name: replace(places[name], file=shared_places[name].file, offset=shared_places[name].offset)
+            for name in pieces
+        }
         blocks = sorted(
             blocks_of(checkpoint, places, pieces), key=lambda block: (elsewhere[block.place.spec.name].file, block.lo)
         )
@@ -119,11 +122,11 @@ class Fetcher:
 def damaged_pieces(
     checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers
 ) -> dict[str, tuple[int, ...]]:
-    """Return those of these pieces whose bytes are not those of their digests."""
-    found: dict[str, list[int]] = {}
+    """Return those of these pieces with bytes other than their digests'."""
+    damaged: dict[str, list[int]] = {}
     buffer = np.empty(BLOCK_BYTES, np.uint8)
     for block, data in PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), buffer):
         name = block.place.spec.name
-        if digest_of(data.data) != block.digest and block.number not in found.get(name, ()):
-            found.setdefault(name, []).append(block.number)
-    return {name: tuple(numbers) for name, numbers in found.items()}
+        if digest_of(data.data) != block.digest and block.number not in damaged.get(name, ()):
+            damaged.setdefault(name, []).append(block.number)
+    return {name: tuple(numbers) for name, numbers in damaged.items()}

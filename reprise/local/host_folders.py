@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedFrom:
-    """Where the bytes of a load came from: by name of a host the bytes that others took from it."""
+    """The origin of a load's bytes: by name of a host the bytes taken from it by others."""
 
     local_bytes: int
     from_hosts: Mapping[str, int]
@@ -42,13 +42,17 @@ class LoadedFrom:
 
     @staticmethod
     def here() -> LoadedFrom:
-        """Return that all bytes lie where they are read."""
+        """Return the origin of bytes read where they lie."""
         return LoadedFrom(1, {}, 0)
 
     def __str__(self) -> str:
         total = max(1, self.local_bytes + sum(self.from_hosts.values()) + self.shared_bytes)
-        others = [f"{_percent(size, total)} from {name}" for name, size in self.from_hosts.items() if size]
-        shares = [f"{_percent(self.local_bytes, total)} local", *others, f"{_percent(self.shared_bytes, total)} shared"]
+        from_hosts = [f"{_percent(size, total)} from {name}" for name, size in self.from_hosts.items() if size]
+        shares = [
+            f"{_percent(self.local_bytes, total)} local",
+            *from_hosts,
+            f"{_percent(self.shared_bytes, total)} shared",
+        ]
         return ", ".join(shares)
 
 
@@ -57,16 +61,16 @@ def _percent(size: int, total: int) -> str:
 
 
 class HostFolders:
-    """The folders of the hosts, on one rank. All ranks make the same calls in the same order, on the main thread.
+    """The folders of the hosts, on a rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
-        shared: the folder of the checkpoints that all hosts share; None without one.
+        shared: the folder of the hosts' common checkpoints, or None.
         nonce: a name of this run of the program, equal on all ranks.
         timeout_s: how long a host waits for the bytes of another.
 
     Attributes:
         lineage: of the run, known before the first survey.
-        given_up: on leaders, the iterations of this host that are of branches that the run has given up.
+        given_up: on leaders, the iterations of this host on branches given up by the run.
         candidates: on rank 0, the newest first.
     """
 
@@ -109,8 +113,8 @@ class HostFolders:
             if self._leads:
                 self._surveyed = self._own()
                 damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
-        found = {iteration: known.to_bytes().decode() for iteration, known in self._surveyed.items()}
-        data = json.dumps([found, damaged, sorted(self.given_up)]).encode()
+        texts = {iteration: host.to_bytes().decode() for iteration, host in self._surveyed.items()}
+        data = json.dumps([texts, damaged, sorted(self.given_up)]).encode()
         tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
         if tables:
             leaders = self.hosts.leaders
@@ -127,27 +131,27 @@ class HostFolders:
         return [candidate.iteration for candidate in self.candidates]
 
     def copied(self, count: int) -> list[int]:
-        """Return the iterations of which this host has what the `count` hosts before it saved, as surveyed."""
+        """Return the iterations with complete copies here of the `count` hosts before this host, as surveyed."""
         names = self.hosts.names
         sources = [(self._host - step) % len(names) for step in range(1, count + 1)]
         return [
             iteration
-            for iteration, known in self._surveyed.items()
-            if known.hosts == names and not any(without(known.written_by(source), known.held) for source in sources)
+            for iteration, host in self._surveyed.items()
+            if host.hosts == names and not any(without(host.written_by(source), host.held) for source in sources)
         ]
 
     def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
-        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
-        found: dict[int, Path] = {}
+        """Return the iterations to be had complete, newest first, or only the given iteration. Rank 0 only."""
+        complete: dict[int, Path] = {}
         for candidate in self.candidates:
-            if iteration not in (None, candidate.iteration) or candidate.iteration in found:
+            if iteration not in (None, candidate.iteration) or candidate.iteration in complete:
                 continue
             lacks = candidate.describe_missing()
             if lacks and not self._is_in_shared(candidate.iteration):
                 _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
                 continue
-            found[candidate.iteration] = self.folder.iteration(candidate.iteration)
-        return list(found.items())
+            complete[candidate.iteration] = self.folder.iteration(candidate.iteration)
+        return list(complete.items())
 
     def describe_missing(self) -> str:
         """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
@@ -157,17 +161,17 @@ class HostFolders:
         return f"iteration {newest.iteration} lacks {newest.describe_missing()}"
 
     def owns(self, path: Path) -> bool:
-        """Return whether a path is that of a local checkpoint of this run."""
+        """Return whether a path is of a local checkpoint of this run."""
         return path.parent == self.folder.root
 
     def complete(
-        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+        self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
     ) -> LoadedFrom:
-        """Have on every host what its ranks read of a local checkpoint: fetch the rest from hosts that have it.
+        """Have on every host what its ranks read of a local checkpoint: fetch missing pieces from other hosts.
 
         Args:
             check: refuses a checkpoint of another run before anything is fetched; rank 0 only.
-            wanted: the pieces that this rank reads.
+            pieces_to_read: the pieces read by this rank.
 
         Raises:
             TrainerError: on every rank, if a piece is to be had nowhere, arrives damaged, or does not fit on a disk.
@@ -182,7 +186,7 @@ class HostFolders:
                 check(checkpoint)
             if self._leads:
                 check_first_blocks(checkpoint, read_places(checkpoint))
-            places, needs = read_places(checkpoint), dict(wanted(checkpoint))
+            places, needs = read_places(checkpoint), dict(pieces_to_read(checkpoint))
         tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
         plan, report = b"", LoadedFrom.here()
         with self._agreed(failed):
@@ -222,14 +226,14 @@ class HostFolders:
             raise _without_room(path, f"{free} B free", expected=f"{needed} B free")
 
     def heal(self, path: Path) -> bool:
-        """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
-        found = b""
+        """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
+        verdict = b""
         if self._leads and (path / HOST).exists():
             try:
-                found = self._give_up_damaged(path)
+                verdict = self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
                 _log.error("%s cannot be checked: %s", path, error)
-        is_damaged = any(self._channel.gather(self._key("damaged"), found))
+        is_damaged = any(self._channel.gather(self._key("damaged"), verdict))
         decision = self._channel.broadcast(self._key("healed"), b"+" if is_damaged else b"")
         self.survey()
         return bool(decision)
@@ -241,27 +245,27 @@ class HostFolders:
         if not damaged:
             return b""
         _log.error("%s on this host is damaged: %s", path, describe(damaged, checkpoint.host))
-        held = without(checkpoint.host.held, damaged)
-        replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=held).to_bytes())
+        intact = without(checkpoint.host.held, damaged)
+        replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=intact).to_bytes())
         return b"+"
 
     def _own(self) -> dict[int, HostFile]:
-        """Return each `host.json` of this host by iteration; a damaged one is logged and left out."""
-        found: dict[int, HostFile] = {}
+        """Return each `host.json` of this host by iteration; damaged files are logged and left out."""
+        host_files: dict[int, HostFile] = {}
         for iteration in self.folder.committed():
             where = self.folder.iteration(iteration) / HOST
             try:
-                found[iteration] = host_file.from_bytes(where.read_bytes(), where=where)
+                host_files[iteration] = host_file.from_bytes(where.read_bytes(), where=where)
             except FileNotFoundError:
                 _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
             except TrainerError as error:
                 _log.error("%s is skipped: %s", where.parent, error)
-        return found
+        return host_files
 
     def _is_intact(self, iteration: int) -> bool:
-        """Return whether the JSON files and headers of an iteration are not damaged on this host; log what is.
+        """Return whether the JSON files and headers of an iteration are intact on this host; log the damage.
 
-        An iteration that the run has given up moves from the survey to `given_up`.
+        An iteration given up by the run moves from the survey to `given_up`.
         """
         path = self.folder.iteration(iteration)
         try:
@@ -281,14 +285,14 @@ class HostFolders:
         """Let every rank know the most complete candidate of an iteration."""
         data = b""
         if self._channel.rank == 0:
-            known = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
-            found = {number: host.to_bytes().decode() for number, host in known.found.items()}
-            data = json.dumps([known.iteration, known.manifest, found, sorted(known.intact)]).encode()
+            candidate = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
+            texts = {number: host.to_bytes().decode() for number, host in candidate.parts.items()}
+            data = json.dumps([candidate.iteration, candidate.manifest, texts, sorted(candidate.intact)]).encode()
         iteration, digest, texts, intact = json.loads(self._channel.broadcast(self._key("candidate"), data))
         return Candidate(iteration, digest, _parsed(texts, path), frozenset(intact))
 
     def _seed(self, path: Path, candidate: Candidate) -> None:
-        """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes.
+        """Have the folder of a checkpoint on every host: the JSON files, and tensor files of holes.
 
         A host whose JSON files or headers are damaged gets them anew.
 
@@ -309,44 +313,44 @@ class HostFolders:
                 self._channel.put(key, FileExchange().pack(skeleton_of(open_checkpoint(path, self.folder.files))))
         with self._agreed(failed):
             if self._leads and self._host in lacking:
-                found = FileExchange().unpack(self._channel.read(key))
-                if self._host in candidate.found:
-                    mend_skeleton(path, found, self.folder.files)
+                skeleton = FileExchange().unpack(self._channel.read(key))
+                if self._host in candidate.parts:
+                    mend_skeleton(path, skeleton, self.folder.files)
                 else:
                     self.given_up.discard(candidate.iteration)  # which is renamed to make room
-                    make_skeleton(self.folder, candidate, found, attempt=f"{self._nonce}-fetch")
+                    make_skeleton(self.folder, candidate, skeleton, attempt=f"{self._nonce}-fetch")
         if self._leads and self._host == source:
             self._channel.delete([key])
 
     def _plan(
         self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
     ) -> tuple[list[Transfer], list[PieceNumbers], LoadedFrom]:
-        """Return what goes from host to host, by host what comes from the shared folder, and the sum. Rank 0 only.
+        """Return the transfers between hosts, by host the pieces of the shared folder, and the sum. Rank 0 only.
 
         Raises:
-            CheckpointError: naming the pieces that are nowhere.
+            CheckpointError: naming the pieces to be had nowhere.
         """
-        wanted = [union(tables[rank] for rank in ranks) for ranks in self.hosts.ranks]
-        held = {number: host.held for number, host in candidate.found.items()}
-        needs = [without(pieces, held.get(number, {})) for number, pieces in enumerate(wanted)]
-        transfers, left = assign(needs, candidate.found)
-        if any(left) and not self._is_in_shared(candidate.iteration):
-            known = next(iter(candidate.found.values()))
+        required = [union(tables[rank] for rank in ranks) for ranks in self.hosts.ranks]
+        present = {number: host.held for number, host in candidate.parts.items()}
+        needs = [without(pieces, present.get(number, {})) for number, pieces in enumerate(required)]
+        transfers, absent = assign(needs, candidate.parts)
+        if any(absent) and not self._is_in_shared(candidate.iteration):
+            host = next(iter(candidate.parts.values()))
             raise CheckpointError(
                 "A local checkpoint is not whole",
                 where=self.folder.iteration(candidate.iteration),
-                found=f"on no host: {describe(union(left), known)}",
+                found=f"on no host: {describe(union(absent), host)}",
                 fix="Bring back the host that has them, or load an older iteration.",
             )
-        if not transfers and not any(left):  # a large checkpoint has millions of pieces to count
-            return [], list(left), LoadedFrom.here()
+        if not transfers and not any(absent):  # a large checkpoint has millions of pieces to count
+            return [], list(absent), LoadedFrom.here()
         sizes: dict[str, int] = {}
         for transfer in transfers:
             name = self.hosts.names[transfer.source]
             sizes[name] = sizes.get(name, 0) + bytes_of(checkpoint, places, transfer.pieces)
-        shared_bytes = sum(bytes_of(checkpoint, places, pieces) for pieces in left)
-        total = sum(bytes_of(checkpoint, places, pieces) for pieces in wanted)
-        return transfers, list(left), LoadedFrom(total - sum(sizes.values()) - shared_bytes, sizes, shared_bytes)
+        shared_bytes = sum(bytes_of(checkpoint, places, pieces) for pieces in absent)
+        total = sum(bytes_of(checkpoint, places, pieces) for pieces in required)
+        return transfers, list(absent), LoadedFrom(total - sum(sizes.values()) - shared_bytes, sizes, shared_bytes)
 
     def _is_in_shared(self, iteration: int) -> bool:
         return self._shared is not None and iteration in self._shared.committed()
@@ -360,7 +364,7 @@ class HostFolders:
         """Let every rank go on after this block only if it had no problem on any rank; see `StoreChannel.agree`.
 
         Args:
-            failed: makes the error of a disk that fails.
+            failed: makes the error of a failing disk.
         """
         with self._channel.agreed(self._key("agree")):
             try:
@@ -369,7 +373,7 @@ class HostFolders:
                 raise failed(error) from error
 
     def _key(self, kind: str) -> str:
-        """Return a key that was not used before."""
+        """Return a new key."""
         self._messages += 1
         return f"local/{self._nonce}/{self._messages}/{kind}"
 
@@ -378,13 +382,13 @@ def _not_completed(path: Path, error: OSError) -> UnreadableError:
     return _without_room(path, error.strerror)
 
 
-def _without_room(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
-    """Return the error of a host that cannot take the pieces it lacks: it says nothing of the checkpoint."""
+def _without_room(path: Path, actual: str | None, *, expected: str | None = None) -> UnreadableError:
+    """Return the error of a host without room for missing pieces: it says nothing of the checkpoint."""
     return UnreadableError(
         "A local checkpoint cannot be completed on this host",
         where=on_this_host(path),
         expected=expected,
-        found=found,
+        found=actual,
         fix="Nothing is lost. Make room on this host, or name another folder.",
     )
 

@@ -1,4 +1,4 @@
-"""Joins the folders of several hosts into one whole checkpoint: a copy of ranges, every block checked."""
+"""Joins the folders of several hosts into a complete checkpoint: a copy of ranges, every block checked."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A checkpoint that was joined.
+    """A joined checkpoint.
 
     Args:
-        taken_bytes: by folder, the bytes that were copied from it.
+        taken_bytes: by folder, the bytes copied from it.
         damage: descriptions of damaged blocks, which were copied from another folder.
     """
 
@@ -50,22 +50,22 @@ class Joined:
 
 
 def open_parts(path: Path, files: Files) -> list[Checkpoint]:
-    """Return the local checkpoints in the folder of a host, or the one that `path` itself is.
+    """Return the local checkpoints in the folder of a host, or `path` itself.
 
-    Those in a folder that are damaged, or no local checkpoints, are logged and left out.
+    Damaged checkpoints in a folder, and any of no single host, are logged and left out.
 
     Raises:
-        CheckpointError: if `path` is a checkpoint that is damaged or not that of one host.
+        CheckpointError: if `path` is a damaged checkpoint, or of no single host.
     """
     if is_iteration_name(path.name) or (path / MANIFEST).exists():
         return [_open_part(path, files)]
-    folder, found = CheckpointFolder(path, files), list[Checkpoint]()
+    folder, checkpoints = CheckpointFolder(path, files), list[Checkpoint]()
     for iteration in folder.committed():
         try:
-            found.append(_open_part(folder.iteration(iteration), files))
+            checkpoints.append(_open_part(folder.iteration(iteration), files))
         except TrainerError as error:
             _log.error("%s is left out: %s", folder.iteration(iteration), error)
-    return found
+    return checkpoints
 
 
 def _open_part(path: Path, files: Files) -> Checkpoint:
@@ -75,16 +75,16 @@ def _open_part(path: Path, files: Files) -> Checkpoint:
     return checkpoint
 
 
-def whole_together(parts: Sequence[Checkpoint], iteration: int | None = None) -> list[Checkpoint]:
-    """Return the parts of the newest checkpoint that is whole together, or of the given iteration.
+def newest_complete(parts: Sequence[Checkpoint], iteration: int | None = None) -> list[Checkpoint]:
+    """Return the parts of the newest checkpoint that is complete together, or of the given iteration.
 
-    The first one's headers are not damaged.
+    The headers of the first are intact.
 
     Args:
         parts: local checkpoints, of any hosts and iterations.
 
     Raises:
-        CheckpointError: naming the pieces that are missing, by the host that wrote them.
+        CheckpointError: naming the missing pieces, by their host.
     """
     problems = list[str]()
     for candidate in candidates([{part.iteration: host_of(part)} for part in parts]):
@@ -94,18 +94,18 @@ def whole_together(parts: Sequence[Checkpoint], iteration: int | None = None) ->
         if not lacks:
             for problem in problems:
                 _log.warning("%s; an older one is whole", problem)
-            return _headers_first([parts[number] for number in sorted(candidate.found)])
+            return _headers_first([parts[number] for number in sorted(candidate.parts)])
         problems.append(f"iteration {candidate.iteration} lacks {lacks}")
-    wanted = "No checkpoint is whole" if iteration is None else f"Iteration {iteration} is not whole"
+    outcome = "No checkpoint is whole" if iteration is None else f"Iteration {iteration} is not whole"
     raise CheckpointError(
-        f"{wanted} in these folders together",
+        f"{outcome} in these folders together",
         found="; ".join(problems) or "no part of it",
         fix="Name the folders of the other hosts too, or of hosts that have copies of these pieces.",
     )
 
 
 def _headers_first(parts: list[Checkpoint]) -> list[Checkpoint]:
-    """Return the parts, one whose headers are not damaged before all others.
+    """Return the parts, a part with intact headers before all others.
 
     Raises:
         CheckpointError: if there is none.
@@ -135,13 +135,13 @@ def join(
     attempt: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Joined:
-    """Write the checkpoint that these parts are together into a folder, under its lock: complete or not at all.
+    """Write the checkpoint of these parts into a folder, under its lock: complete or not at all.
 
-    Bytes that are damaged in one folder are taken from another that holds the piece.
+    Damaged bytes of a folder are taken from another folder with the piece.
 
     Args:
-        parts: of one checkpoint, from `whole_together`.
-        attempt: a name that is unique in the life of the folder.
+        parts: of a single checkpoint, from `newest_complete`.
+        attempt: a unique name in the life of the folder.
         progress: called with the number of bytes written since the last call.
 
     Raises:
@@ -171,11 +171,11 @@ def join(
 
 
 class _Blocks:
-    """Reads each block from a part that holds it undamaged."""
+    """Reads each block from a part with it undamaged."""
 
     def __init__(self, parts: Sequence[Checkpoint]) -> None:
         self._parts = parts
-        self._held = [{name: frozenset(held) for name, held in host_of(part).held.items()} for part in parts]
+        self._held = [{name: frozenset(numbers) for name, numbers in host_of(part).held.items()} for part in parts]
         self._gatherer, self._buffer = Gatherer(), np.empty(BLOCK_BYTES, np.uint8)
         self._open: dict[Path, OpenFile] = {}
         self._stack = contextlib.ExitStack()
@@ -192,23 +192,23 @@ class _Blocks:
         """Return the bytes of a block, valid until the next call.
 
         Raises:
-            CheckpointError: if they are damaged in every folder that holds them.
+            CheckpointError: if they are damaged in every folder.
         """
         data, name = self._buffer[: block.hi - block.lo], block.place.spec.name
-        found = list[str]()
-        for part, held in zip(self._parts, self._held, strict=True):
-            if block.number not in held.get(name, ()):
+        problems = list[str]()
+        for part, present in zip(self._parts, self._held, strict=True):
+            if block.number not in present.get(name, ()):
                 continue
             problem = self._fill(part, block, data)
             if not problem:
                 self.taken_bytes[part.path] += data.nbytes
-                self.damage += found
+                self.damage += problems
                 return data
-            found.append(f"{part.path / str(block)}: {problem}")
+            problems.append(f"{part.path / str(block)}: {problem}")
         raise CheckpointError(
             "A part of a tensor is damaged in every folder that holds it",
             where=str(block),
-            found="; ".join(found),
+            found="; ".join(problems),
             fix="Name the folder of another host that has a copy, or an older checkpoint with --iteration.",
         )
 
@@ -219,8 +219,8 @@ class _Blocks:
             self._gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
         except (CheckpointError, OSError) as error:
             return str(error).rstrip(".")
-        found = digest_of(data.data)
-        return "" if found == block.digest else f"expected digest {block.digest}, found {found}"
+        digest = digest_of(data.data)
+        return "" if digest == block.digest else f"expected digest {block.digest}, found {digest}"
 
     def _file(self, part: Checkpoint, name: str) -> OpenFile:
         path = part.path / name

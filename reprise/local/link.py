@@ -1,6 +1,6 @@
-"""Sends pieces from one host to another over torch's point to point, on a process group of two of its own.
+"""Sends pieces between two hosts over torch's point to point, on a process group of two of its own.
 
-Training's collectives are not touched: a link that breaks, or is slow, delays nothing but the pieces that it carries.
+Training's collectives are not touched: a broken or slow link delays nothing but its pieces.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HELLO_BYTES = 8
 
 
 class Link:
-    """One direction between two leaders, opened on both at the same time; use it on one thread.
+    """A direction between two leaders, opened on both at the same time; use it on a single thread.
 
     Args:
         name: of the link, new on this channel and equal on both sides.
-        sends: whether this is the side that sends.
+        sends: whether this is the sending side.
         timeout_s: how long a side waits for the other.
 
     Raises:
@@ -72,7 +72,7 @@ class Link:
     def receive(
         self, writer: PieceWriter, checkpoint: Checkpoint, places: dict[str, Place], pieces: PieceNumbers
     ) -> None:
-        """Receive pieces, check their digests, and write those that are right.
+        """Receive pieces, check their digests, and write those with the right digest.
 
         Raises:
             LaunchError: if the other side is gone, or sends other pieces.
@@ -89,14 +89,14 @@ class Link:
             raise self._broken(error) from error
 
     def _greet(self, hello: bytes, *, sends: bool) -> None:
-        """Make sure that both sides mean the same pieces."""
-        mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
+        """Compare the two sides' lists of pieces."""
+        hello_bytes = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
         if sends:
-            self._group.send([mine], self._peer, _TAG).wait()
+            self._group.send([hello_bytes], self._peer, _TAG).wait()
             return
-        theirs = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
-        self._group.recv([theirs], self._peer, _TAG).wait()
-        if not torch.equal(mine, theirs):
+        answer = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
+        self._group.recv([answer], self._peer, _TAG).wait()
+        if not torch.equal(hello_bytes, answer):
             raise LaunchError("Two hosts disagree on the pieces that go from one to the other", where=self._name)
 
     def _broken(self, error: Exception) -> LaunchError:

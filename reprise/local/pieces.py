@@ -30,9 +30,9 @@ class PieceReader:
         self._checkpoint, self._gatherer = checkpoint, Gatherer()
 
     def read(self, blocks: Iterator[PieceBlock], buffer: Bytes) -> Iterator[tuple[PieceBlock, Bytes]]:
-        """Yield each block with its bytes, which are valid until the next one. Digests are not checked.
+        """Yield each block with its bytes, which are valid until the next. Digests are not checked.
 
-        The bytes of a block that cannot be read are zeros: its receiver finds another digest.
+        The bytes of an unreadable block are zeros: its receiver finds another digest.
         """
         for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
             with contextlib.ExitStack() as stack:
@@ -60,7 +60,7 @@ class PieceReader:
 class PieceWriter:
     """Writes blocks into the folder of a committed checkpoint, and notes in `host.json` which pieces are there.
 
-    One thread writes to a folder: rows of a strided piece are written along with the bytes between them, as they are.
+    A single thread writes to a folder: rows of a strided piece are written with the bytes between them, as they are.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -71,7 +71,7 @@ class PieceWriter:
         self.damage: list[str] = []
 
     def write(self, block: PieceBlock, data: Bytes) -> None:
-        """Write a block whose digest is right; a piece with another one is not counted as there.
+        """Write a block with the right digest. A piece with a wrong digest counts as missing.
 
         Raises:
             OSError: if the disk fails.
@@ -105,17 +105,17 @@ class PieceWriter:
             name: tuple(number for number in members if (name, number) not in self._damaged)
             for name, members in pieces.items()
         }
-        known = self._checkpoint.host
-        assert known is not None
-        held = union([known.held, good])
-        noted = replace(known, held=held)
+        host = self._checkpoint.host
+        assert host is not None
+        present = union([host.held, good])
+        noted = replace(host, held=present)
         if noted.is_whole:
             self._show_names()
         replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
         self._checkpoint = replace(self._checkpoint, host=noted)
 
     def _show_names(self) -> None:
-        """Give the files of a folder that has become whole the names that other programs know."""
+        """Give the files of a folder, now complete, the names for other programs."""
         folder = self._checkpoint.path
         for name in self._checkpoint.manifest.files:
             path = path_of(folder, name)
@@ -124,7 +124,7 @@ class PieceWriter:
                 self._files.sync_folder(folder)
 
     def sync(self) -> None:
-        """Make durable all that was written.
+        """Make all writes durable.
 
         Raises:
             OSError: if the disk fails.

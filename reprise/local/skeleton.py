@@ -27,27 +27,27 @@ _SIZES = "sizes"  # of the tensor files, in JSON
 
 
 def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files.
+    """Return the files of a folder without any piece: JSON files, headers, and the sizes of the tensor files.
 
     Raises:
-        CheckpointError: naming a file that is damaged, or is not that of the manifest that was opened.
+        CheckpointError: naming a file that is damaged, or not of the opened manifest.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for name, entry in checkpoint.manifest.files.items():
         path = host_file.path_of(checkpoint.path, name)
         if entry.is_tensor_file:
             with open_tensor_file(checkpoint.files, path) as file:
-                found[name] = read_header(file, entry.total_bytes, where=path)
+                contents[name] = read_header(file, entry.total_bytes, where=path)
             sizes[name] = entry.total_bytes
         else:
-            found[name] = _content(path)
-        if digest_of(found[name]) != entry.digest:
+            contents[name] = _content(path)
+        if digest_of(contents[name]) != entry.digest:
             raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
-    found[MANIFEST] = _content(checkpoint.path / MANIFEST)
-    if digest_of(found[MANIFEST]) != checkpoint.digest:
+    contents[MANIFEST] = _content(checkpoint.path / MANIFEST)
+    if digest_of(contents[MANIFEST]) != checkpoint.digest:
         raise CheckpointError("A manifest became another one", where=checkpoint.path / MANIFEST)
-    return {**found, _SIZES: json.dumps(sizes).encode()}
+    return {**contents, _SIZES: json.dumps(sizes).encode()}
 
 
 def _content(path: Path) -> bytes:
@@ -58,9 +58,9 @@ def _content(path: Path) -> bytes:
 
 
 def write_skeleton(
-    folder: Path, found: Mapping[str, bytes], files: Files, *, is_whole: bool, with_room: bool = False
+    folder: Path, contents: Mapping[str, bytes], files: Files, *, is_whole: bool, with_room: bool = False
 ) -> None:
-    """Write the files of a skeleton into a folder that is not committed yet.
+    """Write the files of a skeleton into an uncommitted folder.
 
     Args:
         is_whole: whether the folder will hold all pieces when it is committed.
@@ -70,8 +70,8 @@ def write_skeleton(
         OSError: if the disk fails.
     """
     files.make_folder(folder)
-    sizes = json.loads(found[_SIZES])
-    for name, data in found.items():
+    sizes = json.loads(contents[_SIZES])
+    for name, data in contents.items():
         if name == _SIZES:
             continue
         if (folder / name).parent != folder:
@@ -85,31 +85,33 @@ def write_skeleton(
                 files.close(descriptor)
 
 
-def make_skeleton(folder: CheckpointFolder, candidate: Candidate, found: Mapping[str, bytes], *, attempt: str) -> None:
-    """Make the folder of a checkpoint that holds no piece, and give it its name.
+def make_skeleton(
+    folder: CheckpointFolder, candidate: Candidate, contents: Mapping[str, bytes], *, attempt: str
+) -> None:
+    """Make the folder of a checkpoint, without any piece, and give it its name.
 
     Args:
-        attempt: a name that is unique in the life of the folder.
+        attempt: a unique name in the life of the folder.
 
     Raises:
         OSError: if the disk fails.
     """
     files, partial = folder.files, folder.partial(candidate.iteration, attempt)
-    known = next(iter(candidate.found.values()))
-    host = replace(known, host=None, held={}).to_bytes()
-    write_skeleton(partial, {**found, HOST: host}, files, is_whole=False)
+    template = next(iter(candidate.parts.values()))
+    host = replace(template, host=None, held={}).to_bytes()
+    write_skeleton(partial, {**contents, HOST: host}, files, is_whole=False)
     files.sync_folder(partial)
     folder.commit(candidate.iteration, attempt)
 
 
-def mend_skeleton(path: Path, found: Mapping[str, bytes], files: Files) -> None:
+def mend_skeleton(path: Path, contents: Mapping[str, bytes], files: Files) -> None:
     """Write JSON files, headers and sizes anew in a folder whose `host.json` is intact.
 
     Raises:
         OSError: if the disk fails.
     """
-    sizes = json.loads(found[_SIZES])
-    for member, data in found.items():
+    sizes = json.loads(contents[_SIZES])
+    for member, data in contents.items():
         if member in sizes:
             descriptor = files.open_for_writing(path / member)
             try:

@@ -13,36 +13,36 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A local checkpoint of which some host has a part.
+    """A local checkpoint with a part on some host.
 
     Args:
         manifest: digest of its manifest, the same in every part.
-        found: by number of a host of this run, its `host.json`.
-        intact: those of these hosts whose JSON files and headers are not damaged.
+        parts: by number of a host of this run, its `host.json`.
+        intact: those of these hosts with intact JSON files and headers.
     """
 
     iteration: int
     manifest: str
-    found: Mapping[int, HostFile]
+    parts: Mapping[int, HostFile]
     intact: frozenset[int] = frozenset()
 
     @property
     def writers(self) -> PieceNumbers:
-        """Return which host of the run that saved it wrote each piece."""
-        return next(iter(self.found.values())).writers
+        """Return the host of each piece at the save."""
+        return next(iter(self.parts.values())).writers
 
     @property
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """Return the pieces that no host has."""
-        return missing(self.writers, [host.held for host in self.found.values()])
+        """Return the pieces on no host."""
+        return missing(self.writers, [host.held for host in self.parts.values()])
 
     def describe_missing(self) -> str:
-        """Return in words the pieces that no host has, by the host that wrote them; empty if there are none."""
-        return describe(self.missing, next(iter(self.found.values())))
+        """Return in words the pieces on no host, by their host at the save; empty if there are none."""
+        return describe(self.missing, next(iter(self.parts.values())))
 
 
 def describe(numbers: PieceNumbers, host: HostFile) -> str:
-    """Return pieces in words: how many, by the host that wrote them, and the first tensors; empty for none."""
+    """Return pieces in words: how many, by their host at the save, and the first tensors; empty for none."""
     count = Counter(host.writers[name][number] for name, members in numbers.items() for number in members)
     if not count:
         return ""
@@ -52,29 +52,31 @@ def describe(numbers: PieceNumbers, host: HostFile) -> str:
     return f"{of_hosts} ({', '.join(names)}{', ...' if len(numbers) > _MOST_NAMED else ''})"
 
 
-def candidates(found: Sequence[Mapping[int, HostFile]], damaged: Collection[tuple[int, int]] = ()) -> list[Candidate]:
+def candidates(
+    host_files: Sequence[Mapping[int, HostFile]], damaged: Collection[tuple[int, int]] = ()
+) -> list[Candidate]:
     """Return the checkpoints of which parts were found, the newest first.
 
-    Parts belong together if their manifests are equal. Of two checkpoints of one iteration the more complete is first.
+    Parts belong together if their manifests are equal. Of two checkpoints of an iteration the more complete is first.
 
     Args:
-        found: by number of the host, then by iteration.
+        host_files: by number of the host, then by iteration.
         damaged: hosts and iterations with damaged JSON files or headers.
     """
     parts: dict[tuple[int, str], dict[int, HostFile]] = {}
-    for number, by_iteration in enumerate(found):
+    for number, by_iteration in enumerate(host_files):
         for iteration, host in by_iteration.items():
             parts.setdefault((iteration, host.manifest), {})[number] = host
-    known = [
+    checkpoints = [
         Candidate(iteration, manifest, hosts, frozenset(n for n in hosts if (n, iteration) not in damaged))
         for (iteration, manifest), hosts in parts.items()
     ]
-    return sorted(known, key=lambda c: (-c.iteration, sum(map(len, c.missing.values())), c.manifest))
+    return sorted(checkpoints, key=lambda c: (-c.iteration, sum(map(len, c.missing.values())), c.manifest))
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pieces that host `source` sends to host `target`, both by number."""
+    """Pieces for host `target` from host `source`, both by number."""
 
     source: int
     target: int
@@ -82,37 +84,37 @@ class Transfer:
 
 
 def assign(
-    needs: Sequence[PieceNumbers], found: Mapping[int, HostFile]
+    needs: Sequence[PieceNumbers], host_files: Mapping[int, HostFile]
 ) -> tuple[list[Transfer], list[dict[str, tuple[int, ...]]]]:
-    """Return who sends what, and by host the pieces that no host has.
+    """Return the transfers, and by host the pieces on no host.
 
-    Of several hosts that have a piece, the one that sends the fewest so far does.
+    Of several hosts with a piece, the sender is the host with the fewest pieces to send so far.
 
     Args:
-        needs: by number of the host, the pieces that it lacks.
-        found: by number of the host, its `host.json`.
+        needs: by number of the host, the pieces missing on it.
+        host_files: by number of the host, its `host.json`.
     """
-    held = {
+    present = {
         number: {(name, piece) for name, members in host.held.items() for piece in members}
-        for number, host in found.items()
+        for number, host in host_files.items()
     }
     load: Counter[int] = Counter()
-    sent: dict[tuple[int, int], dict[str, list[int]]] = {}
-    left: list[dict[str, tuple[int, ...]]] = []
+    routes: dict[tuple[int, int], dict[str, list[int]]] = {}
+    absent: list[dict[str, tuple[int, ...]]] = []
     for target, pieces in enumerate(needs):
         lacking: dict[str, list[int]] = {}
         for name, members in pieces.items():
             for piece in members:
-                sources = [number for number in held if number != target and (name, piece) in held[number]]
+                sources = [number for number in present if number != target and (name, piece) in present[number]]
                 if not sources:
                     lacking.setdefault(name, []).append(piece)
                     continue
                 source = min(sources, key=lambda number: (load[number], number))
                 load[source] += 1
-                sent.setdefault((source, target), {}).setdefault(name, []).append(piece)
-        left.append({name: tuple(members) for name, members in lacking.items()})
+                routes.setdefault((source, target), {}).setdefault(name, []).append(piece)
+        absent.append({name: tuple(members) for name, members in lacking.items()})
     transfers = [
         Transfer(source, target, {name: tuple(members) for name, members in pieces.items()})
-        for (source, target), pieces in sorted(sent.items())
+        for (source, target), pieces in sorted(routes.items())
     ]
-    return transfers, left
+    return transfers, absent

@@ -25,13 +25,13 @@ _POPULATE_BYTES = 8 << 20
 
 
 class Arena:
-    """A block of host memory that hands out slices in order and frees all of them at once.
+    """A block of host memory, handed out in slices in order and freed all at once.
 
     Not thread-safe; the caller serializes access.
 
     Args:
         total_bytes: the size in bytes; unused pages take no physical memory until `touch`.
-        is_pinned: pin the memory, so that copies from a CUDA device do not block the host.
+        is_pinned: pin the memory: copies from a CUDA device then do not block the host.
     """
 
     def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
@@ -55,7 +55,7 @@ class Arena:
         self._used = 0
 
     def touch(self) -> None:
-        """Populate the pages, so that the first copy into them does not fault. Their contents are kept."""
+        """Populate the pages, to spare the first copy into them the faults. Their contents are kept."""
         if not self._is_pinned:
             populate(self._memory)
 
@@ -86,8 +86,7 @@ def map_memory(total_bytes: int) -> Bytes:
 def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
     """Return zeros for extents `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
 
-    Extents that are adjacent in the file and in the list are adjacent in memory, so that one O_DIRECT write covers
-    them.
+    Extents adjacent in the file and in the list are adjacent in memory: a single O_DIRECT write covers them.
     """
     starts, end = [], 0
     for offset, size in extents:

@@ -1,4 +1,4 @@
-"""Memory for parameters and optimizer state that is laid out like the files, so that saving needs no copy."""
+"""Memory for parameters and optimizer state, laid out like the files: saving needs no copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def zeros_like_files(
     anyway.
 
     Args:
-        parameters: each with the local memory that its live tensor is part of.
+        parameters: each with the local memory around its live tensor.
         prefixes: name prefixes of a parameter's tensors: empty for itself, `exp_avg.` for a moment.
         alignment: tensors whose offset in their file is no multiple of it are left out too.
 
@@ -32,20 +32,20 @@ def zeros_like_files(
         Tensors with shape and dtype of the local memory, by stored name.
     """
     files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
-    wanted = list(parameters)
+    pairs = list(parameters)
     for prefix in prefixes:
-        for live, local in wanted:
+        for live, local in pairs:
             name = prefix + live.spec.name
             offset = _offset_in_file(live, name, layout)
             if offset is not None and offset % alignment == 0 and local.device.type == "cpu" and local.is_contiguous():
                 files.setdefault(layout.places[name].file, []).append((offset, name, local))
-    found: dict[str, torch.Tensor] = {}
+    zeros: dict[str, torch.Tensor] = {}
     for members in files.values():
         members.sort(key=lambda member: member[0])
         memories = map_like_file([(offset, local.nbytes) for offset, _, local in members])
         for (_, name, local), memory in zip(members, memories, strict=True):
-            found[name] = torch.from_numpy(memory).view(local.dtype).view(local.shape)
-    return found
+            zeros[name] = torch.from_numpy(memory).view(local.dtype).view(local.shape)
+    return zeros
 
 
 def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:

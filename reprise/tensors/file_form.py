@@ -1,4 +1,4 @@
-"""Tensors in the form that files hold: memory of their own, of a dtype that safetensors has."""
+"""Tensors in the form of the files: memory of their own, of a dtype of safetensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 
 @dataclass(frozen=True, slots=True)
 class StorableTensor:
-    """One tensor in the form that files hold.
+    """A tensor in the form of the files.
 
     Args:
         tensor: plain or a DTensor; its memory is the given tensor's, or a copy.
         dtype: the name of the given tensor's dtype, if safetensors lacks it: `tensor` has the same bytes as real
             numbers (complex dtypes, with a last dimension of 2) or as bytes (kinds of float8).
-        box: the part of a tensor of `shape` that `tensor` is; None if its placement says so.
-        copy_back: after a load into `tensor`, copies it to the given one; None if they share memory.
+        box: the position of `tensor` in a tensor of `shape`; None if its placement says so.
+        copy_back: after a load into `tensor`, copies it to the given tensor; None if they share memory.
     """
 
     tensor: torch.Tensor
@@ -35,10 +35,10 @@ class StorableTensor:
 
 
 def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
-    """Return a tensor in the form that files hold; None if this rank has no part of it.
+    """Return a tensor in the form of the files; None if this rank has no part of it.
 
     Raises:
-        CheckpointError: naming a tensor of a class that keeps its memory elsewhere.
+        CheckpointError: naming a tensor of a class with memory elsewhere.
     """
     local = memory_holder(tensor)
     is_async = _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
@@ -54,31 +54,31 @@ def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
             found=type(local).__name__,
             fix="Give its parts as tensors of their own.",
         )
-    local = given = local.detach()
+    local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:
         return StorableTensor(tensor.detach())  # which `check_memory` refuses by name
     if local.is_neg() or local.is_conj() or _repeated(local):
-        local = torch.empty(given.shape, dtype=given.dtype, device=given.device).copy_(given)
+        local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
     stored = _stored(local)
-    if stored is given and not is_async:
+    if stored is source and not is_async:
         return StorableTensor(tensor.detach())
-    dtype = None if stored.dtype == given.dtype else str(given.dtype).removeprefix("torch.")
-    copy_back = None if local is given else partial(_copy_back, local, given, where)
-    shape = (*tensor.shape, *stored.shape[given.ndim :])
+    dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
+    copy_back = None if local is source else partial(_copy_back, local, source, where)
+    shape = (*tensor.shape, *stored.shape[source.ndim :])
     return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a tensor of the form that files hold as one of its dtype; None if that is its own.
+    """Return a tensor in the form of the files as a tensor of its dtype; None for its own dtype.
 
     Raises:
         MismatchError: if it is not the form of a tensor of this dtype.
     """
     if dtype is None:
         return stored
-    found: torch.dtype = getattr(torch, dtype)
+    target: torch.dtype = getattr(torch, dtype)
     try:
-        return torch.view_as_complex(stored) if found.is_complex else stored.view(found)
+        return torch.view_as_complex(stored) if target.is_complex else stored.view(target)
     except RuntimeError as error:
         form = f"{stored.dtype} of shape {list(stored.shape)}"
         raise MismatchError("A tensor is not in the form of its dtype", expected=dtype, found=form) from error
@@ -93,7 +93,7 @@ def materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(local: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a dtype that safetensors has, if there is one."""
+    """Return the same memory in a dtype of safetensors, if there is any."""
     if local.is_complex():
         return torch.view_as_real(local)
     if local.dtype not in DTYPE_NAMES and local.dtype.is_floating_point and local.dtype.itemsize == 1:
@@ -102,7 +102,7 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> StorableTensor | None:
-    """Return the shards that a LocalShardsWrapper holds, as one box."""
+    """Return the shards of a LocalShardsWrapper as a box."""
     shards: Sequence[torch.Tensor] = wrapper.local_shards()  # type: ignore[attr-defined]
     if not shards:
         return None
@@ -138,21 +138,21 @@ def _copy_shards(views: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) 
         shard.copy_(view)
 
 
-def _copy_back(packed: torch.Tensor, given: torch.Tensor, where: str) -> None:
+def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
     first = packed
-    for dim in _repeated(given):
-        first, given = first.narrow(dim, 0, 1), given.narrow(dim, 0, 1)
+    for dim in _repeated(target):
+        first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
     if not _bytes_of(first.expand_as(packed)).equal(_bytes_of(packed)):
         raise MismatchError(
             "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
             where=where,
             fix="Give a tensor with memory for each element, such as tensor.clone().",
         )
-    given.copy_(first)
+    target.copy_(first)
 
 
 def _repeated(local: torch.Tensor) -> list[int]:
-    """Return the dimensions along which all elements are one and the same."""
+    """Return the dimensions along which all elements are the same memory."""
     sizes = zip(local.stride(), local.shape, strict=True)
     return [dim for dim, (stride, size) in enumerate(sizes) if stride == 0 and size > 1 and local.numel()]
 
@@ -163,5 +163,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_a(value: torch.Tensor, module: str, name: str) -> bool:
     """Return whether a tensor is of a class, without importing its module."""
-    found = sys.modules.get(module)
-    return found is not None and isinstance(value, getattr(found, name))
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(value, getattr(imported, name))

@@ -1,6 +1,6 @@
 """The live tensors of a model and its optimizer, with their names and boxes on disk.
 
-The only module that reads the internals of torch's DTensor.
+No other module reads the internals of torch's DTensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The on-disk form of a parameter, if it differs from the live one.
+    """The on-disk form of a parameter, if it differs from the live form.
 
     Args:
         shape: shape on disk.
@@ -42,13 +42,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """A rank's part of one logical tensor.
+    """A rank's part of a logical tensor.
 
     Args:
         box: its position, in coordinates of `spec.view`.
         local: the live memory, of shape `box.shape`; writing to it changes the model.
-        replicas: all global ranks that hold this box, in ascending order.
-        is_copy: a second live copy of a tensor that other ranks save: a load fills it, and a save skips it.
+        replicas: all global ranks with this box, in ascending order.
+        is_copy: a second live copy of a tensor saved by other ranks: a load fills it, and a save skips it.
     """
 
     spec: TensorSpec
@@ -60,19 +60,19 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All content of a checkpoint, as seen from one rank.
+    """All content of a checkpoint, as seen from a rank.
 
     Args:
         specs: every tensor of the checkpoint in model order, equal on all ranks.
-        live: the parts that this rank holds.
+        live: the parts on this rank.
         aliases: second names of stored tensors (tied parameters), alias -> stored name. Only the stored name's tensor
-            is saved. `aliases_of` gives only names of the very same tensor; a caller that adds another name guarantees
-            that its tensor is equal.
+            is saved. `aliases_of` gives only names of the very same tensor; a caller with another name guarantees
+            equality of its tensor.
         documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
-        optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
-            tensors that the step changes. Tensors that none of them changes are copied.
-        constant: live tensors that nothing changes while a save is under way, so they need no copy.
-        is_own: whether the live tensors are copies that nothing changes before the save is over.
+        optimizers: the optimizers of the live tensors; a background save delays their next step while it reads tensors
+            to be changed by the step. Tensors changed by none of them are copied.
+        constant: live tensors without change while a save is under way: they need no copy.
+        is_own: whether the live tensors are copies without change until the end of the save.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -86,7 +86,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks that hold one model, or one stage of it, as an array over named axes.
+    """The ranks of a model, or of a stage of it, as an array over named axes.
 
     A tensor without a placement on an axis is replicated along it; a plain tensor is replicated along all.
     """
@@ -96,12 +96,12 @@ class Grid:
 
     @staticmethod
     def flat(world_size: int) -> Grid:
-        """Return the grid of all ranks on one axis, with a name that no mesh uses."""
+        """Return the grid of all ranks on a single axis, with a name used by no mesh."""
         return Grid.of(range(world_size))
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Grid:
-        """Return the grid of these ranks on one axis, with a name that no mesh uses."""
+        """Return the grid of these ranks on a single axis, with a name used by no mesh."""
         return Grid(np.array(ranks), ("",))
 
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Grid:
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
-    """Free every gathered FSDP2 parameter, so that `named_parameters()` are the optimizer's again.
+    """Free every gathered FSDP2 parameter: `named_parameters()` are then the optimizer's again.
 
     After a forward without gradients FSDP2 may hold unsharded plain tensors: saving them would see wrong boxes, and
     loading into them would leave the shards stale.
@@ -131,12 +131,12 @@ def live_tensors(
     """Yield every tensor of the state: parameters, persistent buffers, then optimizer state by parameter name.
 
     Args:
-        grid: the ranks that hold this model.
-        stored: the on-disk form of parameters, by name, if it differs from the live one.
+        grid: the ranks of this model.
+        stored: the on-disk form of parameters, by name, if it differs from the live form.
 
     Raises:
-        CheckpointError: for an optimizer whose parameters are not the model's, for a tensor that is not a box, is
-            sparse or quantized, or shares memory with another, and on a big-endian host.
+        CheckpointError: for an optimizer whose parameters are not the model's, for a tensor not a box, sparse,
+            quantized, or with the memory of another, and on a big-endian host.
     """
     check_byteorder(sys.byteorder)
     free_gathered_parameters(model)
@@ -154,7 +154,7 @@ def live_tensors(
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return every parameter with its canonical name, in model order; a tied one has its first registered name."""
+    """Return every parameter with its canonical name, in model order; a tied parameter's is the first registered."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
@@ -176,13 +176,13 @@ def canonical_name(name: str) -> str:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's memory of a tensor that may be a DTensor, detached."""
+    """Return this rank's memory of a tensor or DTensor, detached."""
     plain = tensor.detach()
     return plain.to_local() if is_dtensor(plain) else plain  # type: ignore[attr-defined]
 
 
 def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor whose `data` is the memory of a tensor that may be a DTensor."""
+    """Return the plain tensor whose `data` is the memory of a tensor or DTensor."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -198,7 +198,7 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
 
 
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
-    """Return a value that changes if a tensor of the state was replaced or moved since the last call.
+    """Return a value for comparison: it changes if a tensor of the state was replaced or moved since the last call.
 
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
@@ -212,10 +212,10 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
 
 
 def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[torch.Tensor] = ()) -> frozenset[int]:
-    """Return the addresses of all storages that only a step of these optimizers changes, or nothing at all.
+    """Return the addresses of all storages changed by a step of these optimizers only, or by nothing at all.
 
     Args:
-        constant: tensors that nothing changes, beside the parameters and the state of the optimizers.
+        constant: unchanging tensors, beside the parameters and the state of the optimizers.
     """
     tensors = [
         tensor
@@ -249,8 +249,8 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _check_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    parts = [(name, local_of(tensor)) for name, tensor in named]
+def _check_memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    parts = [(name, local_of(tensor)) for name, tensor in tensors]
     for name, local in parts:
         check_memory(name, local)
     check_disjoint(parts)
@@ -273,7 +273,7 @@ def _optimizer_tensors(
     grid: Grid,
     stored: Mapping[str, Stored],
 ) -> Iterator[LiveTensor]:
-    """Yield all of one moment in model order, then all of the next; scalars last."""
+    """Yield the optimizer's state moment by moment, each in model order; scalars last."""
     keys = {
         key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items() if _is_tensor(key, value)
     }
@@ -311,11 +311,11 @@ def locate(
     """Yield the live tensor of `tensor`, or nothing if this rank has no part of it.
 
     Args:
-        grid: the ranks that hold it, if it is plain.
-        stored: its on-disk form, if it differs from the live one.
+        grid: the ranks of a plain tensor.
+        stored: its on-disk form, if it differs from the live form.
 
     Raises:
-        CheckpointError: for a placement that is not a box.
+        CheckpointError: for a placement other than a box.
     """
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
@@ -328,24 +328,24 @@ def locate(
         raise CheckpointError(
             "A shard's shape does not match its placement", where=name, expected=box, found=local.shape
         )
-    kept = intersect(box, whole(layout.view))
-    if kept != box:
-        inner = relative(kept, box)
+    stored_box = intersect(box, whole(layout.view))
+    if stored_box != box:
+        inner = relative(stored_box, box)
         for dim, (at, size) in enumerate(zip(inner.offset, inner.shape, strict=True)):
             local = local.narrow(dim, min(at, local.shape[dim]), size)
-    yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), kept, local, replicas)
+    yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), stored_box, local, replicas)
 
 
 def placed_box(
     name: str, tensor: torch.Tensor, coordinate: Mapping[str, int], grid: Grid
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of a tensor at a coordinate, in closed form, and the ranks that hold the same one.
+    """Return the box of a tensor at a coordinate, in closed form, and the ranks with the same box.
 
     Args:
         coordinate: a coordinate on the tensor's mesh axes, this rank's or any other.
 
     Raises:
-        CheckpointError: for a placement that is not a box.
+        CheckpointError: for a placement other than a box.
     """
     if not is_dtensor(tensor):
         return whole(tuple(tensor.shape)), grid.holders({})
@@ -383,7 +383,7 @@ def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
 
 
 def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
-    """Return the grid of a DTensor: `grid` if that has the axes of its mesh, otherwise its mesh."""
+    """Return the grid of a DTensor: `grid` if it has the axes of its mesh, otherwise its mesh."""
     if owner is None:
         return grid
     mesh = owner.device_mesh  # type: ignore[attr-defined]

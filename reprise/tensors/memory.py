@@ -13,7 +13,7 @@ from reprise.tensors.live import LiveTensor
 
 
 class HostMemory:
-    """The packed image of a box on the host; `is_private` marks a copy that never changes."""
+    """The packed image of a box on the host; `is_private` marks an unchanging copy."""
 
     is_on_device = False
 
@@ -30,7 +30,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """The packed image of a box on an accelerator, copied on a stream other than that of training."""
+    """The packed image of a box on an accelerator, copied on a stream other than training's."""
 
     is_on_device = True
     is_private = False
@@ -52,11 +52,11 @@ Memory = HostMemory | DeviceMemory
 
 
 class Sources:
-    """The memory of tensors that are saved repeatedly, without copying where possible.
+    """The memory of repeatedly saved tensors, without copying where possible.
 
     Args:
-        steady: addresses of the storages that change at known times only; None for all. Tensors in other storages, and
-            tensors that are not contiguous, are copied at every `begin`.
+        steady: addresses of the storages with changes at known times only; None for all. Tensors in other storages, and
+            non-contiguous tensors, are copied at every `begin`.
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
@@ -90,7 +90,7 @@ class Sources:
 
     @property
     def steady(self) -> dict[str, Memory]:
-        """Return the memory of the tensors that change at known times only."""
+        """Return the memory of the tensors with changes at known times only."""
         return self._steady
 
     def changing(self) -> dict[str, Memory]:
@@ -109,7 +109,7 @@ class Sources:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of all copies from a device, so that none ends after a later one into the same memory."""
+    """Return the stream of all copies from a device: they end in order, also copies into the same memory."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 

@@ -1,4 +1,4 @@
-"""Checks that tensors in memory can be saved and filled: plain numbers, each element with its own bytes."""
+"""Checks for tensors to be saved and filled: plain numbers, each element with its own bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reprise.errors import CheckpointError
 
 
 def check_byteorder(byteorder: str) -> None:
-    """Refuse a host whose `sys.byteorder` differs from that of the files: memory is written unconverted.
+    """Refuse a host whose `sys.byteorder` differs from the files': memory is written unconverted.
 
     Raises:
         CheckpointError: on a big-endian host.
@@ -25,10 +25,10 @@ def check_byteorder(byteorder: str) -> None:
 
 
 def check_memory(name: str, local: torch.Tensor) -> None:
-    """Refuse a tensor that is not strided memory with separate bytes for each element.
+    """Refuse a tensor other than strided memory with separate bytes for each element.
 
     Raises:
-        CheckpointError: naming a sparse, nested or quantized tensor, or one whose elements share memory.
+        CheckpointError: naming a sparse, nested or quantized tensor, or a tensor whose elements share memory.
     """
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         kind = "a nested tensor" if local.is_nested else local.dtype if local.is_quantized else local.layout
@@ -45,35 +45,35 @@ def check_memory(name: str, local: torch.Tensor) -> None:
         )
 
 
-def check_disjoint(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuse tensors that share memory: a load fills both, and the later one wins.
+def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors with common memory: a load fills both, and the later wins.
 
     Args:
-        named: tensors that passed `check_memory`, each once.
+        tensors: tensors approved by `check_memory`, each once.
 
     Raises:
         CheckpointError: naming the first two.
     """
     spans = [
         (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name, local)
-        for name, local in named
+        for name, local in tensors
         if local.numel() and local.device.type != "meta"
     ]
     open_spans: list[tuple[str, int, int, str, torch.Tensor]] = []
     for span in sorted(spans, key=lambda span: span[:4]):
-        open_spans = [other for other in open_spans if other[0] == span[0] and other[2] > span[1]]
-        for other in open_spans:
-            if _share_memory(other[4], span[4]):
+        open_spans = [neighbor for neighbor in open_spans if neighbor[0] == span[0] and neighbor[2] > span[1]]
+        for neighbor in open_spans:
+            if _share_memory(neighbor[4], span[4]):
                 raise CheckpointError(
                     "Two tensors share memory without being the same tensor",
-                    where=" and ".join(sorted((other[3], span[3]))),
+                    where=" and ".join(sorted((neighbor[3], span[3]))),
                     fix="Tie them by assigning one and the same parameter, or clone one of them.",
                 )
         open_spans.append(span)
 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:
-    """Return False only if every element certainly has its own bytes: strides do not reach into one another."""
+    """Return False only if every element certainly has its own bytes: strides do not reach into each other."""
     reach = 0
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and local.numel():
@@ -89,7 +89,7 @@ def _extent_bytes(local: torch.Tensor) -> int:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether both contain a common byte: interleaved columns of one matrix do not."""
+    """Return whether both contain a common byte: interleaved columns of a matrix do not."""
     start = min(a.data_ptr(), b.data_ptr())
     end = max(a.data_ptr() + _extent_bytes(a), b.data_ptr() + _extent_bytes(b))
     is_taken = torch.zeros(end - start, dtype=torch.bool)

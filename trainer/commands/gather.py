@@ -13,7 +13,7 @@ from reprise.errors import CheckpointError
 from reprise.files import Files
 from reprise.folder import HOST, CheckpointFolder, FolderLock
 from reprise.json_file import dumps
-from reprise.local.join import join, open_parts, whole_together
+from reprise.local.join import join, newest_complete, open_parts
 from reprise.reading import Checkpoint, LoadSource, no_folder, read_places
 from trainer.commands.arguments import local_path, natural
 from trainer.commands.rows import Row, print_rows
@@ -41,7 +41,7 @@ def gather(options: argparse.Namespace) -> int:
         if not path.is_dir():
             raise no_folder(path)
         parts += open_parts(LoadSource.named(path).path, Files())
-    parts = whole_together(parts, options.iteration)
+    parts = newest_complete(parts, options.iteration)
     out = CheckpointFolder(options.out, Files())
     _refuse_host_folder(out)
     lock = FolderLock(out.root, secrets.token_hex(4))

@@ -21,7 +21,7 @@ def host_file(host: int, *, manifest: str = "m", held: PieceNumbers | None = Non
 def test_parts_with_one_manifest_are_one_checkpoint() -> None:
     old, new = host_file(0, manifest="old"), host_file(0, manifest="new")
     found = candidates([{4: old, 6: new}, {4: host_file(1, manifest="old"), 6: host_file(1, manifest="other")}])
-    assert [(c.iteration, sorted(c.found), bool(c.missing)) for c in found] == [
+    assert [(c.iteration, sorted(c.parts), bool(c.missing)) for c in found] == [
         (6, [1], True),
         (6, [0], True),
         (4, [0, 1], False),
