@@ -1,15 +1,24 @@
 """What every launched rank needs, imported once in the fork server so that a rank starts in a fraction of a second.
 
+That includes pytest and the helpers below `tests`: a rank that calls a function of a test's module imports this module.
 A configuration is composed there too: the parser of overrides fills its tables at the first one, and a rank that is
 forked later finds them full. No tensor is computed: autograd's threads would not live on in a rank.
 """
 
+import encodings.idna  # noqa: F401
 import multiprocessing.synchronize  # noqa: F401
 
+import pytest  # noqa: F401
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.pipelining
 import torch.profiler
 import torch.utils.tensorboard  # noqa: F401
 
+import reprise
+import tests.crash.hosts
+import tests.crash.moments
+import tests.crash.small_run
+import tests.fakes  # noqa: F401
 import trainer.__main__
 import trainer.config.compose
 import trainer.launch.process_group
@@ -22,4 +31,6 @@ import trainer.start.restore
 import trainer.train_command
 import trainer.training.loop
 
+for name in reprise.__all__:  # which it imports at their first use
+    getattr(reprise, name)
 trainer.config.compose.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])
