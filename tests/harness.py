@@ -25,6 +25,8 @@ import trainer.training.loop
 from scripts.faults.ranks import become_rank, free_port
 from trainer.config.compose import compose as compose
 from trainer.run.build import Run
+from trainer.start.decide import decide
+from trainer.start.fill import fill
 from trainer.training.step import StepResult
 
 _context = multiprocessing.get_context("forkserver")
@@ -289,6 +291,11 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
     around_iterations(before=await_save, after=hold)
     _train(arguments)
+
+
+def filled(run: Run) -> Run:
+    """Return a run that was built, with its tensors filled as its configuration asks for."""
+    return fill(run, decide(run.config, run.cluster, run.saves))
 
 
 def around_iterations(

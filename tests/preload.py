@@ -27,7 +27,7 @@ import trainer.launch.watchdog
 import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
 import trainer.run.build
-import trainer.start.restore
+import trainer.start.fill
 import trainer.train_command
 import trainer.training.loop
 

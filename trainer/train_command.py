@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,7 +122,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
 def _import_training(config: Config, world_size: int) -> None:
     """Import all that a run needs, before the ranks join."""
     with importing():
-        for name in ("trainer.launch.watchdog", "trainer.start.restore", "trainer.training.loop"):
+        for name in ("trainer.launch.watchdog", "trainer.start.fill", "trainer.training.loop"):
             import_module(name)
         from trainer.parallel.imports import import_axes
 
@@ -129,53 +130,59 @@ def _import_training(config: Config, world_size: int) -> None:
 
 
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
-    from trainer.config.saved import without_keys
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
     from trainer.run.build import build
 
-    config = resolved.config
-    expected = cluster.channel.broadcast("config", resolved.text.encode()).decode()
-    is_same = expected == resolved.text
-    problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
-    cluster.channel.agree("config", problem)
+    config, channel = resolved.config, cluster.channel
+    error = ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
+    channel.require_same("config", resolved.text, lambda _: error)
     times.end(Phase.rendezvous)
     if cluster.device.type != CPU:
         total_bytes = memory_bytes(cluster.device)
         where = str(cluster.device)
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
-    built = build(config, cluster, signals, times)
-    built.saved_config = without_keys(built.saved_config, resolved.environment_keys)
+    run = build(config, cluster, signals, times, environment_keys=resolved.environment_keys)
     times.end(Phase.build)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
-        _train_built(built, resolved.text)
+    with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce), _outputs_of(run):
+        _train_built(run, resolved.text)
 
 
-def _train_built(built: Run, config_text: str) -> None:
-    from trainer.start.restore import restore
+@contextmanager
+def _outputs_of(run: Run) -> Iterator[None]:
+    """Close all outputs of a run at its end; after an error, let saves under way land and let go of the locks."""
+    try:
+        yield
+    except BaseException:
+        for log in run.logs:
+            log.close_bar()
+        run.saves.abandon()
+        raise
+    with ExitStack() as stack:
+        for log in run.logs:
+            stack.callback(log.close)
+        stack.callback(run.saves.close)  # before the log
+
+
+def _train_built(run: Run, config_text: str) -> None:
+    from trainer.start.decide import decide
+    from trainer.start.fill import fill
     from trainer.training.loop import train
 
-    try:
-        began_elsewhere = restore(built)
-        if built.log is not None:
-            progress, built.log.train_iters = built.state.progress, built.train_iters
-            built.log.open(
-                progress.iteration,
-                config_text,
-                owes_evaluation=progress.owes_evaluation,
-                began_elsewhere=began_elsewhere,
-            )
-        built.start_times.end(Phase.load)
-        train(built)
-    except BaseException:
-        if built.log is not None:
-            built.log.close_bar()
-        built.saves.abandon()
-        raise
-    built.saves.close()
-    if built.log is not None:
-        built.log.close()
+    start = decide(run.config, run.cluster, run.saves)
+    run = fill(run, start)
+    progress = run.state.progress
+    for log in run.logs:
+        log.train_iters = run.train_iters
+        log.open(
+            progress.iteration,
+            config_text,
+            owes_evaluation=progress.owes_evaluation,
+            began_elsewhere=start.began_elsewhere,
+        )
+    run.start_times.end(Phase.load)
+    train(run)
 
 
 def _dry_run(config: Config, world_size: int) -> None:

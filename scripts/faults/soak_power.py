@@ -38,7 +38,7 @@ from reprise.reading import open_checkpoint, read_places, verify_share
 from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
-from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
+from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, StartDisk, record
 from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
 from scripts.faults.run_files import contents_of, curve_of
 from scripts.faults.soak_kill import TEMPORARY
@@ -137,7 +137,7 @@ def train_unbroken(plan: RecordedSoak) -> Unbroken:
 def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
     """Record jobs on one file system and try cuts of each."""
     tally, cut_short = PowerTally(system.name), plan.folder / f"{system.name}.cut"
-    start: Start | None = None
+    start: StartDisk | None = None
     for number in range(plan.recordings):
         folder = plan.folder / f"{system.name}-{number}"
         folder.mkdir()
@@ -152,7 +152,7 @@ def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTal
     return tally
 
 
-def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> Start | None:
+def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> StartDisk | None:
     """Create and return the disk of a cut after a save that is not the last; None if there is none."""
     middle = recording.saved[len(recording.saved) // 4 : -1]
     if not middle:
@@ -165,7 +165,7 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     replay.make(cut, disk)
     replay.close()
     flushed.unlink()
-    return Start(disk, tuple(recording.told(cut)))
+    return StartDisk(disk, tuple(recording.told(cut)))
 
 
 def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[PowerCut]:

@@ -27,7 +27,7 @@ FAMILIES = ("gpt2", "llama3", "qwen3")
 DTYPES = ("float32", "bfloat16")
 
 # Ranks are forked from a process that has imported these: a run then starts in a fraction of a second.
-_PRELOAD = ["trainer.train_command", "trainer.training.loop", "trainer.start.restore", "trainer.parallel.tensor"]
+_PRELOAD = ["trainer.train_command", "trainer.training.loop", "trainer.start.fill", "trainer.parallel.tensor"]
 _PRELOAD += ["torch.distributed.pipelining"]
 _TURN_TIMEOUT_S = 60.0
 # Below the ports that Linux gives to connections: none of them takes a port between its choice and its use.

@@ -24,7 +24,6 @@ import trainer.__main__
 import trainer.data.loader
 import trainer.launch.process_group
 import trainer.run.build
-import trainer.start.restore
 import trainer.training.loop
 import trainer.training.step
 from reprise.files import Files
@@ -37,6 +36,7 @@ from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import MeanReduction
 from trainer.run.state import TrainerState
+from trainer.start.source import Checkpoints
 
 DEADLINE_S = 240.0  # what has not happened by then hangs, on the slowest machine
 MOMENTS = (
@@ -194,7 +194,7 @@ def _gate_build(gate: Gate) -> None:
 
 def _gate_load(gate: Gate) -> None:
     loading = list[bool]()
-    _before(trainer.start.restore, "load_from", lambda *_: loading.append(True))
+    _before(Checkpoints, "fill", lambda *_: loading.append(True))
     _before(TrainerState, "shards", lambda *_, **__: _stand_if(gate, bool(loading)))
 
 

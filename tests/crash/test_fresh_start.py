@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-import trainer.start.restore
+import trainer.start.fill
 from reprise.folder import iteration_name
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, tensor_files
@@ -35,18 +35,18 @@ def main(arguments: list[str]) -> None:
     run = Path(told["run"])
     killer = Killer(run, notes=run.with_name("notes"), at=told["at"], when=told["when"])
     killer.install()
-    note = trainer.start.restore.note_lineage
+    note = trainer.start.fill.note_lineage
     window: list[int] = []
 
-    def noted(*arguments: object, **keywords: object) -> None:
+    def noted(*arguments: object, **keywords: object) -> Run:
         window.append(len(killer.calls))
-        note(*arguments, **keywords)  # type: ignore[arg-type]
+        return note(*arguments, **keywords)  # type: ignore[arg-type]
 
     def begins(_: Run, iteration: int) -> None:
         if iteration == 1:
             run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
 
-    trainer.start.restore.note_lineage = noted
+    trainer.start.fill.note_lineage = noted
     around_iterations(before=begins)
     sys.argv = ["trainer", f"run.dir={run}", *arguments[1:]]
     trainer.__main__.main()

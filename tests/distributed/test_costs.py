@@ -13,10 +13,9 @@ import torch
 import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.reading import LoadSource
-from tests.harness import TINY, call_on_ranks, compose, run_ok, tensor_files
+from tests.harness import TINY, call_on_ranks, compose, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import Run, build
-from trainer.start.restore import restore
 
 _TP2 = "parallel.tensor_model_parallel_size=2"
 _REAL_ROWS = (
@@ -113,7 +112,7 @@ def _measure(arguments: list[str]) -> None:
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak, see proc(5)
     run = build(config, cluster)
-    restore(run)
+    run = filled(run)
     peak_load = _resident("VmHWM") - before
     shards = list(run.state.shards())
     held = sum(shard.local.nbytes for shard in shards)

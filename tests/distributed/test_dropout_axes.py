@@ -10,10 +10,9 @@ import pytest
 
 from reprise.format.manifest import digest_of
 from reprise.live_tensors import is_dtensor, memory_of
-from tests.harness import TINY, call_on_ranks, compose, curve, run_ok, tensor_files
+from tests.harness import TINY, call_on_ranks, compose, curve, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import build
-from trainer.start.restore import restore
 from trainer.training.loop import train
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
@@ -46,9 +45,9 @@ def _train_and_digest(arguments: list[str]) -> None:
     config = compose(overrides)
     cluster = launch.start("cpu", deterministic=False)
     run = build(config, cluster)
-    restore(run)
-    if run.log is not None:
-        run.log.open(0, "")
+    run = filled(run)
+    for log in run.logs:
+        log.open(0, "")
     train(run)
     replicated = {
         name: digest_of(memory_of(parameter.detach()))

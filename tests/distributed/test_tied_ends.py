@@ -13,11 +13,10 @@ import xxhash
 from safetensors import safe_open
 
 from reprise.errors import CheckpointError
-from tests.harness import TINY, call_on_ranks, compose, tensor_files
+from tests.harness import TINY, call_on_ranks, compose, filled, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import build
 from trainer.run.parallelize import check_tied_copies
-from trainer.start.restore import restore
 from trainer.training.loop import train
 
 LAST = 10
@@ -51,9 +50,9 @@ def _train_and_digest(arguments: list[str]) -> None:
     config = compose(overrides)
     cluster = launch.start("cpu", deterministic=False)
     run = build(config, cluster)
-    restore(run)
-    if run.log is not None:
-        run.log.open(run.state.progress.iteration, "")
+    run = filled(run)
+    for log in run.logs:
+        log.open(run.state.progress.iteration, "")
     train(run)
     found = [
         (
@@ -68,8 +67,8 @@ def _train_and_digest(arguments: list[str]) -> None:
     ]
     Path(f"{output}.{cluster.rank}").write_text(json.dumps(found))
     run.saves.close()
-    if run.log is not None:
-        run.log.close()
+    for log in run.logs:
+        log.close()
     launch.shutdown(cluster)
 
 
@@ -133,7 +132,7 @@ def test_with_data_parallel_ranks_too(tmp_path: Path, zero_stage: int) -> None:
 def _spoil_one_copy(arguments: list[str]) -> None:
     """Check the copies as a save does, then again after one bit of a moment of the last stage's copy has changed."""
     run = build(compose(arguments), cluster := launch.start("cpu", deterministic=False))
-    restore(run)
+    run = filled(run)
     check_tied_copies(run.state, run.context.embedding_group)
     print("equal at first")
     if cluster.rank == 1:

@@ -33,7 +33,7 @@ from reprise.errors import TrainerError
 from reprise.files import Files
 from reprise.layout import Box
 from reprise.live_tensors import LiveTensor
-from tests.harness import TINY, compose, launch, run_ok
+from tests.harness import TINY, compose, filled, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
@@ -42,7 +42,6 @@ from trainer.interop.hf import load
 from trainer.interop.hf.folder import open_folder
 from trainer.launch.process_group import Cluster
 from trainer.run.build import Run, build
-from trainer.start.restore import restore
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 20, "n_inner": 44, "n_positions": 32, **SIZES}
@@ -218,7 +217,7 @@ def begin(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """Begin a run with a folder, and return its parameters by their stored names."""
     run = built(folder, overrides)
     try:
-        restore(run)
+        run = filled(run)
         return {t.spec.name: t.local.detach().clone() for t in run.state.shards(with_optimizer=False)}
     finally:
         run.saves.close()

@@ -15,7 +15,7 @@ from reprise.errors import TrainerError
 from reprise.files import Files
 from reprise.layout import Box, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
-from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
+from tests.harness import TINY, compose, curve, filled, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
     LLAMA_HEADER,
@@ -30,7 +30,6 @@ from trainer.interop.llmc.file import open_file, read_whole
 from trainer.interop.llmc.load import fill
 from trainer.launch.process_group import Cluster
 from trainer.run.build import build
-from trainer.start.restore import restore
 
 SHAPE = [*TINY, "model.n_layer=3", "model.n_head=4", "model.n_embd=24", "train.train_iters=2"]
 SHAPE += ["schedule.lr_warmup_iters=0", "checkpoint.finetune=true"]
@@ -106,7 +105,7 @@ def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
     run = build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         with pytest.raises(TrainerError) as caught:
-            restore(run)
+            run = filled(run)
         return str(caught.value)
     finally:
         run.saves.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, pipeline
 
 from reprise.channel import single_rank_channel
-from tests.harness import TINY, compose, launch, run_ok
+from tests.harness import TINY, compose, filled, launch, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
 from trainer.data.bpe import train_bpe
@@ -19,7 +20,6 @@ from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
 from trainer.data.token_file import write_token_file
 from trainer.launch.process_group import Cluster
 from trainer.run.build import build
-from trainer.start.restore import restore
 from trainer.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -109,8 +109,8 @@ def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> Non
     run = build(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         tokenizer.unlink()
-        restore(run)
-        run.log = None  # it has nothing to say here
+        run = filled(run)
+        run = replace(run, logs=())  # it has nothing to say here
         train(run)
     finally:
         run.saves.close()

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.harness import TINY, all_files, call_on_ranks, compose, curve, launch, run_ok, tensor_files
+from tests.harness import TINY, all_files, call_on_ranks, compose, curve, filled, launch, run_ok, tensor_files
 from trainer.launch import process_group as trainer_launch
 from trainer.run.build import build
-from trainer.start.restore import restore
 
 MODEL = ["model=gpt2_tiny", *TINY]
 BASE = [*MODEL, "train.train_iters=8", "schedule.lr_decay_iters=20", "checkpoint.save_interval=2"]
@@ -304,7 +303,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     windows = built.train_data.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
         built.state.parts[0].model(windows)
-        restore(built)
+        built = filled(built)
         logits = built.state.parts[0].model(windows)
     if cluster.rank == 0:
         save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from models import families
 from models.config import ModelConfig
-from reprise.channel import StoreChannel
-from reprise.errors import MismatchError, TrainerError
+from reprise.errors import MismatchError
 from reprise.files import Files, on_this_host, unreadable
 from reprise.layout import Place
 from reprise.live_tensors import LiveTensor
@@ -35,6 +34,16 @@ class WeightsKind(Enum):
 
     folder = "folder"  # of transformers
     file = "file"  # of llm.c
+
+    @property
+    def owner(self) -> str:
+        """Return the name of the program whose weights they are."""
+        return "transformers" if self is WeightsKind.folder else "llm.c"
+
+    def digest(self, path: Path) -> str:
+        """Return the digest of the weights at a path; see `Pretrained`."""
+        files = [path] if self is WeightsKind.file else tensor_files(open_folder(path, Files()))
+        return digest_of_samples(files).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +100,24 @@ def load_pretrained(
     Raises:
         TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
     """
-    problem: TrainerError | None = None
-    weights = _Weights(Fit(), {}, (), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
-    try:
+    channel = cluster.channel
+    with channel.agreed("pretrained/open"):
         _require_finetune(path, kind, section)
         opens = _open_folder if kind is WeightsKind.folder else _open_file
         weights = opens(path, model, section, is_first=cluster.rank == 0)
-    except TrainerError as error:
-        problem = error
-    cluster.channel.agree("pretrained/open", problem)
-    digest = _require_same(path, weights.files, cluster.channel)
+        digest = _digest(path, weights.files)
+    channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
     fitting = Fitting(weights.fit, live, weights.places)
     names = list(families.stored_tensors(model))
     for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
         _log.warning(text)
-    try:
+    with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        report = weights.fill(fitting.requests, line.add)
-        report = replace(report, expected=len(live))
+        report = replace(weights.fill(fitting.requests, line.add), expected=len(live))
         fitting.finish(lambda tensor: weights.fill([tensor], lambda _: None))
-    except TrainerError as error:
-        problem = error
-    cluster.channel.agree("pretrained/fill", problem)
-    check_replicas(live, cluster.channel, "pretrained/replicas")
-    return Pretrained(report, digest.hex())
+    check_replicas(live, channel, "pretrained/replicas")
+    return Pretrained(report, digest)
 
 
 def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
@@ -153,39 +155,27 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is
     return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
-def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> bytes:
-    """Return the digest of the weights, and refuse to start if this rank sees others than rank 0. A call of all ranks.
-
-    It covers the names and sizes of the files, and samples of each from its first to its last bytes.
-
-    Raises:
-        MismatchError: on every rank, naming the host.
-    """
-    problem: TrainerError | None = None
-    digest = b""
+def _digest(path: Path, files: Sequence[Path]) -> str:
     try:
-        digest = digest_of_samples(files)
+        return digest_of_samples(files).hex()
     except OSError as error:
-        problem = unreadable(error, where=path)
-    channel.agree("pretrained/samples", problem)
-    expected = channel.broadcast("pretrained/digest", digest)
-    if digest != expected:
-        problem = MismatchError(
-            "This host sees other weights than rank 0 under the same path",
-            where=on_this_host(path),
-            expected=f"digest {expected.hex()}",
-            found=f"digest {digest.hex()}",
-            fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
-        )
-    channel.agree("pretrained/same", problem)
-    return digest
+        raise unreadable(error, where=path) from error
+
+
+def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
+    return MismatchError(
+        "This host sees other weights than rank 0 under the same path",
+        where=on_this_host(path),
+        expected=f"digest {first}",
+        found=f"digest {digest}",
+        fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
+    )
 
 
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
     if not section.finetune:
-        owner = "transformers" if kind is WeightsKind.folder else "llm.c"
         raise MismatchError(
-            f"The {kind.value} holds weights of {owner}, and no run to continue",
+            f"The {kind.value} holds weights of {kind.owner}, and no run to continue",
             where=path,
             found="no trainer_state.json",
             fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 
 from models import families
 from models.network import Model
-from reprise.errors import TrainerError
 from reprise.json_file import Json
 from reprise.live_tensors import Grid
 from reprise.savers import Restorer
@@ -33,23 +31,25 @@ from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
+from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import commit, versions
 from trainer.run.batch_loaders import build_loaders
 from trainer.run.parallelize import build_context, build_grid, build_models
-from trainer.run.run_data import look_alone, open_data
+from trainer.run.run_data import RunData, look_alone, open_data
 from trainer.run.saves import Saves, build_saves
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
+    What its source says of a run (schedule, data, description) is in a copy with other fields; `start.fill` returns it.
+    `logs` has the log of rank 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
     empty if the run has no tokenizer or saves nothing.
     `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
     """
@@ -65,7 +65,7 @@ class Run:
     sampler: Sampler | None
     saves: Saves
     restorer: Restorer
-    log: RunLog | None
+    logs: tuple[RunLog, ...]
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
@@ -84,13 +84,19 @@ class Run:
 
 
 def build(
-    config: Config, cluster: Cluster, signals: SignalHandler | None = None, times: StartTimes | None = None
+    config: Config,
+    cluster: Cluster,
+    signals: SignalHandler | None = None,
+    times: StartTimes | None = None,
+    *,
+    environment_keys: Collection[str] = (),
 ) -> Run:
     """Build a run. Collective.
 
     Args:
         signals: the signal handler; None for none.
         times: of this start, to which `data` is added and which the caller ends with `build`; None begins now.
+        environment_keys: dotted keys whose values come from the environment, which no checkpoint carries.
 
     Raises:
         TrainerError: if the data does not match the model, or another job writes to the run's folder.
@@ -106,17 +112,6 @@ def build(
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
     environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
-    description = run_record.describe(
-        config,
-        schedule=schedule,
-        topology=topology,
-        fingerprint=data.fingerprint,
-        environment=environment,
-        valid_fingerprint=data.valid_fingerprint,
-        weights=data.weights,
-        marks=data.marks,
-        documents=data.documents,
-    )
     saves = build_saves(config, cluster)
     return Run(
         config=config,
@@ -130,11 +125,14 @@ def build(
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
-        log=_build_log(config, cluster) if cluster.rank == 0 else None,
+        logs=(_build_log(config, cluster),) if cluster.rank == 0 else (),
         control=_build_control(config, cluster, signals),
-        description=description,
+        description=_describe(config, schedule, topology, data, environment),
         tokenizer=_read_tokenizer(config, cluster),
-        saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+        saved_config=saved.without_keys(
+            run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+            environment_keys,
+        ),
         own_time=OwnTime(cluster.device),
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
         start_times=times,
@@ -150,8 +148,11 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     data = look_alone(config)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
-    topology = topology_of(config, 1)
-    return schedule, run_record.describe(
+    return schedule, _describe(config, schedule, topology_of(config, 1), data, environment)
+
+
+def _describe(config: Config, schedule: Schedule, topology: Topology, data: RunData, environment: Json) -> Json:
+    return run_record.describe(
         config,
         schedule=schedule,
         topology=topology,
@@ -184,19 +185,17 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
     """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
     train = config.train
-    problem: TrainerError | None = None
     decode: Callable[[Sequence[int]], str] = str
-    prompt = b""
-    if cluster.rank == 0:
-        try:
-            encoder = open_encoder(config.data.tokenizer)
-            decode = encoder.decode
-            prompt = json.dumps(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size)).encode()
-        except TrainerError as error:
-            problem = error
-    cluster.channel.agree("sampler", problem)
+
+    def tokens() -> list[int]:
+        nonlocal decode
+        encoder = open_encoder(config.data.tokenizer)
+        decode = encoder.decode
+        return list(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size))
+
+    prompt = cluster.channel.from_first("sampler", tokens)
     return Sampler(
-        prompt=json.loads(cluster.channel.broadcast("sampler/prompt", prompt)),
+        prompt=prompt,
         max_new_tokens=train.sample_tokens,
         seq_length=train.seq_length,
         rows=train.micro_batch_size if train.compile else 1,
@@ -207,15 +206,8 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
 
 def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
     """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
-    problem: TrainerError | None = None
-    found: dict[str, bytes] = {}
-    if cluster.rank == 0 and save_folder(config.checkpoint) is not None:
-        try:
-            found = tokenizer_of(config)
-        except TrainerError as error:
-            problem = error
-    cluster.channel.agree("tokenizer", problem)
-    return found
+    with cluster.channel.agreed("tokenizer"):
+        return tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
 
 
 def tokenizer_of(config: Config) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -317,8 +318,9 @@ class Saves:
 
     def close(self) -> None:
         """Wait for all saves that are under way, and let go of the locks."""
-        for target in self.targets:
-            target.close()
+        with ExitStack() as stack:  # an error of one leaves none of the others open
+            for target in reversed(self.targets):
+                stack.callback(target.close)
 
     def abandon(self) -> None:
         """Let go of the locks: this process is about to end with an error."""

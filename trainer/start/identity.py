@@ -9,11 +9,12 @@ import json
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise import json_file
+from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
 from reprise.files import Files, atomic_output, cannot_write, failed_read, is_damage, read_regular
 from reprise.folder import CheckpointFolder
@@ -30,9 +31,11 @@ from reprise.reading import (
     saved_lineage,
 )
 from trainer.config.derived import save_folder
+from trainer.config.schema import Config
 from trainer.config.terms import LOCAL, RUN
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.run.build import Run
+from trainer.run.saves import Saves
 
 if TYPE_CHECKING:
     from reprise.savers import HostFolders
@@ -56,7 +59,7 @@ class HostRecord:
     saved: tuple[Lineage, ...]
 
 
-def find_lineage(run: Run) -> Lineage:
+def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage:
     """Return the lineage of the run, on every rank; it has no branches if the run is new, or of an earlier version.
 
     The folder of the run decides, then the shared checkpoints, then what the other hosts have. Only with local
@@ -65,40 +68,40 @@ def find_lineage(run: Run) -> Lineage:
     Raises:
         TrainerError: on every rank, if the local checkpoints of a host are those of another run.
     """
-    channel, folders, data = run.cluster.channel, run.saves.host_folders, b""
+    folders, path, data = saves.host_folders, Path(config.run.dir) / RUN_FILE, b""
     if folders is None:
-        record = channel.from_first("lineage", lambda: _record(_read(Path(run.config.run.dir) / RUN_FILE)))
-        return _parsed(record)
+        return _parsed(channel.from_first("lineage", lambda: _record(_read(path))))
     with channel.agreed("lineage/read"):
         if folders.leads or channel.rank == 0:
-            data = json.dumps(_records_of_host(run, folders)).encode()
+            data = json.dumps(_host_table(path, folders)).encode()
     tables, hosts = channel.gather("lineage/hosts", data), folders.hosts
 
     def choose() -> Json | None:
         pairs = zip(hosts.names, hosts.leaders, strict=True)
-        return _record(_choose(run, [_host_record(name, json.loads(tables[rank])) for name, rank in pairs]))
+        return _record(
+            _choose(config, saves.shared, [_host_record(name, json.loads(tables[rank])) for name, rank in pairs])
+        )
 
     return _parsed(channel.from_first("lineage", choose))
 
 
-def _records_of_host(run: Run, folders: HostFolders) -> Json:
+def _host_table(path: Path, folders: HostFolders) -> Json:
     """Return what this rank reads: the folder of the run and, on the leader of a host, that of local checkpoints."""
-    found: Json = {"run": _record(_read(Path(run.config.run.dir) / RUN_FILE)), "saved": []}
+    table: Json = {"run": _record(_read(path)), "saved": []}
     if folders.leads:
         folder = folders.folder
         if folder.root.is_dir() and (folder.committed() or folder.partials() or folder.superseded()):
             recorded = [_read(folder.root / RUN_FILE), _newest_saved(folder)]
-            found["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
-    return found
+            table["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
+    return table
 
 
-def _host_record(name: str, found: Json) -> HostRecord:
-    return HostRecord(name, _parsed(found["run"]), tuple(map(_parsed, found["saved"])))
+def _host_record(name: str, table: Json) -> HostRecord:
+    return HostRecord(name, _parsed(table["run"]), tuple(map(_parsed, table["saved"])))
 
 
-def _choose(run: Run, hosts: Sequence[HostRecord]) -> Lineage:
-    local, shared = run.config.checkpoint.local, run.saves.shared
-    metrics = Path(run.config.run.dir) / "metrics.jsonl"
+def _choose(config: Config, shared: CheckpointFolder | None, hosts: Sequence[HostRecord]) -> Lineage:
+    local, metrics = config.checkpoint.local, Path(config.run.dir) / "metrics.jsonl"
     is_recorded = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
     return choose_lineage(
         Lineage() if shared is None else _newest_saved(shared),
@@ -150,8 +153,8 @@ def choose_lineage(
     return current
 
 
-def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> None:
-    """Record the lineage of a run that goes on from `began_at`, before it leaves newer checkpoints behind.
+def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Run:
+    """Return a run with the lineage that it goes on with, after recording it: newer checkpoints are left behind later.
 
     A new run gets an id, and a start that goes back begins a branch. A call of all ranks.
 
@@ -165,7 +168,7 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
     """
     channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
     if save_folder(run.config.checkpoint) is None:
-        return
+        return run
 
     def note() -> Json:
         branch = _next(run, lineage, loaded, began_at, is_own=is_own)
@@ -173,13 +176,13 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
         return branch.record()
 
     record = channel.from_first("lineage/noted", note)
-    run.description = {**run.description, LINEAGE: record}
     with channel.agreed("lineage/hosts noted"):
         if folders is not None and folders.leads:
             lineage = Lineage.from_record(record)
             _write(folders.folder.root, lineage, LOCAL.another)
             if run.saves.shared is None:  # each host may have a folder of the run, and be the first at the next start
                 _write(folder, lineage)
+    return replace(run, description={**run.description, LINEAGE: record})
 
 
 def _next(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:

@@ -46,8 +46,8 @@ def train(run: Run) -> None:
     is_late = state.progress.owes_evaluation
     if is_late:
         _evaluate_late(run)
-    if run.log is not None and _goes_on(run):
-        run.log.started(run.start_times)
+    for log in run.logs if _goes_on(run) else ():
+        log.started(run.start_times)
         if settings.compile:
             _log.info("compiling the transformer blocks: the first iteration may take minutes")
     if _goes_on(run):  # what the interruption has kept from one of the folders
@@ -157,8 +157,8 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
     if result.skipped is not None and run.cluster.rank == 0:
         skipped = result.skipped
         _log.warning(f"iteration without a step, the parameters are unchanged: {skipped.where}, {skipped.found}")
-    if run.log is not None:
-        run.log.iteration(
+    for log in run.logs:
+        log.iteration(
             IterationRecord(
                 iteration=progress.iteration,
                 loss=result.loss,
@@ -190,8 +190,8 @@ def _evaluate(run: Run) -> None:
         )
         return
     run.state.progress = run.state.progress.after_evaluation(loss)
-    if run.log is not None:
-        run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
+    for log in run.logs:
+        log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
 
 
 def _evaluate_late(run: Run) -> None:
@@ -207,8 +207,9 @@ def _sample(run: Run, sampler: Sampler) -> None:
     """Log a text of the model; after a signal, stop and omit it."""
     stop = run.control.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
-    if run.log is not None and tokens is not None:
-        run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
+    if tokens is not None:
+        for log in run.logs:
+            log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
 
 
 def _check_replicas(run: Run) -> None:
@@ -230,8 +231,8 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     check_tied_copies(run.state, run.context.embedding_group)
     if any(target.is_main for target in due):
         run.control.saving()
-        if run.log is not None:
-            run.log.sync()
+        for log in run.logs:
+            log.sync()
     for target in due:
         is_interim = moment is Moment.stopped and not target.saver.is_due(iteration)
         report = target.save(run.state, _documents(run, is_interim=is_interim))
@@ -262,8 +263,8 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], s
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
-        if report.error is None and run.log is not None:
-            run.log.save(report, slowdown_s=slowdown_s, event=target.event)
+        for log in run.logs if report.error is None else ():
+            log.save(report, slowdown_s=slowdown_s, event=target.event)
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:

@@ -17,7 +17,7 @@ _PRELOADED = [
     "hydra",
     "trainer.__main__",
     "trainer.train_command",
-    "trainer.start.restore",
+    "trainer.start.fill",
     "trainer.training.loop",
     "torch.distributed.fsdp",
 ]

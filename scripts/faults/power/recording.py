@@ -70,7 +70,7 @@ class RecordedSoak:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartDisk:
     """A disk on which a job starts or resumes, and the iterations reported as saved before."""
 
     disk: Path
@@ -86,7 +86,7 @@ class Recording:
         saved: the iterations that the job reported as saved, each after the number of the reporting entry.
     """
 
-    start: Start
+    start: StartDisk
     entries: list[Entry]
     saved: list[tuple[int, int]]
 
@@ -96,7 +96,7 @@ class Recording:
 
 
 def record(
-    plan: RecordedSoak, system: FileSystem, folder: Path, chance: random.Random, start: Start | None
+    plan: RecordedSoak, system: FileSystem, folder: Path, chance: random.Random, start: StartDisk | None
 ) -> Recording:
     """Train on a logged disk: a job that is killed after it has saved some iterations, and one that resumes.
 
@@ -123,7 +123,7 @@ def record(
     entries = [entry for entry in block_log.read(log) if not (plan.lies and entry.kind is LogKind.FLUSH)]
     if any(status != 0 for status in statuses):
         raise RuntimeError(f"a job ended with {statuses} on a disk without a fault:\n{_text(entries)}")
-    return Recording(Start(blank, start.told if start else ()), entries, saved_in(entries))
+    return Recording(StartDisk(blank, start.told if start else ()), entries, saved_in(entries))
 
 
 def _await_saved(log: Path, iteration: int, job: PowerJob) -> None:

@@ -14,7 +14,7 @@ import pytest
 from scripts.faults.power.block_log import Entry, LogKind, decode, encode, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
-from scripts.faults.power.recording import Recording, Start, saved_in
+from scripts.faults.power.recording import Recording, StartDisk, saved_in
 from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival, copy_sparse, survivors
 from scripts.faults.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
 
@@ -200,7 +200,7 @@ class TestWhatIsLookedFor:
         log.insert(1, Entry(LogKind.FLUSH, 0))
         saved = saved_in(log)
         assert saved == [(2, 2), (3, 4)]
-        recording = Recording(Start(Path(), (1,)), log, saved)
+        recording = Recording(StartDisk(Path(), (1,)), log, saved)
         told = [recording.told(PowerCut(entries, Survival.none, 0)) for entries in range(5)]
         assert told == [[1], [1], [1], [1, 2], [1, 2, 4]]
 
@@ -226,7 +226,7 @@ class TestWhatIsLookedFor:
         log = [
             entry for letter in "abcd" for entry in (Entry(LogKind.WRITE, 0, page(letter)), Entry(LogKind.FLUSH, 99))
         ]
-        recording = Recording(Start(blank, (1,)), log, [(1, 2), (3, 4), (5, 6), (7, 8)])
+        recording = Recording(StartDisk(blank, (1,)), log, [(1, 2), (3, 4), (5, 6), (7, 8)])
         seen = set()
         for seed in range(40):
             start = cut_in_the_middle(recording, disk, random.Random(seed))
@@ -234,7 +234,7 @@ class TestWhatIsLookedFor:
             seen.add((start.told, disk.read_bytes()[:1]))
             assert blank.read_bytes() == bytes(4 * PAGE)
         assert seen == {((1, 2, 4), b"b"), ((1, 2, 4), b"c"), ((1, 2, 4, 6), b"c")}
-        assert cut_in_the_middle(Recording(Start(blank), log, []), disk, random.Random(0)) is None
+        assert cut_in_the_middle(Recording(StartDisk(blank), log, []), disk, random.Random(0)) is None
 
     def test_the_saves_that_a_damaged_metrics_file_records_are_read(self, tmp_path: Path) -> None:
         metrics = tmp_path / "metrics.jsonl"
@@ -246,7 +246,7 @@ class TestWhatIsLookedFor:
 
     def test_cuts_follow_the_log_and_many_come_right_after_a_save(self) -> None:
         log = [Entry(LogKind.FLUSH, 0)] * 50
-        found = list(cuts(Recording(Start(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
+        found = list(cuts(Recording(StartDisk(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
         places = [cut.entries for cut in found]
         assert places == sorted(places)
         assert (places[0], places[-1]) == (0, 50)

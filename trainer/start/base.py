@@ -1,0 +1,123 @@
+"""The frozen weights beneath adapters, loaded at every start of a run and known by their digest."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from models.adapters import base_of
+from reprise.errors import TrainerError
+from reprise.files import Files, Patience, failed_read
+from reprise.json_file import Json
+from reprise.reading import Checkpoint, Chooser, LoadSource
+from trainer.config import terms
+from trainer.config.schema import CheckpointSection
+from trainer.interop.source import refuse_adapters
+from trainer.record import resume_rules, run_record
+from trainer.record.compatibility import differences, settle
+from trainer.run.build import Run
+from trainer.start.decide import Start, named_source
+from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of, weights_of
+
+_log = logging.getLogger(__name__)
+
+
+def with_base(run: Run, start: Start) -> Run:
+    """Load the weights beneath the adapters, and return the run with their identity in its description. Collective.
+
+    They are those of `checkpoint.base`, or of `checkpoint.load` with `finetune`. Their identity is a digest and no
+    path: that of the manifest of a checkpoint, or that of the files of another program.
+
+    Raises:
+        TrainerError: on every rank, before a tensor is read, if they are not there, not of the configured model, or not
+            the base of the adapters.
+    """
+    section = run.config.checkpoint
+    path = Path(section.load if section.base is None else section.base)
+
+    def choose() -> Json:
+        try:
+            choice = Patience().retry(lambda: named_source(path))
+            return Patience().retry(lambda: _same_base(run, choice, start.source))
+        except OSError as error:
+            raise failed_read("The base cannot be read", error, where=path, fix="Correct checkpoint.base.") from error
+
+    source = _source(section, run.cluster.channel.from_first("base", choose))
+    part = Part(
+        "the base",
+        base_of(run.config.model),
+        run.state.base_shards,
+        CheckpointSection(finetune=True, verify=section.verify),
+        partial(_refuse, run),
+    )
+    return replace(run, description={**run.description, "base": source.fill(run, part).identity})
+
+
+def _source(section: CheckpointSection, choice: Json) -> TensorSource:
+    """Return the source of a choice of `named_source`, or of one iteration of it by `exact`."""
+    path = Path(choice["path"])
+    if choice["kind"] != "checkpoint":
+        return weights_of(choice)
+    if section.base is not None:
+        return Checkpoints(LoadSource(path, terms=terms.BASE))
+    return Checkpoints(LoadSource(path, None if choice.get("is_exact") else section.ckpt_step, terms.LOAD))
+
+
+def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
+    """Return the base that is chosen if adapters were trained on it: of a run, the iteration of that identity.
+
+    Rank 0 only. Where nothing can be compared yet, the loads of both compare and refuse.
+
+    Raises:
+        MismatchError: if it is another one, with both digests.
+    """
+    saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
+    if saved is None:
+        return choice
+    where, expected = saved
+    source = _source(run.config.checkpoint, choice)
+    if isinstance(source, Weights):
+        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path)}
+    else:
+        assert isinstance(source, Checkpoints)
+        newest: Checkpoint | None = None
+        for checkpoint in Chooser(source.source, Files(), lambda _: None).openable():
+            if identity_of(checkpoint) == dict(expected):
+                return {"kind": "checkpoint", "path": str(checkpoint.path), "is_exact": True}
+            newest = newest or checkpoint
+        if newest is None:
+            return choice
+        _refuse(run, newest)
+        identity = identity_of(newest)
+    settle(differences({"base": expected}, {"base": identity}, resume_rules.RULES), flags=(), where=where)
+    return choice
+
+
+def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, object]] | None:
+    """Return the newest checkpoint of adapters that can be opened, and the identity of its base; None without one."""
+    local = run.saves.host_folders if adapters.is_own else None
+    with contextlib.suppress(TrainerError, OSError):
+        for checkpoint in Chooser(adapters.source, Files(), lambda _: None, local=local).openable():
+            base = checkpoint.state.get("base")
+            return (checkpoint.path, base) if isinstance(base, Mapping) else None
+    return None
+
+
+def _refuse(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse a base of another model, and log the allowed differences. Opens no tensor file."""
+    refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
+    current = {**run.description, "model": run_record.model_record(base_of(run.config.model))}
+    rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]
+    lines = settle(
+        differences(checkpoint.state, current, rules),
+        flags=(),
+        where=checkpoint.path,
+        problem="The base is another model",
+        fix="Give the model the saved values, or name another base.",
+    )
+    for line in lines:
+        _log.warning(line)

@@ -1,0 +1,322 @@
+"""Decides what a run starts from: its own newest checkpoint, one that the command names, other weights, or nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models.adapters import is_adapted
+from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
+from reprise.files import Files, Patience, cannot_write, failed_read
+from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
+from reprise.json_file import Json
+from reprise.reading import FRESH, Lineage, LoadSource, open_checkpoint, saved_lineage
+from trainer.config import terms
+from trainer.config.checks import batch_problems
+from trainer.config.derived import save_folder
+from trainer.config.schema import CheckpointSection, Config
+from trainer.interop.hf.folder import is_folder
+from trainer.interop.llmc.file import WEIGHTS, foreign
+from trainer.interop.megatron.refuse import refuse_megatron
+from trainer.interop.start import WeightsKind
+from trainer.launch.process_group import Cluster
+from trainer.launch.relaunch import Launch, has_committed, note
+from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
+from trainer.run.saves import Saves
+from trainer.start.identity import find_lineage
+from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run starts from, the same on all ranks.
+
+    Args:
+        source: of its tensors.
+        section: the settings of the load. Those of a beginning (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
+            to a run that resumes from its own checkpoint although its command names where it began. With
+            `no_save_optim` its own checkpoints have no optimizer, and `no_load_optim` applies.
+        lineage: of the run until now.
+        launch: what started the ranks; without names where a restart of it needs no record.
+        is_restarted: whether a launcher has restarted the launch after it saved checkpoints of its own.
+        began_elsewhere: whether the iterations until now may be those of another run, so that this one has no records
+            of them.
+        is_own: whether the source has the checkpoints of this run.
+        keeps_weights: whether the weights that were saved before are those of this run.
+    """
+
+    source: TensorSource
+    section: CheckpointSection
+    lineage: Lineage
+    launch: Launch
+    is_restarted: bool
+    began_elsewhere: bool
+    is_own: bool
+    keeps_weights: bool
+
+
+def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
+    """Decide what a run starts from, as rank 0 sees it, and take the locks of the folders it saves into. Collective.
+
+    Raises:
+        TrainerError: on every rank, if it cannot start so.
+    """
+    lineage = saves.start(lambda: find_lineage(config, cluster.channel, saves))
+    launch, is_restarted = _find_launch(config, cluster, saves)
+    section = config.checkpoint
+
+    def choose() -> Json:
+        try:
+            return Patience().retry(lambda: _choose(config, saves, lineage, is_restarted=is_restarted))
+        except OSError as error:
+            raise failed_read(
+                "A path cannot be read", error, where=section.load, fix="Correct checkpoint.load."
+            ) from error
+
+    choice: Json = cluster.channel.from_first("start", choose)
+    goes_on = choice == _OWN
+    if goes_on:
+        no_load_optim = section.no_load_optim and section.no_save_optim
+        section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
+    is_own = bool(choice) and (goes_on or section.load == "auto")
+    source = _source(config, choice, section, lineage if is_own else None)
+    if not isinstance(source, Checkpoints):
+        require_batches(config, cluster.world_size, 0)
+    return Start(
+        source,
+        section,
+        lineage,
+        launch,
+        is_restarted,
+        began_elsewhere=section.load != "auto" and (section.finetune if not choice else not goes_on),
+        is_own=is_own,
+        keeps_weights=_keeps_weights(config, source, section),
+    )
+
+
+# The decision that a run resumes from its own checkpoints although its command names another beginning.
+_OWN: Json = {"kind": "own"}
+
+
+def named_source(path: Path, *, with_weights: bool = True) -> Json:
+    """Return the kind and the path of a source that the user named; a run may be named by its folder.
+
+    Args:
+        with_weights: whether it may be weights of another program.
+
+    Raises:
+        CheckpointError: if a run cannot start from the file.
+        MismatchError: if it is a Megatron checkpoint, adapters of PEFT, or weights that it may not be.
+    """
+    refuse_megatron(path)
+    if (path / ADAPTERS).is_file() and not (path / MANIFEST).exists():
+        raise MismatchError(
+            "Adapters in PEFT's form alone neither continue a run nor are a base",
+            where=path,
+            found=f"{ADAPTERS} without {MANIFEST}",
+            fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
+        )
+    if not with_weights and (path.is_file() or is_folder(path)):
+        raise MismatchError(
+            "Adapters continue from a checkpoint of adapters",
+            where=path,
+            found="weights of another program",
+            fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
+        )
+    if path.is_file() and (form := foreign(path)) is not None:
+        raise CheckpointError(
+            "A run cannot start from a file of this format",
+            where=path,
+            expected=f"weights of llm.c, with {WEIGHTS}",
+            found=form,
+            fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
+            "`reprise convert import` reads other formats.",
+        )
+    if path.is_file() or is_folder(path):
+        kind = WeightsKind.file if path.is_file() else WeightsKind.folder
+        return {"kind": kind.value, "path": str(path)}
+    return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
+
+
+def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:
+    """Refuse global batch sizes from a position on that the ranks cannot divide.
+
+    Raises:
+        MismatchError: on every rank, listing them.
+    """
+    problems = batch_problems(config, world_size, consumed_samples)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise MismatchError(f"The run cannot go on from sample {consumed_samples}:\n{lines}\nNothing was trained")
+
+
+def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start, began_at: int) -> None:
+    """Record where this launch began, so that a restart of it resumes. A call of all ranks."""
+    folder, names = save_folder(config.checkpoint), start.launch.names
+    if not _is_directed(config.checkpoint):
+        return
+    with cluster.channel.agreed("beginning"):
+        if folder is not None and names and _keeps_record(cluster, saves):
+            try:
+                note(CheckpointFolder(folder, Files()), start.launch, None if start.is_restarted else began_at)
+            except OSError as error:
+                raise cannot_write(folder, error, another=terms.SAVE.another) from error
+
+
+def _source(config: Config, choice: Json, section: CheckpointSection, lineage: Lineage | None) -> TensorSource:
+    if not choice:
+        return InitialValues()
+    own = save_folder(config.checkpoint)
+    path = Path(choice["path"]) if "path" in choice else own
+    assert path is not None
+    if choice["kind"] in {kind.value for kind in WeightsKind}:
+        return weights_of(choice)
+    return Checkpoints(LoadSource(path, section.ckpt_step, terms.LOAD, lineage), is_own=lineage is not None)
+
+
+def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
+    own = save_folder(config.checkpoint)
+    if own is None or not isinstance(source, Checkpoints) or section.finetune:
+        return False
+    path = source.source.path.resolve()
+    return own.resolve() in (path, *path.parents)
+
+
+def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
+    """Return the kind and the path of the source; empty for a fresh start. Rank 0 only.
+
+    A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
+    inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
+    the same command resumes from it. A launch that is restarted by its launcher after it has committed a checkpoint
+    resumes from it with any command.
+    """
+    section = config.checkpoint
+    own = save_folder(section)
+    if is_restarted:
+        _log.info("this launch was restarted: it resumes from its own newest checkpoint")
+        return _OWN
+    if section.load == "none":
+        return {}
+    committed = saves.iterations()
+    begins_again = _begins_again(config, saves, lineage, committed)
+    if begins_again:
+        _log.warning("a start with checkpoint.load=none ended before it trained: the run begins again")
+        committed = []
+    if section.load != "auto":
+        path = LoadSource.named(Path(section.load)).path
+        is_inside = own is not None and own.resolve() in (path.resolve(), *path.resolve().parents)
+        if section.finetune and any(committed) if is_inside else committed:
+            _log.info(f"this run began at {path} and resumes from its own checkpoints")
+            return _OWN
+        if is_adapted(config.model) and section.base is None:
+            return {}  # the base, which is loaded for itself: the adapters begin
+        return named_source(Path(section.load), with_weights=not is_adapted(config.model))
+    if committed:
+        return {"kind": "checkpoint", "path": str(own)}
+    if section.ckpt_step is not None:
+        raise CheckpointError(
+            "The requested iteration was never saved",
+            where=section.save or "checkpoint.save=null",
+            expected=f"iteration {section.ckpt_step}",
+            found="no checkpoint",
+            fix="Correct checkpoint.ckpt_step.",
+        )
+    if not begins_again:
+        _refuse_lost_checkpoints(config, saves)
+    return {}
+
+
+def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Collection[int]) -> bool:
+    """Return whether all that is left of the run was given up by a fresh start that ended before it trained.
+
+    Args:
+        committed: the iterations that a start could go on from, but for those that the run has given up.
+    """
+    if len(lineage.branches) < 2 or lineage.branches[-1].began_at != FRESH:
+        return False
+    shared = saves.shared
+    if committed:
+        return shared is not None and sorted(committed) == _given_up(shared, lineage)
+    if shared is not None and shared.tracker() is not None:  # a fresh start removes it first
+        return False
+    abandoned = {iteration for target in saves for iteration in target.superseded()}
+    last_saved = last_saved_iteration(Path(config.run.dir) / "metrics.jsonl")
+    return last_saved is not None and last_saved in abandoned  # else its lines are those of the fresh start
+
+
+def _given_up(folder: CheckpointFolder, lineage: Lineage) -> list[int]:
+    """Return the committed iterations of branches that the run has given up, in ascending order.
+
+    Raises:
+        UnreadableError: if one cannot be read at the moment.
+    """
+    iterations = []
+    for iteration in folder.committed():
+        path = folder.iteration(iteration)
+        try:
+            saved = saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
+        except UnreadableError:
+            raise
+        except TrainerError as error:  # damaged: it does not say which branch it is of
+            _log.debug("%s tells no lineage: %s", path, error)
+            continue
+        if saved.run == lineage.run and not lineage.admits(saved, iteration):
+            iterations.append(iteration)
+    return iterations
+
+
+def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
+    """Refuse a fresh start if the records or the tracker show that checkpoints existed."""
+    metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
+    last = last_recorded_iteration(metrics)
+    tracked = None if shared is None else shared.tracker()
+    if last is not None:
+        raise CheckpointError(
+            "This run has recorded iterations but has no checkpoint to continue from",
+            where=metrics,
+            expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
+            found=f"{last} as the last iteration and no iter_ folder",
+            fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
+        )
+    if shared is not None and tracked is not None:
+        raise CheckpointError(
+            "The tracker names a checkpoint, but there is none to continue from",
+            where=shared.root / TRACKER,
+            expected=f"the folder {shared.iteration(tracked).name}",
+            found="no iter_ folder",
+            fix="Restore the checkpoints, or start over with checkpoint.load=none.",
+        )
+
+
+def _is_directed(section: CheckpointSection) -> bool:
+    """Return whether the command sets the start of the run other than the newest checkpoint."""
+    return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
+
+
+def _keeps_record(cluster: Cluster, saves: Saves) -> bool:
+    """Return whether this rank keeps the record of the launch: rank 0, or the leader of each host."""
+    return cluster.rank == 0 or (saves.shared is None and saves.leads)
+
+
+def _find_launch(config: Config, cluster: Cluster, saves: Saves) -> tuple[Launch, bool]:
+    """Return the launch that started rank 0, and whether this is its restart after it saved checkpoints of its own.
+
+    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new one. A launch that is
+    not recorded has no names.
+    """
+    folder, channel, folders = save_folder(config.checkpoint), cluster.channel, saves.host_folders
+    if folder is None or not _is_directed(config.checkpoint):
+        return Launch(), False
+    names, earlier = channel.from_first("launch/names", lambda: [cluster.launch.names, cluster.launch.earlier])
+    launch, is_restarted = Launch(tuple(names), tuple(earlier)), False
+    with channel.agreed("launch"):
+        if _keeps_record(cluster, saves):
+            local = () if folders is None else folders.iterations
+            is_restarted = has_committed(CheckpointFolder(folder, Files()), launch, local)
+    answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
+    return launch, channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers)))

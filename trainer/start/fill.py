@@ -1,0 +1,162 @@
+"""Fills the tensors of a run from its source, and lets it go on where that source has it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+from models import families
+from models.adapters import is_adapted
+from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.live_tensors import local_of
+from reprise.reading import Checkpoint, open_checkpoint
+from trainer.config.load_saved import own_command
+from trainer.config.saved import saved_config, with_schedule
+from trainer.config.schema import CheckpointSection
+from trainer.optim.adamw import apply_settings
+from trainer.optim.table import optimizer_record, settings_record
+from trainer.record import resume_rules, run_record
+from trainer.record.compatibility import differences, settle
+from trainer.record.data_origin import new_source_lines, origin_after, sources_in
+from trainer.record.sample_counts import in_samples_of
+from trainer.run.build import Run
+from trainer.run.saves import SharedTarget
+from trainer.start.base import with_base
+from trainer.start.decide import Start, note_beginning, require_batches
+from trainer.start.identity import note_lineage
+from trainer.start.source import InitialValues, Part
+
+_log = logging.getLogger(__name__)
+
+
+def fill(run: Run, start: Start) -> Run:
+    """Fill the tensors of a run, and return it with the schedule, data and record that it goes on with. Collective.
+
+    Afterwards tied embeddings are one tensor again, and newer checkpoints of this run are renamed to superseded.
+
+    Raises:
+        TrainerError: on every rank, before a byte is copied, if this run must not continue from the source.
+    """
+    if is_adapted(run.config.model):
+        run = with_base(run, start)
+    part = Part("", run.config.model, run.state.shards, start.section, partial(_refuse, run, start.section))
+    restored, checkpoint = start.source.fill(run, part).restored, None
+    if restored is not None:
+        checkpoint = restored.checkpoint
+        for target in run.saves:
+            target.loaded(restored)
+        if restored.loaded_from:
+            _find_in_shared(run, checkpoint)
+        if not start.section.finetune:
+            run = _resumed(run, checkpoint, start.section)
+    _rebind(run)
+    is_first = isinstance(start.source, InitialValues) and not start.section.finetune
+    began_at = -1 if is_first else run.state.progress.iteration
+    run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.is_own)
+    for target in run.saves:
+        target.rewind(began_at, is_own=start.keeps_weights)
+    note_beginning(run.config, run.cluster, run.saves, start, began_at)
+    return run
+
+
+def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Run:
+    """Return the run where the checkpoint has it: its progress, its data and, if asked for, its schedule."""
+    seq_length = run.config.train.seq_length
+    run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
+    run = _with_data_origin(run, checkpoint)
+    return _with_schedule(run, checkpoint) if section.use_checkpoint_scheduler else run
+
+
+def _with_data_origin(run: Run, checkpoint: Checkpoint) -> Run:
+    """Return the run with every source of training data where the checkpoint has it, and log where a new one begins."""
+    state, progress, position = checkpoint.state, run.state.progress, run.config.data.position
+    origin = origin_after(state, run.description, progress, where=checkpoint.path, position=position)
+    files = [(source.path, source.count) for source in run.train_data.samples.sources]
+    lines = new_source_lines(state, run.description, origin, progress.consumed_samples, files)
+    for line in lines if run.cluster.rank == 0 else ():
+        _log.warning(line)
+    if origin is None:
+        return run
+    consumed = origin.of(list(sources_in(run.description)))
+    data = run.train_data.starting_at(origin.position, consumed)
+    return replace(run, train_data=data, description={**run.description, "blend": origin.record()})
+
+
+def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
+    """Return the run with the learning-rate schedule and the optimizer's settings of a checkpoint."""
+    state = in_samples_of(run.config.train.seq_length, checkpoint.state)
+    schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+    for part in run.state.parts:
+        apply_settings(part.optimizer, run.config.model, part.model, section)
+    record = {"schedule": state["schedule"], **settings_record(section)}
+    record["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
+    values = saved_config(with_schedule(replace(run.config, optimizer=section), schedule))
+    sections = run.saved_config["config"] | {name: values[name] for name in ("schedule", "optimizer")}
+    return replace(
+        run,
+        schedule=schedule,
+        description={**run.description, **record},
+        saved_config={**run.saved_config, "config": sections},
+    )
+
+
+def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
+    """Note that the shared folder has the iteration of a local checkpoint too, if it has. A call of all ranks."""
+    iteration = checkpoint.iteration
+
+    def has_optimizer() -> bool | None:
+        try:
+            shared = open_checkpoint(folder.iteration(iteration), folder.files)
+        except TrainerError as error:
+            _log.debug("iteration %d is saved again: %s", iteration, error)
+            return None
+        return shared.has_optimizer if shared.state == checkpoint.state else None
+
+    for target in run.saves:
+        if isinstance(target, SharedTarget):
+            folder = target.folder
+            has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
+            if has_it is not None:
+                target.saver.has_already(iteration, has_optimizer=has_it)
+
+
+def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
+    changes = differences(*resume_rules.compared(checkpoint.state, run.description), resume_rules.rules_for(section))
+    if not section.no_load_optim:
+        changes = resume_rules.with_same_bits(changes, checkpoint.state, run.description)
+    otherwise = own_command(checkpoint, run.config.run)
+    for line in settle(changes, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
+        _log.warning(line)
+    if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
+        raise MismatchError(
+            "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim, or as weights alone",
+            where=checkpoint.path,
+            fix="To continue with zero moments, set checkpoint.no_load_optim=true; to start at iteration 0 from its "
+            "weights, set checkpoint.finetune=true.",
+        )
+    samples = 0
+    if not section.finetune:
+        length = run.config.train.seq_length
+        progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
+        origin_after(checkpoint.state, run.description, progress, where=checkpoint.path)
+        samples = progress.consumed_samples
+    require_batches(run.config, run.cluster.world_size, samples)
+    if section.use_checkpoint_scheduler:
+        run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
+
+
+def _rebind(run: Run) -> None:
+    """Tie the embeddings again and check that they share memory.
+
+    Raises:
+        CheckpointError: if they are not.
+    """
+    for part in run.state.parts:
+        part.model.tie_weights()
+        parameters = dict(part.model.named_parameters(remove_duplicate=False))
+        for alias, name in families.aliases(run.config.model).items():
+            both_here = alias in parameters and name in parameters
+            if both_here and local_of(parameters[alias]).data_ptr() != local_of(parameters[name]).data_ptr():
+                raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")

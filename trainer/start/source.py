@@ -1,0 +1,194 @@
+"""Where the tensors of a run come from: checkpoints of ours, weights of another program, or initial values."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from models import families
+from models.adapters import adapter_initial_values, is_adapted
+from models.config import ModelConfig
+from reprise.json_file import Json
+from reprise.layout import TensorKind, TensorSpec
+from reprise.live_tensors import LiveTensor
+from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
+from reprise.savers import Restored
+from trainer.config.schema import CheckpointSection, Verify
+from trainer.interop.start import WeightsKind, load_pretrained
+from trainer.record.run_record import saved_frozen, saved_model
+from trainer.run.build import Run
+from trainer.run.fitting import Fit, Fitting, fill_unstored
+from trainer.run.random import fill_initial_values
+from trainer.run.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of a run that one source fills: its state, or the base beneath its adapters.
+
+    Args:
+        name: of the part, in messages; empty for the state.
+        model: the model whose tensors they are.
+        live: returns this rank's tensors, and the optimizer's state where there is one.
+        section: the settings of the load.
+        refuse: raises for a checkpoint that does not fit the run, and logs differences; opens no tensor file. Rank 0.
+    """
+
+    name: str
+    model: ModelConfig
+    live: Callable[[], Iterable[LiveTensor]]
+    section: CheckpointSection
+    refuse: Callable[[Checkpoint], None]
+
+    def weights(self) -> list[LiveTensor]:
+        """Return this rank's tensors without those of the optimizer."""
+        return [tensor for tensor in self.live() if tensor.spec.kind is not TensorKind.OPTIMIZER]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What filled a part.
+
+    Args:
+        identity: the format and a digest of the source, and no path; empty for initial values.
+        restored: the checkpoint; None for other sources.
+    """
+
+    identity: Json
+    restored: Restored | None = None
+
+
+class TensorSource(Protocol):
+    """A source of tensors."""
+
+    def fill(self, run: Run, part: Part) -> Filled:
+        """Fill a part of a run. Collective.
+
+        Raises:
+            TrainerError: on every rank, before a tensor is read, if the source does not fit the part.
+        """
+
+
+class InitialValues:
+    """The initial values of a new run."""
+
+    def fill(self, run: Run, part: Part) -> Filled:
+        """Fill a part with the initial values of `train.seed`."""
+        model, seed = part.model, run.config.train.seed
+        values = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
+        fill_initial_values(part.weights(), values, seed)
+        if run.cluster.rank == 0:
+            _log.info(f"starting fresh, seed {seed}")
+        return Filled({})
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of another program."""
+
+    path: Path
+    kind: WeightsKind
+
+    def fill(self, run: Run, part: Part) -> Filled:
+        """Fill a part with the weights, cast to float32."""
+        seed = run.config.train.seed
+        loaded = load_pretrained(self.path, self.kind, part.weights(), part.model, run.cluster, part.section, seed=seed)
+        _log_load(run, loaded.report, part.name or "weights", self.path)
+        return Filled({"format": self.kind.owner, "xxh3_64": loaded.digest})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """One checkpoint of ours, or the newest valid one of a run.
+
+    Args:
+        is_own: whether they are those of this run, so that local ones are candidates as well.
+    """
+
+    source: LoadSource
+    is_own: bool = False
+
+    def fill(self, run: Run, part: Part) -> Filled:
+        """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
+        fitting: Fitting | None = None
+
+        def check(checkpoint: Checkpoint) -> None:
+            part.refuse(checkpoint)
+            fit, places, specs = _fit(part, checkpoint), read_places(checkpoint), _specs(run, part, checkpoint)
+            fit.left([spec.name for spec in specs])
+            stored = [fit.stored(spec, places.get(spec.name)) for spec in specs if fit.selects(spec.name)]
+            check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
+
+        def live(checkpoint: Checkpoint) -> list[LiveTensor]:
+            nonlocal fitting
+            names = {spec.name for spec in _specs(run, part, checkpoint)}  # no moments of what was frozen then
+            fit, tensors = _fit(part, checkpoint), [tensor for tensor in part.live() if tensor.spec.name in names]
+            fill_unstored(fit, tensors, part.model, run.config.train.seed)
+            fitting = Fitting(fit, tensors, read_places(checkpoint))
+            return fitting.requests
+
+        start = time.perf_counter()
+        restored = run.restorer.restore(
+            self.source,
+            check=check,
+            live=live,
+            verify=part.section.verify is not Verify.none,
+            verify_all=part.section.verify is Verify.full,
+            with_local=self.is_own,
+        )
+        assert fitting is not None
+        checkpoint = restored.checkpoint
+        with run.cluster.channel.agreed(f"fitted/{part.name}"):
+            places = read_places(checkpoint)
+            fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+        if run.cluster.rank == 0:
+            names = [spec.name for spec in checkpoint_specs(part.model, None)]
+            for line in fitting.notes(names, where=checkpoint.path):
+                _log.warning(line)
+            if restored.loaded_from:
+                seconds = time.perf_counter() - start
+                _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
+        report = replace(restored.report, expected=restored.report.expected + fitting.left_count)
+        _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
+        return Filled(identity_of(checkpoint), restored)
+
+
+def weights_of(choice: Json) -> Weights:
+    """Return the weights of another program by their kind and path."""
+    return Weights(Path(choice["path"]), WeightsKind(choice["kind"]))
+
+
+def identity_of(checkpoint: Checkpoint) -> Json:
+    """Return what identifies a checkpoint of ours at any path."""
+    return {"format": "reprise", "xxh3_64": checkpoint.digest}
+
+
+def _fit(part: Part, checkpoint: Checkpoint) -> Fit:
+    """Return how the weights of a checkpoint may differ from those of a part."""
+    saved = saved_model(checkpoint.state, where=checkpoint.path) if part.section.resize else part.model
+    return Fit.of(part.section, saved, part.model)
+
+
+def _specs(run: Run, part: Part, checkpoint: Checkpoint) -> list[TensorSpec]:
+    """Return the tensors of a part that a checkpoint has, without the moments of what was frozen when it was saved."""
+    if part.section.finetune or part.section.no_load_optim:
+        return list(checkpoint_specs(part.model, None))
+    frozen = saved_frozen(checkpoint.state, part.model, where=checkpoint.path)
+    return list(checkpoint_specs(part.model, run.config.optimizer.name, frozen))
+
+
+def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
+    """Log the sizes and the rate of a load over all ranks. A call of all ranks."""
+    filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
+    if run.cluster.rank == 0:
+        rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
+        _log.info(
+            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
+            f"{rate:.2f} GB/s: {what} from {path}"
+        )
