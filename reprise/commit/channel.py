@@ -22,6 +22,9 @@ from reprise.errors import LaunchError, TrainerError
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
+# A message up to this size is the value of its key; a longer one is in chunks, and the value is their number.
+SMALL_BYTES = 64 << 10
+_SMALL = b"="
 _FAILED, _LAST = "failed", "reprise/last"
 _EXIT_GRACE_S = 5.0
 
@@ -98,21 +101,27 @@ class StoreChannel:
         """Return a key of this channel as it is in the whole store."""
         return f"{self._prefix}/{key}"
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store `data` under `key`, in chunks, and make sure that it is stored: `set` on a dead host returns normally.
+    def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
+        """Store `data` under `key`, and make sure that it is stored: `set` on a dead host returns normally.
+
+        Args:
+            is_first: whether a message that is there already is an error; else that message stays.
 
         Raises:
             LaunchError: if the store does not hold it.
         """
-        chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
+        value = _SMALL + data
         try:
-            for index, chunk in enumerate(chunks):
-                self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
+            if len(data) > SMALL_BYTES:
+                chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
+                value = b"%d" % len(chunks)
+                for index, chunk in enumerate(chunks):
+                    self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
             # A reader may delete the message at once, so the answer to this call is the proof, not a second look.
-            echo = self._store.compare_set(key, "", str(len(chunks)))
+            echo = self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         except dist.DistError as error:
             raise self._lost(key, error) from error
-        if echo != str(len(chunks)).encode():
+        if echo != value and (is_first or not echo):
             raise self._lost(key, None)
 
     def read(self, key: str, *, sender: str = "a peer") -> bytes:
@@ -121,7 +130,7 @@ class StoreChannel:
         Raises:
             LaunchError: if it is not there within `timeout_s`, naming the `sender`.
         """
-        return b"".join(self._chunks(key, sender))
+        return self._message(key, sender)[0]
 
     def take(self, key: str, *, sender: str = "a peer") -> bytes:
         """Wait for `key`, return its data and delete it; for a message that only this rank reads, and once.
@@ -129,12 +138,12 @@ class StoreChannel:
         Raises:
             LaunchError: as `read`, or if the store is gone before the message is deleted.
         """
-        chunks = self._chunks(key, sender)
+        data, chunks = self._message(key, sender)
         try:
-            self._delete(key, len(chunks))
+            self._delete(key, chunks)
         except dist.DistError as error:
             raise self._lost(key, error) from error
-        return b"".join(chunks)
+        return data
 
     def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
         """Wait until there is a message under one of `keys`, and return that key.
@@ -168,7 +177,7 @@ class StoreChannel:
         for key in keys:
             try:
                 if self._store.check([key]):
-                    self._delete(key, int(self._store.get(key)))  # a FileStore reports every deletion as done
+                    self._delete(key, _chunk_count(self._store.get(key)))  # a FileStore reports every one as done
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
@@ -403,10 +412,14 @@ class StoreChannel:
             fix="Look at that rank's log; it may have died, or it hangs.",
         )
 
-    def _chunks(self, key: str, sender: str) -> list[bytes]:
-        """Wait for `key` and return the chunks of its data."""
+    def _message(self, key: str, sender: str) -> tuple[bytes, int]:
+        """Wait for `key`, and return its data and the number of its chunks."""
         try:
-            return [self._get(f"{key}/{index}") for index in range(int(self._get(key)))]
+            value = self._get(key)
+            count = _chunk_count(value)
+            if count == 0:
+                return value[len(_SMALL) :], 0
+            return b"".join([self._get(f"{key}/{index}") for index in range(count)]), count
         except dist.DistError as error:
             raise self._silent(key, sender, error) from error
 
@@ -437,6 +450,11 @@ class StoreChannel:
             first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
             time.sleep(min(max(first_s, waited_s / 8), longest_s))
         return True
+
+
+def _chunk_count(value: bytes) -> int:
+    """Return the number of chunks of a message; 0 where the value of its key holds it."""
+    return 0 if value.startswith(_SMALL) else int(value)
 
 
 def single_rank_channel() -> StoreChannel:

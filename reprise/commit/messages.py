@@ -107,13 +107,14 @@ def key_of(name: str) -> str:
 def broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
     """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
 
-    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last one.
+    A failure goes out twice: where ranks were asked for their tables, all wait for the last one.
     """
     if channel.world_size == 1:
         return
     try:
-        channel.put(f"{key}/decision", decision)
-        if not decision.startswith(OK):
+        is_failure = not decision.startswith(OK)
+        channel.put(f"{key}/decision", decision, is_first=not is_failure)
+        if is_failure:
             channel.put(f"{key}/decision/last", decision)
     except LaunchError as error:
         _log.error("the decision on %s could not be sent: %s", key, error)

@@ -199,7 +199,7 @@ def test_take_asks_the_store_no_more_than_it_must() -> None:
     channel = StoreChannel(Counted(), 0, world_size=1, timeout_s=5.0)
     channel.put("k", b"data")
     assert channel.take("k") == b"data"
-    assert calls == ["check", "get", "check", "get", "delete_key", "delete_key"]
+    assert calls == ["check", "get", "delete_key"]
 
 
 def test_take_of_a_missing_message_names_the_sender() -> None:
@@ -256,7 +256,7 @@ def test_what_all_ranks_have_read_comes_down() -> None:
 
     before = int(store.num_keys())
     (counts, *_) = all_ranks(3, call, store=lambda: store)
-    # The decision and the pick of a turn, of three keys, and at most the next report of either peer, of one key each.
+    # The decision, of one key, the pick of a turn, of three, and at most the next report of either peer.
     assert max(counts) <= before + 4 + 2
     assert int(store.num_keys()) == before + 1
 
@@ -269,3 +269,26 @@ def test_a_message_on_a_file_store_is_deleted(tmp_path: Path) -> None:
     channel.delete(["key", "no such key"])
     assert not store.check(["key"])
     assert not store.check(["key/0"])
+
+
+@pytest.mark.parametrize(("size", "calls"), [(0, ["compare_set"]), (9 << 20, ["set", "set", "set", "compare_set"])])
+def test_a_small_message_is_one_call_of_the_store(size: int, calls: list[str]) -> None:
+    made: list[str] = []
+
+    class Counted(dist.HashStore):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> object:
+            if name in ("set", "compare_set"):
+                made.append(name)
+            return super().__getattribute__(name)
+
+    channel = StoreChannel(Counted(), 0, world_size=1, timeout_s=5.0)
+    channel.put("k", bytes(size))
+    assert made == calls
+    assert channel.read("k") == bytes(size)
+
+
+def test_a_second_message_may_leave_the_first() -> None:
+    channel = single_rank_channel()
+    channel.put("k", b"first")
+    channel.put("k", b"second", is_first=False)
+    assert channel.read("k") == b"first"
