@@ -42,11 +42,19 @@ class FileCalls:
         finally:
             os.close(descriptor)
 
+    def write_new(self, path: Path, data: bytes) -> int:
+        """Write a new file and return its open descriptor; its content is durable after `sync`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            self.write(descriptor, [memoryview(data)], offset=0)
+            on_error.pop_all()
+        return descriptor
+
     def write_whole(self, path: Path, data: bytes) -> None:
         """Write a new file and make its content durable; its name is durable after `sync_folder`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = self.write_new(path, data)
         try:
-            self.write(descriptor, [memoryview(data)], offset=0)
             self.sync(descriptor)
         finally:
             os.close(descriptor)

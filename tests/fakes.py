@@ -150,9 +150,9 @@ class FailingFiles(Files):
         self._maybe_fail("sync_folder", path)
         super().sync_folder(path)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
-        self._maybe_fail("write_whole", path)
-        super().write_whole(path, data)
+    def write_new(self, path: Path, data: bytes) -> int:
+        self._maybe_fail("write_new", path)
+        return super().write_new(path, data)
 
     def rename(self, source: Path, target: Path) -> None:
         self._maybe_fail("rename", target)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from reprise import json_file
 from reprise.commit.attempt import Attempt
@@ -70,18 +72,24 @@ def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
 
 
 def prepare(attempt: Attempt, found: Mapping[str, bytes], *, lock: FolderLock | None) -> None:
-    """Write the JSON files into the folder of this host, and sync.
+    """Write the JSON files into the folder of this host, and sync them together with all names in it.
+
+    The syncs have no order among themselves: until the rename, which comes after all of them, nothing reads the folder.
 
     Raises:
         CheckpointError: if the lock is lost, or the file system fails.
     """
     files, folder = attempt.folder.files, attempt.partial
     try:
-        for name, data in found.items():
-            files.write_whole(folder / name, data)
-        names = [*found, *(file.name for file in attempt.layout.files)]
-        for path in sorted({(folder / name).parent for name in names}, reverse=True):
-            files.sync_folder(path)
+        with contextlib.ExitStack() as ending:
+            syncs: list[Callable[[], None]] = []
+            for name, data in found.items():
+                descriptor = files.write_new(folder / name, data)
+                ending.callback(files.close, descriptor)
+                syncs.append(partial(files.sync, descriptor))
+            names = [*found, *(file.name for file in attempt.layout.files)]
+            syncs += [partial(files.sync_folder, path) for path in {(folder / name).parent for name in names}]
+            files.sync_together(syncs)
         if lock is not None:
             lock.check()
     except OSError as error:

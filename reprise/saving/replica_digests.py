@@ -79,6 +79,11 @@ class ReplicaDigests:
         self._sums = _Sums(sums)
         self._open = len(self._left)
 
+    @property
+    def calls(self) -> tuple[Callable[[], None], ...]:
+        """Return the call to make beside the writes, if there is anything to digest."""
+        return (self.run,) if self._left else ()
+
     def run(self) -> None:
         """Digest the remaining blocks from the first one on. Any thread."""
         while self._take(self._left.popleft):

@@ -31,7 +31,6 @@ from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
 from reprise.storage.shared_folder import require_mark, sees_mark, unchanged
-from reprise.storage.worker import Worker
 from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
@@ -161,9 +160,7 @@ class SaveJob:
             if not self._leads:
                 require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
             line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
-            digesting = Worker("checkpoint-replicas")
             try:
-                digested = digesting.submit(self.replicas.run)
                 sharing = self._begin(partial)
                 writer = Writer(
                     partial,
@@ -178,11 +175,9 @@ class SaveJob:
                 )
                 written = self._written(writer, partial)
                 self.snapshot.check()
-                digested.wait()
                 self.inventory.add(self.replicas.all(written))
             finally:
                 self.snapshot.close()
-                digesting.close()
             if not self._leads:
                 self._require_mark(partial)
                 require_unchanged()
@@ -190,7 +185,7 @@ class SaveJob:
 
     def _written(self, writer: Writer, partial: Path) -> Written:
         try:
-            return writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+            return writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=self.replicas.calls)
         except CheckpointError:
             if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
                 self._require_mark(partial)

@@ -22,7 +22,7 @@ from reprise.saving.column_sharing import Sharing
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
 from reprise.saving.stripes import cut_by_stripes
 from reprise.storage.files import Files, describe_free_space
-from reprise.storage.worker import Job, Worker
+from reprise.storage.worker import Stopped, run_together
 from reprise.tensors.arena import Bytes, map_memory
 
 # Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
@@ -31,6 +31,7 @@ from reprise.tensors.arena import Bytes, map_memory
 THREADS = 2
 # Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
 MOST_OPEN = 64
+_THREAD = "checkpoint-writer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,12 @@ class Writer:
     old: Path | None = None
 
     def write(
-        self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
+        self,
+        pieces: Sequence[Piece],
+        chunks: Mapping[str, Sequence[Sequence[Chunk]]],
+        snapshot: Snapshot,
+        *,
+        beside: Sequence[Callable[[], None]] = (),
     ) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
@@ -65,6 +71,7 @@ class Writer:
 
         Args:
             chunks: the extents of each file, in the order of writing.
+            beside: calls that run beside the writes, each on a thread of its own.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -73,23 +80,22 @@ class Writer:
         order = [files[name] for name in dict.fromkeys([*chunks, *files])]
         digests, has_failed = dict[str, bytes](), threading.Event()
         with ExitStack() as ending:
-            pool = Worker("checkpoint-writer", threads=self.threads)
-            ending.callback(pool.close)
-            jobs, targets = list[Job](), dict[str, _Target]()
+            calls, targets = list[Callable[[], None]](), dict[str, _Target]()
             shared = set() if self.sharing is None else self.sharing.files
             for file in order:
                 if not self.leads and file.name not in chunks and file.name not in shared:
                     continue
                 target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
                 ending.callback(target.close)
-                jobs += [
-                    pool.submit(partial(self._write_extent, target, extent, snapshot, digests, has_failed))
+                calls += [
+                    partial(self._write_extent, target, extent, snapshot, digests, has_failed)
                     for extent in chunks.get(file.name, ()) or ((),)
                 ]
-            _raise_first(jobs)
-            stripes = partial(self._write_stripes, targets, snapshot, has_failed)
-            _raise_first([pool.submit(stripes) for _ in range(self.threads)])
-            _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
+            run_together([*beside, *calls], name=_THREAD, threads=self.threads + len(beside))
+            if self.sharing is not None:
+                stripes = partial(self._write_stripes, self.sharing, targets, snapshot, has_failed)
+                run_together([stripes] * self.threads, name=_THREAD, threads=self.threads)
+            self.files.sync_together([partial(self._sync, target) for target in targets.values()])
         return Written(
             [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
             sum(target.written_bytes for target in targets.values()),
@@ -119,9 +125,11 @@ class Writer:
             has_failed.set()
             raise
 
-    def _write_stripes(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
+    def _write_stripes(
+        self, sharing: Sharing, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event
+    ) -> None:
         """Write full stripes, filled by any rank of the host."""
-        for tensor, stripe, data in () if self.sharing is None else self.sharing.full():
+        for tensor, stripe, data in sharing.full():
             self._go_on(snapshot, has_failed)
             place = self.layout.places[tensor]
             target = targets[place.file]
@@ -142,7 +150,7 @@ class Writer:
         """Stop if the save has failed: a late write would recreate the folder that is being removed."""
         snapshot.check()
         if has_failed.is_set():
-            raise _Stopped
+            raise Stopped
 
     def _write_chunk(
         self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
@@ -197,22 +205,6 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
     )
 
 
-class _Stopped(Exception):
-    """Ends an extent after another one has failed."""
-
-
-def _raise_first(jobs: Sequence[Job]) -> None:
-    """Wait for all jobs, then raise the first error; `_Stopped` only if there is no other."""
-    errors = []
-    for job in jobs:
-        try:
-            job.wait()
-        except BaseException as error:  # noqa: BLE001 - raised when all have ended
-            errors.append(error)
-    for first in sorted(errors, key=lambda found: isinstance(found, _Stopped)):
-        raise first
-
-
 class _Target:
     """A file that several threads write in extents; open while any of them is inside its `with`.
 
@@ -265,7 +257,7 @@ class _Target:
 
     def _open(self) -> None:
         if self._is_begun and not self._is_reserved:
-            raise _Stopped
+            raise Stopped
         if not self._is_begun:
             self._is_begun = True
             self._files.make_folder(self._folder)  # never its parent: if that is gone, the save must fail

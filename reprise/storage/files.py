@@ -7,10 +7,12 @@ import ctypes
 import errno
 import os
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reprise.atomic import FileCalls
 from reprise.errors import CheckpointError
+from reprise.storage.worker import run_together
 
 # fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
 # zeroes what another rank wrote meanwhile.
@@ -18,6 +20,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
 _BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
+# A sync waits for the disk's journal, and syncs at one time share a commit of it: on a busy ext4, five in turn took
+# 27 ms, five on three threads 4 ms, and more threads gained nothing.
+_SYNC_THREADS = 3
 
 
 class Files(FileCalls):
@@ -42,6 +47,10 @@ class Files(FileCalls):
             if error.errno not in _UNSUPPORTED:
                 raise
             return None
+
+    def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
+        """Make calls of `sync` and `sync_folder` that have no order among themselves, and raise the first error."""
+        run_together(syncs, name="checkpoint-sync", threads=_SYNC_THREADS)
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading; a link is refused, as in `size`."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from reprise.atomic import replace_file, temporary_of
+from reprise.atomic import temporary_of
 from reprise.errors import CheckpointError
 from reprise.regular_file import read_regular
 from reprise.storage.files import Files, cannot_write
@@ -131,10 +133,7 @@ class CheckpointFolder:
 
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, only a hint; None if it is missing or unreadable."""
-        try:
-            return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
-        except (OSError, ValueError):
-            return None
+        return _tracked(self.root / TRACKER)
 
     def superseded(self) -> list[Path]:
         """Return the folders of iterations that another branch of the run has overtaken."""
@@ -163,22 +162,22 @@ class CheckpointFolder:
                 is unchanged.
             CheckpointError: if a link or a file has that name.
         """
-        partial, target = self.partial(iteration, attempt), self.iteration(iteration)
+        source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
         try:
-            self.files.rename(partial, target)
+            self.files.rename(source, target)
         except OSError as error:
             if error.errno == errno.ENOTDIR and os.path.lexists(target):
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else '.replaced'}"
-            self._replace(partial, target, aside)
+            self._replace(source, target, aside)
         is_durable = True
         try:
-            self.files.sync_folder(self.root)
+            self.files.sync_together([partial(self.files.sync_folder, self.root), self._prepare_tracker])
         except OSError as error:
-            if self._take_back(partial, target, aside):
+            if self._take_back(source, target, aside):
                 raise
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
@@ -262,6 +261,7 @@ class CheckpointFolder:
             _log.error("%s cannot be taken back: %s", target, error)
             return False
         try:
+            self.files.remove_file(temporary_of(self.root / TRACKER))
             if aside is not None:
                 self.files.rename(aside, target)
         except OSError as error:
@@ -321,16 +321,28 @@ class CheckpointFolder:
             iteration_name(newest),
         )
 
+    def _prepare_tracker(self) -> None:
+        """Write the next tracker beside this one, durably; `_mend_tracker` reports what goes wrong."""
+        with contextlib.suppress(OSError):
+            self.files.write_whole(temporary_of(self.root / TRACKER), _tracker_line(max(self.committed())))
+
     def _mend_tracker(self) -> None:
-        """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged."""
-        tracker = self.root / TRACKER
+        """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged.
+
+        Its name is not synced. A power failure may leave the tracker of the save before, or none; the next start lists
+        the folder, reads no tracker for it, and mends this one. Its content is durable before it has the name.
+        """
+        tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
         try:
             newest, tracked = max(self.committed(), default=None), self.tracker()
             if newest is None and tracked is not None:
                 self.files.remove_file(tracker)
             if newest is not None and newest != tracked:
-                replace_file(self.files, tracker, f"{newest}\n".encode())
-            self.files.remove_file(temporary_of(tracker))
+                if _tracked(prepared) != newest:
+                    self.files.write_whole(prepared, _tracker_line(newest))
+                self.files.rename(prepared, tracker)
+            else:
+                self.files.remove_file(prepared)
         except OSError as error:
             _log.error("%s names another iteration than the newest: %s", tracker, error)
 
@@ -339,6 +351,17 @@ class CheckpointFolder:
         while os.path.lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
+
+
+def _tracked(path: Path) -> int | None:
+    try:
+        return int(read_regular(path, limit_bytes=_MOST_TRACKER_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def _tracker_line(iteration: int) -> bytes:
+    return f"{iteration}\n".encode()
 
 
 def _name_is_taken(target: Path) -> CheckpointError:

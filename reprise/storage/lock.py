@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from reprise.atomic import make_folders
@@ -27,6 +28,7 @@ HEARTBEAT_S = 15.0
 # A holder on another host that has not been heard of for this long is taken for dead.
 STALE_S = 120.0
 _LOOK_S = 1.0
+_RELEASE_S = 5.0  # for a sync that hangs
 _MOST_BYTES = 64 << 10
 
 # Of the locks of this process. flock(2) belongs to the open file, which a forked child shares: as long as the child, a
@@ -83,9 +85,14 @@ class FolderLock:
         self._clock = clock
         self._descriptor: int | None = None
         self._stop = threading.Event()
+        self._shown = threading.Event()
+        self._showing_error: OSError | None = None
 
     def acquire(self) -> None:
         """Take the lock.
+
+        Another thread syncs the file, for other hosts to read: a crash of this one needs it no more. `check`, which
+        comes before every commit, waits for that.
 
         Raises:
             LockError: if another job holds it, naming its host, pid and start time, or the file system has no locks
@@ -93,7 +100,8 @@ class FolderLock:
         """
         make_folders(Files(), self._path.parent)
         self._descriptor = self._take()
-        threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
+        beat = partial(self._beat, self._descriptor)
+        threading.Thread(target=beat, name="lock-heartbeat", daemon=True).start()
 
     def check(self) -> None:
         """Raise if the lock is no longer ours.
@@ -102,11 +110,16 @@ class FolderLock:
 
         Raises:
             LockError: if another job took it over.
-            OSError: if the folder does not exist.
+            OSError: if the folder does not exist, or the file cannot be synced.
         """
+        if self._descriptor is not None:
+            self._shown.wait()
+        if self._showing_error is not None:
+            raise self._showing_error
         if self._descriptor is not None and not self._path.exists():
             lost, self._descriptor = self._descriptor, self._take()
             _close(lost)
+            os.fsync(self._descriptor)
         holder = self._holder()
         if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
@@ -129,7 +142,7 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; calling it again is fine."""
         self._stop.set()
-        if self._descriptor is not None:
+        if self._descriptor is not None and self._shown.wait(_RELEASE_S):  # else the end of the process releases it
             holder = self._holder()
             if holder is not None and holder.nonce == self._me.nonce:  # else the name there is somebody else's
                 with contextlib.suppress(OSError):
@@ -148,7 +161,6 @@ class FolderLock:
                 self._refuse_if_alive(holder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
-            os.fsync(descriptor)
         except (OSError, LockError):
             _close(descriptor)
             raise
@@ -200,7 +212,13 @@ class FolderLock:
                 fix=f"Let the file system carry flock(2), or name {self._another}.",
             ) from error
 
-    def _beat(self) -> None:
+    def _beat(self, descriptor: int) -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            self._showing_error = error
+        finally:
+            self._shown.set()
         while not self._stop.wait(HEARTBEAT_S):
             holder = self._holder()
             if holder is not None and holder.nonce == self._me.nonce:  # else it is somebody else's to keep alive

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from reprise.errors import CheckpointError
@@ -33,8 +35,13 @@ class Job:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def ends(self, timeout_s: float) -> bool:
-        """Return whether the call finishes within `timeout_s`."""
+    @property
+    def error(self) -> BaseException | None:
+        """Return the exception of the call once it is done."""
+        return self._error
+
+    def ends(self, timeout_s: float | None) -> bool:
+        """Return whether the call finishes within `timeout_s`; without a limit, wait."""
         return self._done.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -99,3 +106,30 @@ class Worker:
         while (job := self._queue.get()) is not None:
             job.run()
             del job
+
+
+class Stopped(Exception):
+    """Ends a call of `run_together` after another call has failed."""
+
+
+def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int) -> None:
+    """Run calls on this thread and on at most `threads - 1` more, wait for all, and raise the first error.
+
+    A single call needs no thread. `Stopped` is raised only if there is no other error.
+    """
+    jobs = [Job(call) for call in calls]
+    queue = deque(jobs)
+
+    def run_queue() -> None:
+        while queue:
+            with contextlib.suppress(IndexError):  # another thread has taken the last job
+                queue.popleft().run()
+
+    pool = Worker(name, threads=min(threads, len(jobs)) - 1)
+    for _ in range(min(threads, len(jobs)) - 1):
+        pool.submit(run_queue)
+    run_queue()
+    errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
+    pool.close()
+    for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+        raise error

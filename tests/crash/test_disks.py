@@ -201,11 +201,11 @@ CALLS = [
     ("reserve", errno.EDQUOT),
     ("write", errno.EIO),
     ("sync", errno.EIO),
-    ("write_whole", errno.EDQUOT),
+    ("write_new", errno.EDQUOT),
     ("sync_folder", errno.EIO),
     ("rename", errno.EIO),
 ]
-QUICK = ("write_whole",)
+QUICK = ("write_new",)
 OF_EVERY_RANK = ("make_folder", "open_for_writing", "reserve", "write", "sync")
 
 

@@ -50,10 +50,10 @@ def stopping(arguments: list[str]) -> None:
 MOMENTS = [
     (("open_for_writing", "iter_0000003"), 2),
     (("sync", "iter_0000003"), 2),
-    (("write_whole", r"manifest\.json"), 2),
+    (("write_new", r"manifest\.json"), 2),
     (("rename", "/iter_0000003$"), 2),
     (("sync_folder", "/checkpoints$"), 3),
-    (("write_whole", "latest_checkpointed"), 3),
+    (("write_new", "latest_checkpointed"), 3),
     (("rename", "latest_checkpointed"), 3),
 ]
 QUICK = (MOMENTS[0][0], MOMENTS[3][0])

@@ -31,7 +31,7 @@ from tests.fakes import Axis as Cut
 from tests.fakes import FailingFiles, Sharding, StuckFiles, all_ranks, lone_contents, run_ranks
 
 KINDS = [
-    "free_bytes", "make_folder", "open_for_writing", "reserve", "write", "sync", "close", "write_whole", "sync_folder",
+    "free_bytes", "make_folder", "open_for_writing", "reserve", "write", "sync", "close", "write_new", "sync_folder",
     "rename",
 ]  # fmt: skip
 
@@ -303,7 +303,7 @@ def test_a_failed_save_is_reported_and_touches_nothing_committed(
     assert load(tmp_path) == 15.0
 
 
-@pytest.mark.parametrize("kind", ["write", "sync", "write_whole", "rename", "sync_folder"])
+@pytest.mark.parametrize("kind", ["write", "sync", "write_new", "rename", "sync_folder"])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_later_failure_leaves_a_whole_checkpoint_or_none(tmp_path: Path, kind: str, after: int) -> None:
     files = FailingFiles(kind, errno.EIO, after=after)

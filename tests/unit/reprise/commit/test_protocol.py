@@ -56,12 +56,12 @@ class Exhausted(Files):
         self._fail("write")
         super().write(descriptor, buffers, offset=offset)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
-        self._fail("write_whole")
-        super().write_whole(path, data)
+    def write_new(self, path: Path, data: bytes) -> int:
+        self._fail("write_new")
+        return super().write_new(path, data)
 
 
-@pytest.mark.parametrize(("culprit", "kind"), [(0, "write"), (1, "write"), (0, "write_whole")])
+@pytest.mark.parametrize(("culprit", "kind"), [(0, "write"), (1, "write"), (0, "write_new")])
 def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, culprit: int, kind: str) -> None:
     def call(channel: StoreChannel) -> list[object]:
         files = Exhausted(kind) if channel.rank == culprit else Files()

@@ -57,9 +57,9 @@ class Gate(Files):
             self.reached.set()
             assert self.opened.wait(JOIN_S)
 
-    def write_whole(self, path: Path, data: bytes) -> None:
+    def write_new(self, path: Path, data: bytes) -> int:
         self._stand(path)
-        super().write_whole(path, data)
+        return super().write_new(path, data)
 
     def rename(self, source: Path, target: Path) -> None:
         self._stand(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,42 @@ def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> Non
     assert names_in(tmp_path) == {"iter_0000007", TRACKER}
 
 
+class CountedFiles(Files):
+    """Files that note their syncs."""
+
+    def __init__(self) -> None:
+        self.synced: list[str] = []
+        self.batches = 0
+
+    def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
+        self.batches += 1
+        super().sync_together(syncs)
+
+    def sync(self, descriptor: int) -> None:
+        self.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        super().sync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        self.synced.append(f"{path.name}/")
+        super().sync_folder(path)
+
+
+def test_a_commit_syncs_its_name_beside_the_next_tracker(tmp_path: Path) -> None:
+    files = CountedFiles()
+    folder_with(tmp_path, ".iter_0000007.n-1.partial")
+    CheckpointFolder(tmp_path, files).commit(7, "n-1")
+    assert files.batches == 1
+    assert sorted(files.synced) == sorted([f".{TRACKER}.new", f"{tmp_path.name}/"])
+    assert names_in(tmp_path) == {"iter_0000007", TRACKER}
+
+
+def test_a_commit_of_an_older_iteration_leaves_the_tracker(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "iter_0000007", ".iter_0000005.n-1.partial")
+    folder.commit(5, "n-1")
+    assert folder.tracker() == 7
+    assert names_in(tmp_path) == {"iter_0000005", "iter_0000007", TRACKER}
+
+
 def test_a_replacing_commit_keeps_the_old_checkpoint_renamed(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "iter_0000007", "iter_0000007.superseded-1", ".iter_0000007.n-2.partial")
     folder.commit(7, "n-2")
@@ -252,7 +289,7 @@ def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder_with(tmp_path, ".iter_0000007.n-2.partial")
-    CheckpointFolder(tmp_path, FailingFiles("write_whole", errno.ENOSPC)).commit(7, "n-2")
+    CheckpointFolder(tmp_path, FailingFiles("write_new", errno.ENOSPC)).commit(7, "n-2")
     assert names_in(tmp_path) == {"iter_0000007"}
     assert TRACKER in caplog.text
 

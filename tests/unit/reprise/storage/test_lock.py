@@ -341,3 +341,36 @@ def test_a_record_of_nonsense_does_not_keep_a_folder_locked(tmp_path: Path, text
     lock.acquire()
     lock.check()
     lock.release()
+
+
+def test_the_check_before_a_commit_waits_for_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, disk = threading.Event(), threading.Event()
+
+    def sync(descriptor: int) -> None:
+        begun.set()
+        assert disk.wait(JOIN_S)
+
+    monkeypatch.setattr(lock_module.os, "fsync", sync)
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()  # returns while the disk is at work
+    assert begun.wait(JOIN_S)
+    checks: list[None] = []
+    checking = threading.Thread(target=lambda: checks.append(lock.check()), daemon=True)
+    checking.start()
+    assert checks == []
+    disk.set()
+    checking.join(JOIN_S)
+    assert checks == [None]
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_synced_lets_nothing_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(lock_module.os, "fsync", sync)
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    with pytest.raises(OSError, match="Input/output error"):
+        lock.check()
+    lock.release()

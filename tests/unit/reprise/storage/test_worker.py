@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
 from reprise.errors import CheckpointError
-from reprise.storage.worker import Worker
+from reprise.storage.worker import Stopped, Worker, run_together
 from tests.fakes import JOIN_S
 
 
@@ -64,3 +65,34 @@ def test_a_job_that_does_not_end_reports_no_outcome() -> None:
 
 def assert_set(event: threading.Event) -> None:
     assert event.wait(JOIN_S)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_calls_together_all_end_before_the_first_error(threads: int) -> None:
+    ended: list[int] = []
+
+    def call(number: int) -> None:
+        ended.append(number)
+        if number == 0:
+            raise Stopped
+        if number in (1, 2):
+            raise OSError(number)
+
+    with pytest.raises(OSError, match="1"):
+        run_together([partial(call, number) for number in range(4)], name="test", threads=threads)
+    assert sorted(ended) == [0, 1, 2, 3]
+
+
+def test_calls_together_run_at_one_time() -> None:
+    barrier = threading.Barrier(3)
+    run_together([lambda: assert_met(barrier)] * 3, name="test", threads=3)
+
+
+def test_a_single_call_needs_no_thread() -> None:
+    threads: list[threading.Thread] = []
+    run_together([lambda: threads.append(threading.current_thread())], name="test", threads=3)
+    assert threads == [threading.current_thread()]
+
+
+def assert_met(barrier: threading.Barrier) -> None:
+    barrier.wait(JOIN_S)
