@@ -71,6 +71,11 @@ class Fleet:
         folder, ranks = self._folder / f"launch{self._launches}", len(disks) * ranks_per_host
         return call_on_ranks(function, arguments, folder=folder, ranks=ranks)
 
+    def copy(self, folder: Path) -> Path:
+        """Take over the run and the disks of the fleet in a folder, and return the folder of this one."""
+        shutil.copytree(folder, self._folder, dirs_exist_ok=True)
+        return self._folder
+
     def iteration(self, disk: int, iteration: int) -> Path:
         """Return the folder of an iteration on a disk."""
         return self.disk(disk) / f"iter_{iteration:07d}"
@@ -85,14 +90,32 @@ LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=2")
 EACH = ("checkpoint.save=null", "checkpoint.local.save_interval=1")
 
 
-def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int, ranks_per_host: int = 1) -> Path:
-    """Train four iterations on two hosts, and return a run of all iterations that saved into one folder."""
-    whole = folder / "whole"
-    run_ok(whole, [*BASE, *overrides, "checkpoint.save_interval=2"], ranks=2 * ranks_per_host)
-    local = [*overrides, *LOCAL, f"checkpoint.local.copies={copies}", "train.exit_interval=4"]
+Prepare = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def prepare(tmp_path_factory: pytest.TempPathFactory) -> Prepare:
+    """Return a function that trains four iterations on two hosts, and returns a run of all that saved into one folder.
+
+    Tests with the same settings get copies of one such fleet.
+    """
+    fleets: dict[tuple[tuple[str, ...], int, int], Path] = {}
+
+    def prepared(fleet: Fleet, topology: tuple[str, ...], *, copies: int, ranks_per_host: int = 1) -> Path:
+        key = topology, copies, ranks_per_host
+        if key not in fleets:
+            fleets[key] = tmp_path_factory.mktemp("fleet")
+            _prepare(Fleet(fleets[key]), fleets[key] / "whole", topology, copies, ranks_per_host)
+        return fleet.copy(fleets[key]) / "whole"
+
+    return prepared
+
+
+def _prepare(fleet: Fleet, whole: Path, topology: tuple[str, ...], copies: int, ranks_per_host: int) -> None:
+    run_ok(whole, [*BASE, *topology, "checkpoint.save_interval=2"], ranks=2 * ranks_per_host)
+    local = [*topology, *LOCAL, f"checkpoint.local.copies={copies}", "train.exit_interval=4"]
     ended = fleet.train([0, 1], local, ranks_per_host=ranks_per_host)
     assert ended.ok, ended.text
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -106,9 +129,9 @@ def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int
     ids=["zero3", "zero3 copies", "tp2 pp2", "tp2 pp2 copies"],
 )
 def test_two_hosts_hold_the_checkpoint_together(
-    fleet: Fleet, tmp_path: Path, topology: tuple[str, ...], ranks_per_host: int, copies: int
+    fleet: Fleet, prepare: Prepare, topology: tuple[str, ...], ranks_per_host: int, copies: int
 ) -> None:
-    whole = prepare(fleet, tmp_path, topology, copies=copies, ranks_per_host=ranks_per_host)
+    whole = prepare(fleet, topology, copies=copies, ranks_per_host=ranks_per_host)
     shared = tensor_files(whole / "checkpoints/iter_0000004")
     paths = [fleet.iteration(disk, 4) for disk in (0, 1)]
     for path in paths:
@@ -124,8 +147,8 @@ def test_two_hosts_hold_the_checkpoint_together(
 
 
 @pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, tmp_path: Path, copies: int) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
+def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, prepare: Prepare, copies: int) -> None:
+    whole = prepare(fleet, ZERO3, copies=copies)
     again = fleet.train([1, 0], [*ZERO3, *LOCAL])
     assert again.ok, again.text
     expected = "100 % local, 0 % shared" if copies else "0 % local, 50 % from host0, 50 % from host1, 0 % shared"
@@ -133,8 +156,8 @@ def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, tmp_p
     assert curve(fleet.run) == curve(whole)
 
 
-def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path, prepare: Prepare) -> None:
+    whole = prepare(fleet, ZERO3, copies=1)
     for wiped in ([2, 1], [1, 3]):
         shutil.copytree(fleet.disk(1), tmp_path / "kept")
         again = fleet.train(wiped, [*ZERO3, *LOCAL, "train.exit_interval=4"])
@@ -148,8 +171,8 @@ def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path) -> N
     assert tensor_files(fleet.iteration(4, 6)) == tensor_files(whole / "checkpoints/iter_0000006")
 
 
-def test_a_wiped_disk_without_copies_is_refused_by_name(fleet: Fleet, tmp_path: Path) -> None:
-    prepare(fleet, tmp_path, ZERO3, copies=0)
+def test_a_wiped_disk_without_copies_is_refused_by_name(fleet: Fleet, prepare: Prepare) -> None:
+    prepare(fleet, ZERO3, copies=0)
     again = fleet.train([0, 2], [*ZERO3, *LOCAL])
     assert again.statuses == (1, 1), again.text
     for output in again.outputs:
@@ -172,8 +195,8 @@ def test_a_wiped_disk_sends_the_run_back_to_the_shared_folder(fleet: Fleet, tmp_
 
 
 @pytest.mark.parametrize("disks", [[0], pytest.param([1], marks=pytest.mark.soak), [1, 2, 0]])
-def test_another_number_of_hosts_resumes(fleet: Fleet, tmp_path: Path, disks: list[int]) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+def test_another_number_of_hosts_resumes(fleet: Fleet, prepare: Prepare, disks: list[int]) -> None:
+    whole = prepare(fleet, ZERO3, copies=1)
     again = fleet.train(disks, [*ZERO3, *LOCAL, "checkpoint.reshard=true"])
     assert again.ok, again.text
     assert "loaded iteration 4:" in again.outputs[0]
@@ -182,8 +205,8 @@ def test_another_number_of_hosts_resumes(fleet: Fleet, tmp_path: Path, disks: li
 
 
 @pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, tmp_path: Path, copies: int) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
+def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, prepare: Prepare, copies: int) -> None:
+    whole = prepare(fleet, ZERO3, copies=copies)
     path = fleet.iteration(1, 4)
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
@@ -226,8 +249,8 @@ def damage(path: Path, kind: str) -> None:
         "a truncated file",
     ],
 )
-def test_damaged_json_and_headers_come_from_another_host(fleet: Fleet, tmp_path: Path, kind: str) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+def test_damaged_json_and_headers_come_from_another_host(fleet: Fleet, prepare: Prepare, kind: str) -> None:
+    whole = prepare(fleet, ZERO3, copies=1)
     damage(fleet.iteration(1, 4), kind)
     again = fleet.train([0, 1], [*ZERO3, *LOCAL])
     assert again.ok, again.text
@@ -264,8 +287,8 @@ def train_on_a_full_disk(arguments: list[str]) -> None:
     run_trainer(arguments)
 
 
-def test_a_full_disk_at_a_fetch_costs_no_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
-    whole = prepare(fleet, tmp_path, ZERO3, copies=0)
+def test_a_full_disk_at_a_fetch_costs_no_checkpoint(fleet: Fleet, prepare: Prepare) -> None:
+    whole = prepare(fleet, ZERO3, copies=0)
     ended = fleet.train([1, 0], [*ZERO3, *LOCAL], function=train_on_a_full_disk)
     assert ended.statuses == (1, 1), ended.text
     for output in ended.outputs:
@@ -286,8 +309,8 @@ def test_a_finished_run_started_again_saves_nothing(fleet: Fleet) -> None:
         assert names == ["iter_0000004", "iter_0000006"]
 
 
-def test_another_model_is_refused_by_its_differences(fleet: Fleet, tmp_path: Path) -> None:
-    prepare(fleet, tmp_path, ZERO3, copies=0)
+def test_another_model_is_refused_by_its_differences(fleet: Fleet, prepare: Prepare) -> None:
+    prepare(fleet, ZERO3, copies=0)
     again = fleet.train([0, 1], [*ZERO3, *LOCAL, "model.n_layer=3"])
     assert again.statuses == (1, 1), again.text
     assert "MismatchError: The checkpoint belongs to another run" in again.outputs[0]
