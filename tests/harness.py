@@ -24,7 +24,11 @@ import trainer.__main__
 import trainer.training.loop
 from scripts.faults.ranks import become_rank, free_port
 from trainer.config.compose import compose as compose
-from trainer.run.build import Run
+from trainer.config.schema import Config
+from trainer.launch.process_group import Cluster
+from trainer.run.build import Run, build
+from trainer.run.run_data import open_data
+from trainer.run.saves import build_saves
 from trainer.start.decide import decide
 from trainer.start.fill import fill
 from trainer.training.step import StepResult
@@ -291,6 +295,11 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
     around_iterations(before=await_save, after=hold)
     _train(arguments)
+
+
+def built(config: Config, cluster: Cluster) -> Run:
+    """Return the run of a configuration before its tensors are filled."""
+    return build(config, cluster, data=open_data(config, cluster), saves=build_saves(config, cluster))
 
 
 def filled(run: Run) -> Run:

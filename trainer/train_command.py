@@ -27,6 +27,7 @@ from trainer.run.memory_needs import out_of_memory, require_host_memory, require
 if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
+    from trainer.metrics.run_log import RunLog
     from trainer.run.build import Run
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,11 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
     from trainer.run.build import build
+    from trainer.run.run_data import open_data
+    from trainer.run.saves import build_saves
+    from trainer.start.decide import decide
+    from trainer.start.fill import fill
+    from trainer.training.loop import train
 
     config, channel = resolved.config, cluster.channel
     error = ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
@@ -142,47 +148,36 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         total_bytes = memory_bytes(cluster.device)
         where = str(cluster.device)
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
-    run = build(config, cluster, signals, times, environment_keys=resolved.environment_keys)
-    times.end(Phase.build)
+    data = open_data(config, cluster)
+    times.end(Phase.data)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce), _outputs_of(run):
-        _train_built(run, resolved.text)
+    with ExitStack() as stack:
+        stack.enter_context(hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce))
+        saves = stack.enter_context(build_saves(config, cluster))
+        start = decide(config, cluster, saves)
+        times.end(Phase.load)
+        keys = resolved.environment_keys
+        run = build(config, cluster, data=data, saves=saves, signals=signals, times=times, environment_keys=keys)
+        times.end(Phase.build)
+        run = fill(run, start)
+        for log in run.logs:
+            stack.enter_context(_opened(log, run, resolved.text, began_elsewhere=start.began_elsewhere))
+        times.end(Phase.load)
+        train(run)
 
 
 @contextmanager
-def _outputs_of(run: Run) -> Iterator[None]:
-    """Close all outputs of a run at its end; after an error, let saves under way land and let go of the locks."""
+def _opened(log: RunLog, run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[None]:
+    """Open the log of a run, and close it at the end; after an error, remove the progress bar."""
+    progress, log.train_iters = run.state.progress, run.train_iters
+    owes = progress.owes_evaluation
     try:
+        log.open(progress.iteration, config_text, owes_evaluation=owes, began_elsewhere=began_elsewhere)
         yield
     except BaseException:
-        for log in run.logs:
-            log.close_bar()
-        run.saves.abandon()
+        log.close_bar()
         raise
-    with ExitStack() as stack:
-        for log in run.logs:
-            stack.callback(log.close)
-        stack.callback(run.saves.close)  # before the log
-
-
-def _train_built(run: Run, config_text: str) -> None:
-    from trainer.start.decide import decide
-    from trainer.start.fill import fill
-    from trainer.training.loop import train
-
-    start = decide(run.config, run.cluster, run.saves)
-    run = fill(run, start)
-    progress = run.state.progress
-    for log in run.logs:
-        log.train_iters = run.train_iters
-        log.open(
-            progress.iteration,
-            config_text,
-            owes_evaluation=progress.owes_evaluation,
-            began_elsewhere=start.began_elsewhere,
-        )
-    run.start_times.end(Phase.load)
-    train(run)
+    log.close()
 
 
 def _dry_run(config: Config, world_size: int) -> None:

@@ -13,9 +13,9 @@ import torch
 import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.reading import LoadSource
-from tests.harness import TINY, call_on_ranks, compose, filled, run_ok, tensor_files
+from tests.harness import TINY, built, call_on_ranks, compose, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
-from trainer.run.build import Run, build
+from trainer.run.build import Run
 
 _TP2 = "parallel.tensor_model_parallel_size=2"
 _REAL_ROWS = (
@@ -111,7 +111,7 @@ def _measure(arguments: list[str]) -> None:
     torch.zeros(1 << 20).normal_()  # what torch allocates once
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak, see proc(5)
-    run = build(config, cluster)
+    run = built(config, cluster)
     run = filled(run)
     peak_load = _resident("VmHWM") - before
     shards = list(run.state.shards())

@@ -10,9 +10,8 @@ import pytest
 
 from reprise.format.manifest import digest_of
 from reprise.live_tensors import is_dtensor, memory_of
-from tests.harness import TINY, call_on_ranks, compose, curve, filled, run_ok, tensor_files
+from tests.harness import TINY, built, call_on_ranks, compose, curve, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
-from trainer.run.build import build
 from trainer.training.loop import train
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
@@ -44,7 +43,7 @@ def _train_and_digest(arguments: list[str]) -> None:
     output, *overrides = arguments
     config = compose(overrides)
     cluster = launch.start("cpu", deterministic=False)
-    run = build(config, cluster)
+    run = built(config, cluster)
     run = filled(run)
     for log in run.logs:
         log.open(0, "")

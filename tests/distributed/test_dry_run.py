@@ -14,11 +14,10 @@ import torch
 
 from reprise.layout import TensorKind, build_layout
 from reprise.saving.plan import plan
-from tests.harness import TINY, call_on_ranks, compose, launch
+from tests.harness import TINY, built, call_on_ranks, compose, launch
 from trainer.config.derived import topology_of
 from trainer.launch import process_group as launching
 from trainer.parallel.invariant import LocalLanes
-from trainer.run.build import build
 from trainer.run.dry_run import working_bytes_of
 from trainer.run.state import checkpoint_specs
 from trainer.training.loop import iterate
@@ -33,7 +32,7 @@ def _count(arguments: list[str]) -> None:
     output, *overrides = arguments
     config = compose(overrides)
     cluster = launching.start("cpu", deterministic=False)
-    run = build(config, cluster)
+    run = built(config, cluster)
     layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, run.state.frozen)))
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
@@ -53,7 +52,7 @@ def _locals(model: object) -> list:  # type: ignore[type-arg]
 def test_it_counts_the_sums_of_lanes(tmp_path: Path, lanes: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["train.micro_batch_size=1", f"train.global_batch_size={batches}", f"run.dir={tmp_path}"]
     config = compose([*_MODEL, *sizes, f"parallel.invariant_ranks={lanes}", "train.threads=1"])
-    run = build(config, launching.start("cpu", deterministic=False, variables={}))
+    run = built(config, launching.start("cpu", deterministic=False, variables={}))
     accumulate, peak = LocalLanes.after_backward, 0
 
     def count(reduction: LocalLanes, number: int) -> None:

@@ -13,9 +13,8 @@ import xxhash
 from safetensors import safe_open
 
 from reprise.errors import CheckpointError
-from tests.harness import TINY, call_on_ranks, compose, filled, tensor_files
+from tests.harness import TINY, built, call_on_ranks, compose, filled, tensor_files
 from trainer.launch import process_group as launch
-from trainer.run.build import build
 from trainer.run.parallelize import check_tied_copies
 from trainer.training.loop import train
 
@@ -49,7 +48,7 @@ def _train_and_digest(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     config = compose(overrides)
     cluster = launch.start("cpu", deterministic=False)
-    run = build(config, cluster)
+    run = built(config, cluster)
     run = filled(run)
     for log in run.logs:
         log.open(run.state.progress.iteration, "")
@@ -131,7 +130,7 @@ def test_with_data_parallel_ranks_too(tmp_path: Path, zero_stage: int) -> None:
 
 def _spoil_one_copy(arguments: list[str]) -> None:
     """Check the copies as a save does, then again after one bit of a moment of the last stage's copy has changed."""
-    run = build(compose(arguments), cluster := launch.start("cpu", deterministic=False))
+    run = built(compose(arguments), cluster := launch.start("cpu", deterministic=False))
     run = filled(run)
     check_tied_copies(run.state, run.context.embedding_group)
     print("equal at first")

@@ -33,7 +33,7 @@ from reprise.errors import TrainerError
 from reprise.files import Files
 from reprise.layout import Box
 from reprise.live_tensors import LiveTensor
-from tests.harness import TINY, compose, filled, launch, run_ok
+from tests.harness import TINY, built, compose, filled, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
@@ -41,7 +41,7 @@ from trainer.interop.hf import convert as hf
 from trainer.interop.hf import load
 from trainer.interop.hf.folder import open_folder
 from trainer.launch.process_group import Cluster
-from trainer.run.build import Run, build
+from trainer.run.build import Run
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 20, "n_inner": 44, "n_positions": 32, **SIZES}
@@ -113,15 +113,15 @@ def save(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: 
     return folder
 
 
-def built(folder: Path, overrides: list[str]) -> Run:
+def run_in(folder: Path, overrides: list[str]) -> Run:
     """Return a run of one process that is to begin with a folder."""
     config = compose([*overrides, f"run.dir={folder}.run", f"checkpoint.load={folder}"])
-    return build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    return built(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
 
 
 def loss_of(folder: Path, overrides: list[str]) -> float:
     """Return transformers' loss, in float32, on the very batch of our first iteration."""
-    run = built(folder, overrides)
+    run = run_in(folder, overrides)
     config = run.config
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total = 0.0
@@ -215,7 +215,7 @@ def change_tensors(folder: Path, added: dict[str, torch.Tensor], *removed: str) 
 
 def begin(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """Begin a run with a folder, and return its parameters by their stored names."""
-    run = built(folder, overrides)
+    run = run_in(folder, overrides)
     try:
         run = filled(run)
         return {t.spec.name: t.local.detach().clone() for t in run.state.shards(with_optimizer=False)}

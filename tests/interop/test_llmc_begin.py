@@ -15,7 +15,7 @@ from reprise.errors import TrainerError
 from reprise.files import Files
 from reprise.layout import Box, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
-from tests.harness import TINY, compose, curve, filled, launch, run_ok, tensor_files
+from tests.harness import TINY, built, compose, curve, filled, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
     LLAMA_HEADER,
@@ -29,7 +29,6 @@ from trainer.commands import convert
 from trainer.interop.llmc.file import open_file, read_whole
 from trainer.interop.llmc.load import fill
 from trainer.launch.process_group import Cluster
-from trainer.run.build import build
 
 SHAPE = [*TINY, "model.n_layer=3", "model.n_head=4", "model.n_embd=24", "train.train_iters=2"]
 SHAPE += ["schedule.lr_warmup_iters=0", "checkpoint.finetune=true"]
@@ -102,7 +101,7 @@ def test_the_same_command_goes_on_from_the_run_s_own_checkpoint(tmp_path: Path) 
 
 def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
     config = compose([*base, f"run.dir={path}.run", f"checkpoint.load={path}", *overrides])
-    run = build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    run = built(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         with pytest.raises(TrainerError) as caught:
             run = filled(run)

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError, TrainerError
-from tests.harness import TINY, compose, filled, launch, run_ok
+from tests.harness import TINY, built, compose, filled, launch, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
 from trainer.launch.process_group import Cluster
-from trainer.run.build import Run, build
+from trainer.run.build import Run
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=20, n_inner=44, n_positions=32, **SIZES)
@@ -71,7 +71,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def restored(overrides: list[str]) -> Run:
     """Return a run of one rank after its start."""
-    run = build(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    run = built(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         run = filled(run)
     except TrainerError:

@@ -12,14 +12,13 @@ import torch
 from transformers import AutoTokenizer, pipeline
 
 from reprise.channel import single_rank_channel
-from tests.harness import TINY, compose, filled, launch, run_ok
+from tests.harness import TINY, built, compose, filled, launch, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
 from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
 from trainer.data.token_file import write_token_file
 from trainer.launch.process_group import Cluster
-from trainer.run.build import build
 from trainer.training.loop import train
 
 pytestmark = pytest.mark.slow
@@ -106,7 +105,7 @@ def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> Non
     overrides = [*TINY, "model=gpt2_tiny", "model.vocab_size=300", "model.eos_token_id=0", "train.train_iters=3"]
     overrides += ["data=text", f"data.path={tmp_path}/text.txt", f"data.tokenizer={tokenizer}"]
     overrides += [f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run", "checkpoint.save_interval=2"]
-    run = build(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    run = built(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         tokenizer.unlink()
         run = filled(run)

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.harness import TINY, all_files, call_on_ranks, compose, curve, filled, launch, run_ok, tensor_files
+from tests.harness import TINY, all_files, built, call_on_ranks, compose, curve, filled, launch, run_ok, tensor_files
 from trainer.launch import process_group as trainer_launch
-from trainer.run.build import build
 
 MODEL = ["model=gpt2_tiny", *TINY]
 BASE = [*MODEL, "train.train_iters=8", "schedule.lr_decay_iters=20", "checkpoint.save_interval=2"]
@@ -299,15 +298,15 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     """Run a forward pass without gradients, load, and write the logits of rank 0 to the first argument."""
     config = compose(arguments[1:])
     cluster = trainer_launch.start("cpu", deterministic=False)
-    built = build(config, cluster)
-    windows = built.train_data.train_batch(0, 1)[0][:, :-1]
+    run = built(config, cluster)
+    windows = run.train_data.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
-        built.state.parts[0].model(windows)
-        built = filled(built)
-        logits = built.state.parts[0].model(windows)
+        run.state.parts[0].model(windows)
+        run = filled(run)
+        logits = run.state.parts[0].model(windows)
     if cluster.rank == 0:
         save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])
-    built.saves.close()
+    run.saves.close()
     trainer_launch.shutdown(cluster)
 
 

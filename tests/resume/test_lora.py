@@ -11,10 +11,10 @@ import torch
 
 from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
-from tests.harness import TINY, compose, curve, filled, launch, run_ok, tensor_files
+from tests.harness import TINY, built, compose, curve, filled, launch, run_ok, tensor_files
 from trainer.interop.open_model import open_model
 from trainer.launch.process_group import Cluster
-from trainer.run.build import Run, build
+from trainer.run.build import Run
 
 BASE = [*TINY, "train.micro_batch_size=3", "train.threads=1", "checkpoint.save_interval=2", "schedule.lr_decay_iters=8"]
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.1", "train.train_iters=8", "optimizer.lr=0.01"]
@@ -202,7 +202,7 @@ def restored(run_dir: Path, *overrides: str) -> Run:
     """Return a run of adapters, in this process, after its start; it holds no lock."""
     cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
     keys = [*BASE, *MODELS["gpt2"], *LORA, *overrides]
-    run = build(compose([*keys, f"run.dir={run_dir}", "train.train_iters=4"]), cluster)
+    run = built(compose([*keys, f"run.dir={run_dir}", "train.train_iters=4"]), cluster)
     try:
         run = filled(run)
     finally:

@@ -25,21 +25,18 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
         LockError: on every rank, if another job writes to the folder.
         TrainerError: on every rank, if the folder cannot be written.
     """
-    lock: FolderLock | None = None
-    problem: TrainerError | None = None
-    if channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve()):
+    lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
+    has_lock = channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve())
+    with channel.agreed("run folder"):
         try:
-            lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
-            lock.acquire()
-        except TrainerError as error:
-            problem = error
+            if has_lock:
+                lock.acquire()
         except OSError as error:
-            problem = run_folder_failed(folder, error)
-    channel.agree("run folder", problem)
+            raise run_folder_failed(folder, error) from error
     try:
         yield
     finally:
-        if lock is not None:
+        if has_lock:
             lock.release()
 
 

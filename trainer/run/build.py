@@ -25,7 +25,7 @@ from trainer.launch.control import ControlRules, RunControl
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
-from trainer.launch.start_times import Phase, StartTimes
+from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
@@ -37,8 +37,8 @@ from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import commit, versions
 from trainer.run.batch_loaders import build_loaders
 from trainer.run.parallelize import build_context, build_grid, build_models
-from trainer.run.run_data import RunData, look_alone, open_data
-from trainer.run.saves import Saves, build_saves
+from trainer.run.run_data import RunData, open_data_alone
+from trainer.run.saves import Saves
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
@@ -86,33 +86,32 @@ class Run:
 def build(
     config: Config,
     cluster: Cluster,
+    *,
+    data: RunData,
+    saves: Saves,
     signals: SignalHandler | None = None,
     times: StartTimes | None = None,
-    *,
     environment_keys: Collection[str] = (),
 ) -> Run:
     """Build a run. Collective.
 
     Args:
+        data: the open data of the configuration.
+        saves: the targets of the configuration.
         signals: the signal handler; None for none.
-        times: of this start, to which `data` is added and which the caller ends with `build`; None begins now.
+        times: of this start; None begins now.
         environment_keys: dotted keys whose values come from the environment, which no checkpoint carries.
 
     Raises:
-        TrainerError: if the data does not match the model, or another job writes to the run's folder.
+        TrainerError: if the data has not one sample, or a tokenizer cannot be read.
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    times = times or StartTimes()
-    times.end(Phase.build)
-    data = open_data(config, cluster)
-    times.end(Phase.data)
     train, valid = build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
     environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
-    saves = build_saves(config, cluster)
     return Run(
         config=config,
         cluster=cluster,
@@ -135,7 +134,7 @@ def build(
         ),
         own_time=OwnTime(cluster.device),
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
-        start_times=times,
+        start_times=times or StartTimes(),
     )
 
 
@@ -145,7 +144,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not match the model.
     """
-    data = look_alone(config)
+    data = open_data_alone(config)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
     return schedule, _describe(config, schedule, topology_of(config, 1), data, environment)

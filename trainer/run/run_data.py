@@ -20,7 +20,7 @@ from typing import TypeVar
 import xxhash
 
 from reprise.channel import StoreChannel
-from reprise.errors import DataError, TrainerError
+from reprise.errors import DataError
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
@@ -38,6 +38,8 @@ _SIDES = {"train": "training", "valid": "validation"}
 _Files = Mapping[str, Sequence[TokenFile]]
 _Digests = Mapping[str, Sequence[TokenDigest]]
 T = TypeVar("T")
+# Of each source of training data, of the borders of its documents, and of the validation data.
+Fingerprints = tuple[list[str], list[str | None], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,43 +139,37 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     Raises:
         TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
     """
-    channel = cluster.channel.clone(_DATA_TIMEOUT_S)
-    files: _OpenFiles | None = None
-    mine: _HostData | None = None
-    problem: TrainerError | None = None
-    if cluster.rank == 0:  # first alone, so that the others find the prepared files and the digests
-        try:
+    channel, host_data = cluster.channel.clone(_DATA_TIMEOUT_S), None
+    with channel.agreed("data"):  # rank 0 first alone, so that the others find the prepared files and the digests
+        if cluster.rank == 0:
             files = _open(config)
-            mine = _look(files, config)
-        except TrainerError as error:
-            problem = error
-    channel.agree("data", problem)
-    if files is None:
-        try:
+            host_data = _host_data(files, config)
+    with channel.agreed("data/open"):
+        if cluster.rank != 0:
             files = _open(config)
-        except TrainerError as error:
-            problem = error
-    host_ranks = _agree_on_host_ranks(channel, cluster, files)
-    if files is not None and mine is None and cluster.rank in host_ranks:
-        try:
-            mine = _look(files, config)
-        except TrainerError as error:
-            problem = error
-    found = b"" if mine is None or files is None else json.dumps(_fingerprints(mine, files)).encode()
-    _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
-    fingerprints = json.loads(channel.broadcast("data/fingerprints", found))
-    assert files is not None  # or the ranks would not have agreed
-    return _run_data(files, *fingerprints)
+    host_ranks = _host_ranks(channel, cluster, files)
+    with channel.agreed("data/digests"):
+        if cluster.rank in host_ranks and host_data is None:
+            host_data = _host_data(files, config)
+    reports = channel.gather("data/hosts", b"" if host_data is None else host_data.encode())
+
+    def fingerprints() -> Fingerprints:
+        hosts = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
+        if (error := _difference(hosts)) is not None:
+            raise error
+        return _fingerprints(hosts[0], files)
+
+    return _run_data(files, *channel.from_first("data/fingerprints", fingerprints))
 
 
-def look_alone(config: Config) -> RunData:
+def open_data_alone(config: Config) -> RunData:
     """Return the data of a program without ranks.
 
     Raises:
         TrainerError: if the data does not match the model.
     """
     files = _open(config)
-    return _run_data(files, *_fingerprints(_look(files, config), files))
+    return _run_data(files, *_fingerprints(_host_data(files, config), files))
 
 
 def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str | None], valid: str | None) -> RunData:
@@ -256,7 +252,7 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
-def _look(files: _OpenFiles, config: Config) -> _HostData:
+def _host_data(files: _OpenFiles, config: Config) -> _HostData:
     """Return the digests of the files, after checking that the model's vocabulary covers every token."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
     digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
@@ -282,14 +278,12 @@ def _borders(file: TokenFile) -> str:
     return xxhash.xxh3_64_hexdigest(file.documents.borders().data)
 
 
-def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles | None) -> list[int]:
+def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:
     """Return the first rank of each group of ranks on one host that see the same files; rank 0 is among them."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
-    group = b"" if files is None else f"{host} {_identity(files)}".encode()
-    groups = channel.gather("data/groups", group)
-    host_ranks = sorted({groups.index(group) for group in groups})
-    found: list[int] = json.loads(channel.broadcast("data/host_ranks", json.dumps(host_ranks).encode()))
-    return found
+    groups = channel.gather("data/groups", f"{host} {_identity(files)}".encode())
+    ranks: list[int] = channel.from_first("data/host_ranks", lambda: sorted({groups.index(group) for group in groups}))
+    return ranks
 
 
 def _identity(files: _OpenFiles) -> str:
@@ -303,18 +297,7 @@ def _identity(files: _OpenFiles) -> str:
     return found.hexdigest()
 
 
-def _agree_on_data(
-    channel: StoreChannel, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
-) -> None:
-    """Check that every host has the same data."""
-    if are_alone:
-        return
-    reports = channel.gather("data/hosts", b"" if mine is None else mine.encode())
-    reported = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
-    channel.agree("data/hosts", problem or _difference(reported))
-
-
-def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], list[str | None], str | None]:
+def _fingerprints(data: _HostData, files: _OpenFiles) -> Fingerprints:
     """Return the fingerprints of the sources of training data, of their documents, and of the validation data."""
     train, valid = [fingerprint(own) for own in files.split(data.digests["train"])], data.digests["valid"]
     borders = [fingerprint_of_sources(own) if own else None for own in files.split(data.documents["train"])]

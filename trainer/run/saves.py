@@ -316,16 +316,27 @@ class Saves:
             target.start(lineage)
         return lineage
 
+    def __enter__(self) -> Saves:
+        """Return the targets."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close all targets; if the process is about to end with an error, let go of their locks soon."""
+        if kind is None:
+            self.close()
+        else:
+            _call_all([target.saver.abandon for target in self.targets])
+
     def close(self) -> None:
         """Wait for all saves that are under way, and let go of the locks."""
-        with ExitStack() as stack:  # an error of one leaves none of the others open
-            for target in reversed(self.targets):
-                stack.callback(target.close)
+        _call_all([target.close for target in self.targets])
 
-    def abandon(self) -> None:
-        """Let go of the locks: this process is about to end with an error."""
-        for target in self.targets:
-            target.saver.abandon()
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make all calls, also after an error of one, which is then raised."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)
 
 
 def build_saves(config: Config, cluster: Cluster) -> Saves:

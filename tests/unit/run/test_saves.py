@@ -75,6 +75,28 @@ def test_failures_count_where_checkpoints_outlive_the_run(tmp_path: Path, kinds:
     assert str(saves.last_error) == {"s": "save.", "l": "local_save."}[main]
 
 
+def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Target(SaveTarget):
+        event = "save"
+
+        def close(self) -> None:
+            closed.append("close")
+            raise CheckpointError("The disk is gone")
+
+    targets = [Target(_saver(tmp_path)) for _ in range(3)]
+    for target in targets:
+        target.saver.abandon = lambda: closed.append("abandon")  # type: ignore[method-assign]
+    saves = Saves(tuple(targets))
+    with pytest.raises(CheckpointError, match="The disk is gone"), saves:
+        pass
+    assert closed == ["close"] * 3
+    with pytest.raises(ZeroDivisionError), saves:
+        1 // 0  # noqa: B018 - a defect
+    assert closed[3:] == ["abandon"] * 3
+
+
 def test_a_run_that_saves_nothing_has_no_target() -> None:
     saves = Saves(())
     assert saves.due(4, Moment.finished) == []

@@ -1,0 +1,94 @@
+"""What a run starts from, as rank 0 decides it for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from reprise.channel import StoreChannel, single_rank_channel
+from reprise.errors import CheckpointError
+from tests.fakes import all_ranks, run_ranks
+from tests.harness import TINY, built, compose, filled
+from trainer.config.schema import Config
+from trainer.launch.process_group import Cluster
+from trainer.run.saves import build_saves
+from trainer.start.decide import Start, decide
+from trainer.start.source import Checkpoints, InitialValues
+from trainer.training.loop import train
+
+
+def config_in(run: Path, *overrides: str) -> Config:
+    return compose(["model=gpt2_tiny", *TINY, f"run.dir={run}", "schedule.lr_warmup_iters=1", *overrides])
+
+
+def cluster_of(channel: StoreChannel) -> Cluster:
+    return Cluster(channel.rank, channel.world_size, torch.device("cpu"), 1, channel, "test")
+
+
+def started(config: Config, channel: StoreChannel | None = None) -> Start:
+    cluster = cluster_of(channel or single_rank_channel())
+    with build_saves(config, cluster) as saves:
+        return decide(config, cluster, saves)
+
+
+def trained(run: Path, *overrides: str) -> Path:
+    """Train a run in this process, and return its folder of checkpoints."""
+    config = config_in(run, "train.train_iters=2", "checkpoint.async_save=false", *overrides)
+    result = filled(built(config, cluster_of(single_rank_channel())))
+    with result.saves:
+        train(replace(result, logs=()))
+    return run / "checkpoints"
+
+
+def test_a_new_run_begins_from_initial_values(tmp_path: Path) -> None:
+    start = started(config_in(tmp_path / "run"))
+    assert isinstance(start.source, InitialValues)
+    assert not start.is_own
+    assert not start.began_elsewhere
+    assert not start.keeps_weights
+
+
+def test_a_run_goes_on_from_its_own_newest_checkpoint(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run")
+    start = started(config_in(tmp_path / "run"))
+    assert isinstance(start.source, Checkpoints)
+    assert start.source.source.path == folder
+    assert start.source.source.lineage == start.lineage != type(start.lineage)()
+    assert start.source.is_own
+    assert start.keeps_weights
+    assert not start.began_elsewhere
+
+
+def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> None:
+    other = trained(tmp_path / "other")
+    beginning = (f"checkpoint.load={other}", "checkpoint.finetune=true", "checkpoint.ckpt_step=2")
+    start = started(config_in(tmp_path / "run", *beginning))
+    assert isinstance(start.source, Checkpoints)
+    assert (start.source.source.path, start.source.source.iteration) == (other, 2)
+    assert start.began_elsewhere
+    assert start.section.finetune
+    folder = trained(tmp_path / "run", *beginning)
+    start = started(config_in(tmp_path / "run", *beginning))
+    assert isinstance(start.source, Checkpoints)
+    assert (start.source.source.path, start.source.source.iteration) == (folder, None)
+    assert start.is_own
+    assert not start.began_elsewhere
+    assert not start.section.finetune
+
+
+def test_all_ranks_get_the_decision_of_rank_0(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run")
+    config = config_in(tmp_path / "run")
+    starts = all_ranks(2, lambda channel: started(config, channel))
+    paths = [start.source.source.path for start in starts if isinstance(start.source, Checkpoints)]
+    assert paths == [folder, folder]
+    assert starts[0].lineage == starts[1].lineage
+
+
+def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run", "checkpoint.ckpt_step=5")
+    outcomes = run_ranks(2, lambda channel: started(config, channel))
+    assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 2
+    assert all("The requested iteration was never saved" in str(outcome) for outcome in outcomes)
