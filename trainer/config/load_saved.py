@@ -71,8 +71,8 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
 
 def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone."""
-    named = values.get("data.tokenizer")
-    if named in (None, BYTES) or os.path.exists(Path(str(named)).expanduser()):
+    tokenizer = values.get("data.tokenizer")
+    if tokenizer in (None, BYTES) or os.path.exists(Path(str(tokenizer)).expanduser()):
         return values
     path = find_accessory(checkpoint, TOKENIZER)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}

@@ -34,9 +34,9 @@ def build_loaders(
     def samples(files: Sequence[TokenFile]) -> Samples:
         return Samples(files, seq_length=train.seq_length, marks=data.marks, per_document=per_document)
 
-    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
+    def loader(source: Samples | BlendedSamples, size: int) -> BatchLoader:
         numbers = micro_batches_of(config, topology, dp_rank, size)
-        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
+        return BatchLoader(source, size, train.micro_batch_size, numbers, cluster.device)
 
     sources = [samples(source.files) for source in data.train]
     blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))

@@ -227,8 +227,8 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
     Args:
         with_commit: ask git for the commit, which takes a process of its own.
     """
-    found = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
-    return {**found, "commit": commit() if with_commit else None}
+    document = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
+    return {**document, "commit": commit() if with_commit else None}
 
 
 def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:

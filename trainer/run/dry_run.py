@@ -153,19 +153,23 @@ def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Gri
     """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
     copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
-    kept = list(_state_tensors(config))
-    found = []
+    state = list(_state_tensors(config))
+    holdings = []
     for boxes in held:
-        mine = {name: placed for name, placed in boxes.items() if name in layout.places and name not in copies}
-        images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in mine.items()}
-        found += [Holding(name, images[name], layout.places[name].offset, mine[name][1]) for name in mine]
-        for tensor in kept:
-            if tensor.parameter in mine:
+        boxes_to_write = {
+            name: placed for name, placed in boxes.items() if name in layout.places and name not in copies
+        }
+        images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in boxes_to_write.items()}
+        holdings += [
+            Holding(name, images[name], layout.places[name].offset, boxes_to_write[name][1]) for name in boxes_to_write
+        ]
+        for tensor in state:
+            if tensor.parameter in boxes_to_write:
                 is_scalar = not tensor.stored.shape
                 part = scalar if is_scalar else images[tensor.parameter]
-                replicas = everybody if is_scalar else mine[tensor.parameter][1]
-                found.append(Holding(tensor.name, part, layout.places[tensor.name].offset, replicas))
-    return found
+                replicas = everybody if is_scalar else boxes_to_write[tensor.parameter][1]
+                holdings.append(Holding(tensor.name, part, layout.places[tensor.name].offset, replicas))
+    return holdings
 
 
 def _stored_image(box: Box, spec: TensorSpec) -> Image:

@@ -97,9 +97,9 @@ class Fitting:
 
     def __init__(self, fit: Fit, live: Sequence[LiveTensor], places: Mapping[str, Place]) -> None:
         self._fit, self._places = fit, places
-        wanted = [tensor for tensor in live if fit.selects(tensor.spec.name)]
-        self._pairs = [(tensor, self._request(tensor)) for tensor in wanted]
-        self.left_count = len(live) - len(wanted)
+        selected = [tensor for tensor in live if fit.selects(tensor.spec.name)]
+        self._pairs = [(tensor, self._request(tensor)) for tensor in selected]
+        self.left_count = len(live) - len(selected)
 
     @property
     def requests(self) -> list[LiveTensor]:
@@ -109,8 +109,8 @@ class Fitting:
     def notes(self, names: Sequence[str], *, where: object) -> list[str]:
         """Return log lines that name every tensor of `names` that is not loaded, or not all of it."""
         lines, fit = [], self._fit
-        if left := fit.left(names):
-            lines.append(f"not loaded from {where}, {len(left)} tensors keep initial values: {', '.join(left)}")
+        if unloaded := fit.left(names):
+            lines.append(f"not loaded from {where}, {len(unloaded)} tensors keep initial values: {', '.join(unloaded)}")
         for name in (name for name in fit.rows if fit.selects(name)):
             lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
         cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _KEPT)
@@ -149,10 +149,10 @@ class Fitting:
         new = tensor.local.narrow(0, request.box.shape[0], tensor.box.shape[0] - request.box.shape[0])
         if tensor.spec.name not in self._fit.rows or not new.numel():
             return
-        rows, *rest = request.spec.shape
-        total, step = torch.zeros(rest, dtype=torch.float64), max(1, _ROWS_BYTES // (4 * max(1, rest[0])))
+        rows, *row_shape = request.spec.shape
+        total, step = torch.zeros(row_shape, dtype=torch.float64), max(1, _ROWS_BYTES // (4 * max(1, row_shape[0])))
         for lo in range(0, rows, step):
-            box = Box((lo, *(0 for _ in rest)), (min(step, rows - lo), *rest))
+            box = Box((lo, *(0 for _ in row_shape)), (min(step, rows - lo), *row_shape))
             block = torch.empty(box.shape, dtype=request.spec.dtype)
             read(replace(request, box=box, local=block))
             for row in block.double():
@@ -172,5 +172,5 @@ def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed
 def _stored_rows(saved: ModelConfig, model: ModelConfig) -> dict[str, int]:
     """Return the stored number of rows of every table whose number differs, by name."""
     same = replace(model, **{name: getattr(saved, name) for name in TABLE_SIZES})
-    there, here = families.stored_tensors(same), families.stored_tensors(model)
-    return {name: there[name].shape[0] for name in here if there[name].shape != here[name].shape}
+    saved_tensors, tensors = families.stored_tensors(same), families.stored_tensors(model)
+    return {name: saved_tensors[name].shape[0] for name in tensors if saved_tensors[name].shape != tensors[name].shape}

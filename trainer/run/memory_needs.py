@@ -35,8 +35,8 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     copies = topology.dp if config.parallel.zero_stage == 0 else 1
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, config.train.freeze)
-    kept = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
-    moments = sum(prod(tensor.stored.shape) for tensor in kept)
+    state_shapes = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
+    moments = sum(prod(tensor.stored.shape) for tensor in state_shapes)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
     weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
     state = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size

@@ -245,11 +245,11 @@ def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | 
     for part in state.parts:
         for parameter in tied_parameters(part.model):
             digest.update(memory_of(local_of(parameter)))
-            for _, kept in sorted(part.optimizer.state.get(parameter, {}).items()):
-                digest.update(memory_of(local_of(kept)))
-    own = digest.intdigest() >> 1
+            for _, value in sorted(part.optimizer.state.get(parameter, {}).items()):
+                digest.update(memory_of(local_of(value)))
+    number = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device
-    low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)
+    low, high = torch.tensor(number, device=device), torch.tensor(number, device=device)
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=embedding_group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=embedding_group)
     if int(low) != int(high):

@@ -44,7 +44,7 @@ def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initia
 def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
     from numpy.random import Generator, Philox  # a resume draws no initial values
 
-    rows, rest = tensor.spec.view[0], tensor.spec.view[1:]
+    rows, row_shape = tensor.spec.view[0], tensor.spec.view[1:]
     inner = tuple(slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True))
     lo, hi = tensor.box.offset[0], tensor.box.end[0]
     prefix = struct.pack("<q", seed) + tensor.spec.name.encode()
@@ -55,9 +55,9 @@ def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
         # blocks of a large model to differ from each other.
         generator = Generator(Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
         if rule.kind is InitialKind.normal:
-            values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(rule.std)
+            values = torch.from_numpy(generator.standard_normal((count, *row_shape), dtype=np.float32)).mul_(rule.std)
         else:
-            drawn = torch.from_numpy(generator.random((count, *rest), dtype=np.float32))
+            drawn = torch.from_numpy(generator.random((count, *row_shape), dtype=np.float32))
             values = drawn.mul_(2).sub_(1).mul_(rule.bound)
         first, last = max(lo, start), min(hi, start + count)
         tensor.local[first - lo : last - lo].copy_(values[(slice(first - start, last - start), *inner)])

@@ -80,8 +80,8 @@ class RunData:
     @property
     def documents(self) -> str | None:
         """Return the fingerprint of the borders of all documents; None where no sample depends on them."""
-        found = [source.documents for source in self.train if source.documents is not None]
-        return fingerprint_of_sources(found) if found else None
+        fingerprints = [source.documents for source in self.train if source.documents is not None]
+        return fingerprint_of_sources(fingerprints) if fingerprints else None
 
     @property
     def weights(self) -> dict[str, Fraction]:
@@ -102,10 +102,10 @@ class _OpenFiles:
         """Return the number of files of each source of training data."""
         return [count for _, count in self.sources]
 
-    def split(self, found: Sequence[T]) -> list[Sequence[T]]:
+    def split(self, members: Sequence[T]) -> list[Sequence[T]]:
         """Return the parts of a list with one member for each training file, by source."""
         ends = list(itertools.accumulate(self.counts, initial=0))
-        return [found[first:end] for first, end in itertools.pairwise(ends)]
+        return [members[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _HostData:
     @staticmethod
     def decode(data: bytes) -> _HostData:
         table = json.loads(data)
-        digests = {side: [TokenDigest(**found) for found in files] for side, files in table["digests"].items()}
+        digests = {side: [TokenDigest(**digest) for digest in files] for side, files in table["digests"].items()}
         return _HostData(table["host"], table["paths"], digests, table["counts"], table["documents"])
 
 
@@ -183,8 +183,8 @@ def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str |
     """
     total = sum((weight for weight, _ in files.sources), Fraction())
     parts = zip(files.split(files.sides["train"]), train, files.sources, documents, strict=True)
-    found = [Source(own, digest, weight / total, borders) for own, digest, (weight, _), borders in parts]
-    sources = sorted(found, key=_by_fingerprint)
+    all_sources = [Source(members, digest, weight / total, borders) for members, digest, (weight, _), borders in parts]
+    sources = sorted(all_sources, key=_by_fingerprint)
     for first, second in itertools.pairwise(sources):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -215,7 +215,7 @@ def _open(config: Config) -> _OpenFiles:
         "valid": [path for corpus in corpora for path in corpus.valid if config.train.eval_interval],
     }
     open_file = open_indexed_file if config.data.kind is DataKind.megatron else open_token_file
-    sides = {side: open_token_files(found, open_file) for side, found in paths.items()}
+    sides = {side: open_token_files(side_paths, open_file) for side, side_paths in paths.items()}
     pairs = zip(weighted, corpora, strict=True)
     counts = [(source.weight, len(corpus.train)) for source, corpus in pairs]
     return _OpenFiles(sides, counts, _marks(config, corpora[0]) if config.data.document_mask else None)
@@ -256,14 +256,16 @@ def _host_data(files: _OpenFiles, config: Config) -> _HostData:
     """Return the digests of the files, after checking that the model's vocabulary covers every token."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
     digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
-    for side, found in files.sides.items():
-        for file in found:
+    for side, side_files in files.sides.items():
+        for file in side_files:
             digests[side].append(digest_of(file, cache=cache, read_again=read_again))
             if digests[side][-1].largest >= config.model.vocab_size:
                 check_tokens(file, config.model.vocab_size)
-    paths = {side: [str(file.path) for file in found] for side, found in files.sides.items()}
+    paths = {side: [str(file.path) for file in side_files] for side, side_files in files.sides.items()}
     uses_index = _uses_index(config, files.marks)
-    documents = {side: [_borders(file) for file in found if uses_index] for side, found in files.sides.items()}
+    documents = {
+        side: [_borders(file) for file in side_files if uses_index] for side, side_files in files.sides.items()
+    }
     return _HostData(socket.gethostname(), paths, digests, files.counts, documents)
 
 
@@ -288,49 +290,49 @@ def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> l
 
 def _identity(files: _OpenFiles) -> str:
     """Return a digest of the identity of the files on this host, and of their sources."""
-    found = xxhash.xxh3_64(f"{files.counts}\n".encode())
-    for side, opened in files.sides.items():
-        for file in opened:
+    hasher = xxhash.xxh3_64(f"{files.counts}\n".encode())
+    for side, side_files in files.sides.items():
+        for file in side_files:
             status = file.status()
             times = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-            found.update(f"{side} {status.st_dev} {status.st_ino} {times}\n".encode())
-    return found.hexdigest()
+            hasher.update(f"{side} {status.st_dev} {status.st_ino} {times}\n".encode())
+    return hasher.hexdigest()
 
 
 def _fingerprints(data: _HostData, files: _OpenFiles) -> Fingerprints:
     """Return the fingerprints of the sources of training data, of their documents, and of the validation data."""
-    train, valid = [fingerprint(own) for own in files.split(data.digests["train"])], data.digests["valid"]
-    borders = [fingerprint_of_sources(own) if own else None for own in files.split(data.documents["train"])]
+    train, valid = [fingerprint(parts) for parts in files.split(data.digests["train"])], data.digests["valid"]
+    borders = [fingerprint_of_sources(parts) if parts else None for parts in files.split(data.documents["train"])]
     return train, borders, fingerprint(valid) if valid else None
 
 
 def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
     """Return an error that names the first host with other data than rank 0's and the first file that differs."""
-    for rank, theirs in reported.items():
+    for rank, data in reported.items():
         for side, words in _SIDES.items():
-            expected, found = reported[0].digests[side], theirs.digests[side]
-            if fingerprint(expected) == fingerprint(found):
+            expected, digests = reported[0].digests[side], data.digests[side]
+            if fingerprint(expected) == fingerprint(digests):
                 continue
-            same = [one == other for one, other in zip(expected, found, strict=False)]
+            same = [first == second for first, second in zip(expected, digests, strict=False)]
             number = same.index(False) if False in same else len(same)
             return DataError(
                 f"Hosts do not have the same {words} data",
-                where=f"host {theirs.host}, rank {rank}",
+                where=f"host {data.host}, rank {rank}",
                 expected=f"that of host {reported[0].host}, rank 0: {_describe(reported[0], side, number)}",
-                found=_describe(theirs, side, number),
+                found=_describe(data, side, number),
                 fix="Give every host the same files. If a cached digest may be wrong, data.verify=full reads all "
                 "tokens again.",
             )
-        if theirs.counts != reported[0].counts:
-            return _other_sources(reported[0], theirs, rank)
-        if theirs.documents != reported[0].documents:
-            return _other_documents(reported[0], theirs, rank)
+        if data.counts != reported[0].counts:
+            return _other_sources(reported[0], data, rank)
+        if data.documents != reported[0].documents:
+            return _other_documents(reported[0], data, rank)
     return None
 
 
-def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+def _other_sources(first: _HostData, data: _HostData, rank: int) -> DataError:
     """Return an error that names the first source of a blend that has other files on a host than on rank 0's."""
-    number = [one == other for one, other in zip(first.counts, theirs.counts, strict=True)].index(False)
+    number = [expected == count for expected, count in zip(first.counts, data.counts, strict=True)].index(False)
 
     def files(data: _HostData) -> str:
         begin = sum(data.counts[:number])
@@ -339,23 +341,23 @@ def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
 
     return DataError(
         "Hosts do not have the same files in each source of training data",
-        where=f"host {theirs.host}, rank {rank}, data.train[{number}]",
+        where=f"host {data.host}, rank {rank}, data.train[{number}]",
         expected=f"that of host {first.host}, rank 0: {files(first)}",
-        found=files(theirs),
+        found=files(data),
         fix="Give every host the same files under the same names.",
     )
 
 
-def _other_documents(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+def _other_documents(first: _HostData, data: _HostData, rank: int) -> DataError:
     """Return an error that names the first index that has other documents on a host than on rank 0's."""
-    side = next(side for side in _SIDES if theirs.documents[side] != first.documents[side])
-    number = [a == b for a, b in zip(first.documents[side], theirs.documents[side], strict=True)].index(False)
+    side = next(side for side in _SIDES if data.documents[side] != first.documents[side])
+    number = [a == b for a, b in zip(first.documents[side], data.documents[side], strict=True)].index(False)
     return DataError(
         f"Hosts do not have the same documents in the {_SIDES[side]} data, though the same tokens",
-        where=f"host {theirs.host}, rank {rank}",
+        where=f"host {data.host}, rank {rank}",
         expected=f"the index of {first.paths[side][number]} on host {first.host}, rank 0: digest "
         f"{first.documents[side][number]} of its documents",
-        found=f"digest {theirs.documents[side][number]} of {theirs.paths[side][number]}",
+        found=f"digest {data.documents[side][number]} of {data.paths[side][number]}",
         fix="Give every host the same .idx files.",
     )
 

@@ -85,11 +85,8 @@ class SaveTarget:
         """Return the iterations that the run has given up. Rank 0 only."""
         return set()
 
-    def lock(self) -> None:
-        """Take the lock of the folder where the lineage of the run is read under it; else `start` does."""
-
     def start(self, lineage: Lineage) -> None:
-        """Take the lock, unless `lock` has, and settle what dead attempts left.
+        """Take the lock, and settle what dead attempts left.
 
         Raises:
             TrainerError: as `Checkpointer.start`.
@@ -131,7 +128,6 @@ class SharedTarget(SaveTarget):
         self._section, self._has_local = section, has_local
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
-        """Return whether the state after `iteration` is to be saved."""
         if moment is Moment.loaded and not self._has_local:
             return False
         if moment is Moment.stopped and self._has_local:
@@ -139,27 +135,16 @@ class SharedTarget(SaveTarget):
         return super().is_due(iteration, moment)
 
     def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
-        """Save the current state, the weights alone with `checkpoint.no_save_optim`."""
         contents = state.contents(documents, with_optimizer=not self._section.no_save_optim)
         return self.saver.save(state.progress.iteration, contents)
 
     def iterations(self) -> list[int]:
-        """Return the committed iterations, and files under the name of one, which no load accepts. Rank 0 only."""
-        return [*self.folder.committed(), *self.folder.non_folders()]
+        return [*self.folder.committed(), *self.folder.non_folders()]  # no load accepts the latter
 
     def superseded(self) -> set[int | None]:
-        """Return the iterations that the run has given up. Rank 0 only."""
         return {folder_iteration(path.name) for path in self.folder.superseded()}
 
-    def lock(self) -> None:
-        """Take the lock of the folder, and sweep it."""
-        self.saver.start()
-
-    def start(self, lineage: Lineage) -> None:
-        """Do nothing: `lock` has."""
-
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
         self.saver.loaded(restored)
 
 
@@ -179,34 +164,27 @@ class LocalTarget(SaveTarget):
         self.folders = owner.folders
 
     def iterations(self) -> list[int]:
-        """Return the iterations of which some host has a part. Rank 0 only."""
         return self.folders.iterations
 
     def superseded(self) -> set[int | None]:
-        """Return the iterations that the run has given up on this host. Rank 0 only."""
         return {
             *map(folder_iteration, (path.name for path in self.folders.folder.superseded())),
             *self.folders.given_up,
         }
 
     def start(self, lineage: Lineage) -> None:
-        """Take the locks, and look at what lies on every host; see `LocalCheckpointer.start`."""
         self._owner.start(lineage)
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from."""
         self._owner.loaded(restored)
 
     def rewind(self, iteration: int, *, is_own: bool) -> None:
-        """Rename checkpoints newer than `iteration`, or of branches given up before, out of the way."""
         self._owner.rewind(iteration)
 
     def await_copies(self) -> None:
-        """Wait a while for copies to other hosts; see `LocalCheckpointer.await_copies`."""
         self._owner.await_copies()
 
     def close(self) -> None:
-        """Wait for the save and the copies that are under way, and let go of the locks."""
         self._owner.close()
 
 
@@ -221,17 +199,14 @@ class WeightsTarget(SaveTarget):
         self._owner, self._model, self._dtype = owner, config.model, config.checkpoint.weights_dtype.value
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
-        """Return whether the policy asks for the weights of `iteration`."""
         return self._owner.is_due(iteration)
 
     def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
-        """Save the weights as they are now, cast by each rank; see `WeightsCheckpointer.save`."""
         if not is_adapted(self._model):  # PEFT's configuration of adapters has no dtype
             documents = {**documents, "config.json": {**families.hf_config(self._model), "dtype": self._dtype}}
         return self._owner.save(state.progress.iteration, state.contents(documents, with_optimizer=False))
 
     def rewind(self, iteration: int, *, is_own: bool) -> None:
-        """Rename weights that are newer than `iteration`, or all of them where those of another run were loaded."""
         self._owner.rewind(iteration if is_own else -1)
 
 
@@ -309,10 +284,11 @@ class Saves:
             LockError: on every rank, if another job writes to one of the folders.
             TrainerError: on every rank, if one cannot be written, or from `find_lineage`.
         """
-        for target in self.targets:
-            target.lock()
+        shared = [target for target in self.targets if isinstance(target, SharedTarget)]
+        for first in shared:
+            first.saver.start()
         lineage = find_lineage()
-        for target in self.targets:
+        for target in self.targets[len(shared) :]:
             target.start(lineage)
         return lineage
 
@@ -400,8 +376,8 @@ def named_iteration(section: CheckpointSection) -> int | None:
         return None
     if section.load == "auto":
         return section.ckpt_step
-    path, own = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
-    return section.ckpt_step if path == own else iteration_of(path) if path.parent == own else None
+    path, run_folder = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
+    return section.ckpt_step if path == run_folder else iteration_of(path) if path.parent == run_folder else None
 
 
 def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:

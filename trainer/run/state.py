@@ -108,14 +108,14 @@ class TrainerState:
         """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves."""
         optimizers = tuple(part.optimizer for part in self.parts)
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
-        known = self._enumerated.get(with_optimizer)
-        if known is None or known.marks != marks:
+        enumerated = self._enumerated.get(with_optimizer)
+        if enumerated is None or enumerated.marks != marks:
             specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
-            known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
-            self._enumerated[with_optimizer] = known
+            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
+            self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
         names = {} if is_adapted(self.config) else aliases(self.config)
-        return Contents(known.specs, known.live, names, documents, optimizers, constant)
+        return Contents(enumerated.specs, enumerated.live, names, documents, optimizers, constant)
 
 
 def build_part(
@@ -171,15 +171,15 @@ def _as_adapter(tensor: LiveTensor) -> LiveTensor:
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
     """Return the tensor itself or, for the last stage's copy of a tied one, a copy under the stored name."""
     for alias, name in names.items():
-        prefix, found, rest = tensor.spec.name.partition(alias)
-        if found and not rest:
+        prefix, match, suffix = tensor.spec.name.partition(alias)
+        if match and not suffix:
             return replace(tensor, spec=replace(tensor.spec, name=prefix + name), is_copy=True)
     return tensor
 
 
 def _refuse_unknown(part: ModelPart) -> None:
-    known = set(part.optimizer.state)
-    unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in known]
+    parameters = set(part.optimizer.state)
+    unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in parameters]
     if unknown:
         raise CheckpointError(
             "The optimizer has no state for a parameter", where=unknown[0], found=f"{len(unknown)} such"
@@ -198,5 +198,7 @@ def checkpoint_specs(
     kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():
         yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
-    for kept in () if optimizer is None else state_tensors(optimizer, config, frozen):
-        yield TensorSpec(TensorKind.OPTIMIZER, kept.name, kept.stored.shape, torch.float32, kept.stored.view)
+    for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen):
+        yield TensorSpec(
+            TensorKind.OPTIMIZER, tensor_state.name, tensor_state.stored.shape, torch.float32, tensor_state.stored.view
+        )

@@ -171,8 +171,8 @@ def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start,
 def _source(config: Config, choice: Json, section: CheckpointSection, lineage: Lineage | None) -> TensorSource:
     if not choice:
         return InitialValues()
-    own = save_folder(config.checkpoint)
-    path = Path(choice["path"]) if "path" in choice else own
+    run_folder = save_folder(config.checkpoint)
+    path = Path(choice["path"]) if "path" in choice else run_folder
     assert path is not None
     if choice["kind"] in {kind.value for kind in WeightsKind}:
         return weights_of(choice)
@@ -180,11 +180,11 @@ def _source(config: Config, choice: Json, section: CheckpointSection, lineage: L
 
 
 def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
-    own = save_folder(config.checkpoint)
-    if own is None or not isinstance(source, Checkpoints) or section.finetune:
+    run_folder = save_folder(config.checkpoint)
+    if run_folder is None or not isinstance(source, Checkpoints) or section.finetune:
         return False
     path = source.source.path.resolve()
-    return own.resolve() in (path, *path.parents)
+    return run_folder.resolve() in (path, *path.parents)
 
 
 def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
@@ -196,7 +196,7 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
     resumes from it with any command.
     """
     section = config.checkpoint
-    own = save_folder(section)
+    run_folder = save_folder(section)
     if is_restarted:
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
         return _OWN
@@ -209,7 +209,7 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         committed = []
     if section.load != "auto":
         path = LoadSource.named(Path(section.load)).path
-        is_inside = own is not None and own.resolve() in (path.resolve(), *path.resolve().parents)
+        is_inside = run_folder is not None and run_folder.resolve() in (path.resolve(), *path.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")
             return _OWN
@@ -217,7 +217,7 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
             return {}  # the base, which is loaded for itself: the adapters begin
         return named_source(Path(section.load), with_weights=not is_adapted(config.model))
     if committed:
-        return {"kind": "checkpoint", "path": str(own)}
+        return {"kind": "checkpoint", "path": str(run_folder)}
     if section.ckpt_step is not None:
         raise CheckpointError(
             "The requested iteration was never saved",

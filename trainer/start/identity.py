@@ -128,14 +128,14 @@ def choose_lineage(
         MismatchError: naming the hosts whose local checkpoints are those of another run, or of another branch of as
             many rewinds.
     """
-    known = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
-    run = next((lineage.run for lineage in known if lineage.run is not None), None)
+    lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
+    run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
     saved = [lineage for host in hosts for lineage in host.saved]
     runs = {lineage.run for lineage in saved if lineage.run is not None}
     is_adopted = run is None and adopts and len(runs) < 2
     if is_adopted:
         run = next(iter(runs), None)
-    recorded = [lineage for lineage in (*known, *saved) if lineage.branches and lineage.run == run]
+    recorded = [lineage for lineage in (*lineages, *saved) if lineage.branches and lineage.run == run]
     current = newest_lineage(recorded)
     has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
     strange = {
@@ -153,14 +153,14 @@ def choose_lineage(
     return current
 
 
-def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Run:
+def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Run:
     """Return a run with the lineage that it goes on with, after recording it: newer checkpoints are left behind later.
 
     A new run gets an id, and a start that goes back begins a branch. A call of all ranks.
 
     Args:
         lineage: as it was found before the load.
-        loaded: the checkpoint that the run goes on from, if any.
+        checkpoint: the one that the run goes on from, if any.
         is_own: whether that is one of the run's own.
 
     Raises:
@@ -171,7 +171,7 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
         return run
 
     def note() -> Json:
-        branch = _next(run, lineage, loaded, began_at, is_own=is_own)
+        branch = _next(run, lineage, checkpoint, began_at, is_own=is_own)
         _write(folder, branch)
         return branch.record()
 
@@ -185,13 +185,13 @@ def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at
     return replace(run, description={**run.description, LINEAGE: record})
 
 
-def _next(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
-    saved = Lineage() if loaded is None else saved_lineage(loaded.state, where=loaded.path)
+def _next(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
+    saved = Lineage() if checkpoint is None else saved_lineage(checkpoint.state, where=checkpoint.path)
     if is_own and saved.extends(lineage):
         lineage = saved
     branch = Branch(secrets.token_hex(8), began_at)
     if not lineage.branches:
-        parent = None if loaded is None or is_own else Parent(saved.run, loaded.iteration)
+        parent = None if checkpoint is None or is_own else Parent(saved.run, checkpoint.iteration)
         return Lineage((branch if is_own else Branch(branch.id, FRESH),), parent)
     return lineage.after_start(branch, newest_known=_newest_known(run))
 
@@ -259,8 +259,8 @@ def _parsed(record: Json | None) -> Lineage:
 
 def _another_run(strange: dict[str, str | None], run: str | None, where: object) -> MismatchError:
     hosts = ", ".join(
-        f"on host {name} those of {f'run {other}' if other else 'a run that they do not name'}"
-        for name, other in strange.items()
+        f"on host {name} those of {f'run {run_id}' if run_id else 'a run that they do not name'}"
+        for name, run_id in strange.items()
     )
     fix = "Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these hosts."
     if run is None:

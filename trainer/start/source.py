@@ -98,9 +98,11 @@ class Weights:
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32."""
         seed = run.config.train.seed
-        loaded = load_pretrained(self.path, self.kind, part.weights(), part.model, run.cluster, part.section, seed=seed)
-        _log_load(run, loaded.report, part.name or "weights", self.path)
-        return Filled({"format": self.kind.owner, "xxh3_64": loaded.digest})
+        pretrained = load_pretrained(
+            self.path, self.kind, part.weights(), part.model, run.cluster, part.section, seed=seed
+        )
+        _log_load(run, pretrained.report, part.name or "weights", self.path)
+        return Filled({"format": self.kind.owner, "xxh3_64": pretrained.digest})
 
 
 @dataclass(frozen=True, slots=True)

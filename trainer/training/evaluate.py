@@ -44,8 +44,8 @@ def evaluate(
     if context.lanes is None:
         rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
         return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
-    own = losses if context.reports_loss else []
-    rows = cluster.gather([float(len(own)), *exact_sum.parts(torch.tensor(own, dtype=torch.float64))])
+    counted = losses if context.reports_loss else []
+    rows = cluster.gather([float(len(counted)), *exact_sum.parts(torch.tensor(counted, dtype=torch.float64))])
     return exact_sum.total(part for row in rows for part in row[1:]) / sum(row[0] for row in rows)
 
 

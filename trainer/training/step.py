@@ -102,11 +102,11 @@ def _reduce_figures(
         # Both are computed before the host waits, once, for a device.
         loss, square = torch.stack([total, squared_norm(context.grad_norm_parameters).to(total.device)]).tolist()
         squares: tuple[float, ...] = (square,)
-        own = _Figures((loss,), float(context.reports_loss), squares, own_time.take())
+        figures = _Figures((loss,), float(context.reports_loss), squares, own_time.take())
     else:
         squares = exact_squared_norm(context.grad_norm_shares)
-        own = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares, own_time.take())
-    rows, all_flags = _gather(cluster, own, flags)
+        figures = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares, own_time.take())
+    rows, all_flags = _gather(cluster, figures, flags)
     agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
     times = tuple(row.time for row in rows)
     reporting = [row for row in rows if row.reports_loss]
@@ -134,10 +134,10 @@ class _Figures(NamedTuple):
     time: RankTime
 
 
-def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
+def _gather(cluster: Cluster, local: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
     """Return the figures and the flags of every rank. A collective call."""
-    rows = cluster.gather([*own.loss, own.reports_loss, *own.squared_norm, *own.time, *flags])
-    parts = len(own.loss)
+    rows = cluster.gather([*local.loss, local.reports_loss, *local.squared_norm, *local.time, *flags])
+    parts = len(local.loss)
     end = 2 * parts + 1
     figures = [
         _Figures(tuple(r[:parts]), r[parts], tuple(r[parts + 1 : end]), RankTime(*r[end : end + 2])) for r in rows
@@ -149,13 +149,13 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
     """Return the error that names the first parameter in model order with a non-finite gradient. A collective call."""
     names = list(saved_tensors(state.config))
     second = aliases(state.config)
-    found = [
+    indices = [
         names.index(second.get(name, name))
         for part in state.parts
         for parameter, name in stored_names(part.model).items()
         if parameter.grad is not None and not bool(torch.isfinite(local_of(parameter.grad)).all())
     ]
-    first = int(min(row[0] for row in cluster.gather([float(min(found, default=len(names)))])))
+    first = int(min(row[0] for row in cluster.gather([float(min(indices, default=len(names)))])))
     place = f"gradient of {names[first]}" if first < len(names) else "all gradients are finite, their norm is not"
     return NonFiniteError(
         "Loss or gradients are not finite",
@@ -176,8 +176,8 @@ def forward_backward(
     reduction, count = context.reduction, len(micro_batches)
     divisor = reduction.loss_divisor(count)
     if context.pipeline is not None:
-        found = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
-        return [loss.double() / divisor for loss in found]
+        pipeline_losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
+        return [loss.double() / divisor for loss in pipeline_losses]
     model, losses = state.parts[0].model, []
     for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True)):
         reduction.before_backward(number, count)
