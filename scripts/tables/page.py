@@ -38,9 +38,10 @@ A run at the target topology loads this save and trains the last {STEPS[-1]} ite
 * **load**: *bitwise* if the target topology holds the saved bytes. The target saves again right after the load, and
   the tensor files of both saves, weights and moments, are compared byte for byte.
 * **step {STEPS[0]}**, **step {STEPS[1]}**, **step {STEPS[2]}**: the loss so many iterations after the save, with all
-  digits, and in parentheses its difference from the straight run. Another topology adds over its ranks in another
-  order, so the last bits may differ. With `parallel.invariant_ranks`, which these runs do not set, they are equal
-  wherever tp and sequence parallelism are ([topologies.md](topologies.md#equal-bits-across-topologies)).
+  digits: *=* if it is that of the straight run, else with the difference in parentheses. Another topology adds over
+  its ranks in another order, so the last bits may differ. With `parallel.invariant_ranks`, which these runs do not
+  set, they are equal wherever tp and sequence parallelism are
+  ([topologies.md](topologies.md#equal-bits-across-topologies)).
 
 The dtype is `train.dtype`, that of activations; weights and moments are float32. The models are the tiny presets,
 without dropout. The data is Python's standard library, and bits of losses depend on the CPU and on the versions of
@@ -130,4 +131,4 @@ def _rows(variant: ModelVariant, results: Results) -> Iterator[list[str]]:
 
 def _losses(resumed: Resumed, straight: tuple[float, ...]) -> Iterator[str]:
     for loss, expected in zip(resumed.losses, straight, strict=True):
-        yield repr(loss) if loss == expected else f"{loss!r} ({loss - expected:+.1e})"
+        yield "=" if loss == expected else f"{loss!r} ({loss - expected:+.1e})"

@@ -45,10 +45,11 @@ def results(text: str) -> Results:
             variant = ModelVariant(heading[1], heading[2])
         elif row := _ROW.fullmatch(line):
             source, target, load, *numbers = row.groups()
-            losses = tuple(map(float, numbers))
             if target == "straight":
-                found.straight[variant, source] = losses
+                found.straight[variant, source] = tuple(map(float, numbers))
             else:
+                pairs_of = zip(numbers, found.straight[variant, source], strict=True)
+                losses = tuple(straight if number == "=" else float(number) for number, straight in pairs_of)
                 found.resumed[variant, source, target] = Resumed(is_bitwise=load == "bitwise", losses=losses)
     return found
 
@@ -105,4 +106,4 @@ def test_a_difference_is_shown_beside_the_loss(results: Results) -> None:
     changed = Results(dict(results.straight), dict(results.resumed))
     changed.straight[variant, source] = (2.0, 1.5, 1.0)
     changed.resumed[variant, source, target] = Resumed(is_bitwise=False, losses=(2.0, 1.25, 1.0))
-    assert f"| `{source}` | `{target}` | **other bytes** | 2.0 | 1.25 (-2.5e-01) | 1.0 |\n" in page(changed)
+    assert f"| `{source}` | `{target}` | **other bytes** | = | 1.25 (-2.5e-01) | = |\n" in page(changed)
