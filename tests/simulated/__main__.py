@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.simulated import autoload, register
 
 # Configurations are checked before torch is imported.
-_NAMED = f"import trainer.parallel.topology\ntrainer.topology.ACCELERATORS += ({register.NAME!r},)\n"
+_NAMED = f"import trainer.parallel.topology\ntrainer.parallel.topology.ACCELERATORS += ({register.NAME!r},)\n"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
