@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 from sphinx.application import Sphinx
 
+import reprise
+
 project = "Reprise"
-release = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+release = reprise.__version__
 html_title = f"Reprise {release}"
 html_theme = "furo"
 
