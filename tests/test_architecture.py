@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 MAX_MODULE_LINES = 600
+MAX_MEDIAN_LINES = 130  # so that the cap above stays the exception, and files end where ideas end
 MAX_FUNCTION_LINES = 60
 MAX_TEST_NAME = 60
 # Words of docstrings that hide a subject, and how often 1,000 words may have them.
@@ -446,6 +448,12 @@ def sizes(sources: Sequence[Source]) -> list[str]:
     return found
 
 
+def median_size(sources: Sequence[Source]) -> list[str]:
+    """Most modules are a good deal shorter than the cap."""
+    median = statistics.median(len(source.text.splitlines()) for source in sources)
+    return [f"the median of modules is {median:.0f} lines"] if median > MAX_MEDIAN_LINES else []
+
+
 def annotations(sources: Sequence[Source]) -> list[str]:
     """Every function says what it takes and returns."""
     found = []
@@ -730,6 +738,7 @@ RULES: tuple[Rule, ...] = (
     no_cycles,
     foreign_imports,
     sizes,
+    median_size,
     annotations,
     docstrings,
     nothing_runs_code,
@@ -930,7 +939,7 @@ def found_without(rule: Rule, module: str) -> list[str]:
 
 
 def test_every_rule_is_shown_to_complain() -> None:
-    shown = {rule.__name__ for rule, *_ in BROKEN} | {"no_cycles"}
+    shown = {rule.__name__ for rule, *_ in BROKEN} | {"no_cycles", "median_size"}
     assert shown == {rule.__name__ for rule in (*RULES, *RULES_OF_TESTS)}
 
 
@@ -938,6 +947,13 @@ def test_an_override_has_the_docstring_of_its_base() -> None:
     base = Source("t.a", _DOC + 'class A:\n    """A."""\n    def f(self) -> int:\n        """Return 1."""\n')
     override = 'class B(A):\n    """B."""\n    def f(self) -> int:\n        x = 1\n        return x\n'
     assert docstrings([base, Source("t.b", _DOC + override)]) == []
+
+
+def test_modules_that_are_long_on_the_whole_are_named() -> None:
+    lengths = (10, MAX_MEDIAN_LINES + 1, MAX_MEDIAN_LINES + 1)
+    modules = [Source(f"trainer.{number}", "x = 1\n" * length) for number, length in enumerate(lengths)]
+    assert median_size(modules) == ["the median of modules is 131 lines"]
+    assert median_size(modules[:2]) == []
 
 
 def test_a_cycle_of_imports_is_named() -> None:

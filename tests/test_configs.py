@@ -21,9 +21,11 @@ import trainer.config.options as command
 from models.families import parameter_count
 from reprise.errors import ConfigError
 from reprise.savers import SavePolicy
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate
 from trainer.config.derived import length_of, topology_of
-from trainer.config.schema import CheckpointSection, Config, RunSection
+from trainer.config.run import RunSection
+from trainer.config.schema import Config
 from trainer.parallel.topology import Topology
 from trainer.schedules.lr import resolve
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.schema import CheckpointSection
+from trainer.config.checkpoint import CheckpointSection
 from trainer.record.resume_rules import RULES
 
 ROOT = Path(__file__).parents[1]

@@ -20,8 +20,11 @@ from models.config import ModelConfig
 from reprise.errors import TrainerError
 from reprise.layout import TensorKind
 from scripts.bench.subject import Subject
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import topology_of
-from trainer.config.schema import CheckpointSection, Config, Dtype, ParallelSection, TrainSection
+from trainer.config.parallel import ParallelSection
+from trainer.config.schema import Config
+from trainer.config.train import Dtype, TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.state import TrainerState, build_part

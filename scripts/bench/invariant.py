@@ -32,17 +32,14 @@ from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
 from scripts.faults.ranks import free_port
 from trainer.compare.text_table import format_table
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import topology_of
-from trainer.config.schema import (
-    CheckpointSection,
-    Config,
-    Dtype,
-    LoggingSection,
-    OptimizerSection,
-    ParallelSection,
-    RunSection,
-    TrainSection,
-)
+from trainer.config.logging import LoggingSection
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.parallel import ParallelSection
+from trainer.config.run import RunSection
+from trainer.config.schema import Config
+from trainer.config.train import Dtype, TrainSection
 from trainer.data.section import DataKind, DataSection
 from trainer.data.token_file import write_token_file
 from trainer.launch import process_group as launch

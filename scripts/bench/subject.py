@@ -16,8 +16,11 @@ from reprise.folder import STATE
 from reprise.json_file import Json
 from reprise.live_tensors import Contents, LiveTensor
 from scripts.bench.gpt2 import gpt2_config
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import topology_of
-from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection
+from trainer.config.parallel import ParallelSection
+from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh

@@ -30,7 +30,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from models import families
 from scripts.bench.gpt2 import gpt2_config
 from trainer.config.derived import topology_of
-from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.schema import Config
+from trainer.config.train import Dtype, TrainSection
 from trainer.launch import process_group as launch
 from trainer.optim.adamw import AdamSettings, build_adamw
 from trainer.optim.table import no_decay_names

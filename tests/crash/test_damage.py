@@ -18,7 +18,7 @@ from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadSource, check_tensors, find_accessory, open_checkpoint, read_places
 from reprise.savers import Restorer
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.config.schema import OptimizerName
+from trainer.config.optimizer import OptimizerName
 from trainer.run.state import checkpoint_specs
 
 FLIPS = 1000

@@ -13,7 +13,7 @@ from reprise.files import Files
 from reprise.reading import Checkpoint, open_checkpoint
 from tests.harness import TINY, compose
 from trainer.commands import convert
-from trainer.config.schema import OptimizerName
+from trainer.config.optimizer import OptimizerName
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.formats import ExportOptions
 from trainer.interop.output import write_checkpoint

@@ -236,9 +236,10 @@ def _one_line(text: str) -> str:
 
 def _refuse_clocks(raw: DictConfig) -> None:
     """Refuse a run folder whose name depends on the time: ranks would disagree, and no resume would find it."""
-    section = OmegaConf.to_container(raw.run, resolve=False)
-    assert isinstance(section, dict)
-    for key, value in section.items():
+    table = OmegaConf.to_container(raw, resolve=False)
+    assert isinstance(table, dict)
+    section = table["run"]  # an interpolation, if a value stands in its place
+    for key, value in section.items() if isinstance(section, dict) else ():
         if "${now" in str(value):
             raise ConfigError(
                 "The name or folder of a run depends on the time",

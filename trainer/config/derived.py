@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.schema import CheckpointSection, Config, TrainSection, WeightsDtype
+from trainer.config.checkpoint import CheckpointSection, WeightsDtype
+from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 from trainer.parallel.lanes import Lanes
 from trainer.parallel.topology import Topology
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule

@@ -14,8 +14,8 @@ from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
 from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_file
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
+from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, saved_values
-from trainer.config.schema import RunSection
 from trainer.data.text import BYTES
 from trainer.data.tokenizer_files import TOKENIZER
 

@@ -105,7 +105,9 @@ def _summary(section: Any) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Return the entries of the docstring's list `Args:`, each in one line."""
-    _, _, listed = inspect.cleandoc(section.__doc__ or "").partition("\nArgs:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, flags=re.M)
+    """Return the entries of the lists `Args:` in the docstrings of a class and its bases, each in one line."""
+    entries = list[tuple[str, str]]()
+    for base in section.__mro__:
+        _, _, listed = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")
+        entries += re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, flags=re.M)
     return {name: " ".join(text.split()).replace("``", "`") for name, text in entries}

@@ -24,6 +24,8 @@ _PATHS = (
     "data.cache",
 )
 _INT64 = 1 << 63
+# Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
+MOST_SECONDS = 1e9
 
 
 def number_problems(config: object) -> list[str]:

@@ -22,10 +22,14 @@ from reprise.json_file import Document
 from reprise.layout import build_layout
 from reprise.savers import Retention
 from reprise.saving.room import require_room
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
+from trainer.config.optimizer import OptimizerName
+from trainer.config.parallel import ParallelSection
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
+from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 from trainer.data.section import problems as data_problems
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.interop.finite import require_finite

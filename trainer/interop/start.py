@@ -15,7 +15,7 @@ from reprise.files import Files, on_this_host, unreadable
 from reprise.layout import Place
 from reprise.live_tensors import LiveTensor
 from reprise.reading import LoadReport, ProgressLine, check_replicas
-from trainer.config.schema import CheckpointSection
+from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places, tensor_files

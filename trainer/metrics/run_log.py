@@ -13,7 +13,7 @@ from typing import Any
 
 from reprise.files import Files, make_folders, replace_file
 from reprise.savers import SaveReport
-from trainer.config.schema import SINKS
+from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_sink import METRICS, JsonlSink

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from models.adapters import saved_tensors
 from models.config import ModelConfig, StoredTensor
 from models.families import block_matrices, stored_tensors
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from reprise.json_file import Json
-from trainer.config.schema import CheckpointSection
+from trainer.config.checkpoint import CheckpointSection
 from trainer.optim.table import SECTIONS
 from trainer.record.compatibility import Difference, Rule, Verdict, flattened
 from trainer.record.sample_counts import in_samples_of

@@ -17,7 +17,8 @@ from reprise.folder import FORMAT
 from reprise.json_file import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, OptimizerSection
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.schema import Config
 from trainer.data.documents import DocumentMarks
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
 from trainer.parallel.topology import Topology

@@ -16,7 +16,8 @@ from reprise.savers import Restorer
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, sink_names
+from trainer.config.logging import sink_names
+from trainer.config.schema import Config
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from reprise.errors import MismatchError
 from reprise.layout import Box, Place, TensorSpec
 from reprise.live_tensors import LiveTensor
-from trainer.config.schema import CheckpointSection, NewRows
+from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.random import fill_initial_values
 
 # Fields of a model that decide on the rows of its tables and on nothing else.

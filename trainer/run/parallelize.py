@@ -21,7 +21,8 @@ from reprise.layout import cut
 from reprise.live_tensors import Grid, local_of, memory_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, Dtype
+from trainer.config.schema import Config
+from trainer.config.train import Dtype
 from trainer.data.documents import window_form
 from trainer.launch.process_group import Cluster
 from trainer.optim.adamw import stored_names

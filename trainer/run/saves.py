@@ -25,8 +25,9 @@ from reprise.json_file import Document
 from reprise.reading import Lineage, LoadSource
 from reprise.savers import Checkpointer, Restored, Retention, SavePolicy, SaveReport
 from trainer.config import terms
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import save_folder
-from trainer.config.schema import CheckpointSection, Config
+from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.state import TrainerState
 

@@ -27,7 +27,7 @@ from reprise.live_tensors import (
     memory_marks,
     zeros_like_files,
 )
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer, stored_names
 from trainer.optim.table import state_tensors
 from trainer.schedules.progress import Progress

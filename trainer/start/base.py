@@ -15,7 +15,7 @@ from reprise.files import Files, Patience, failed_read
 from reprise.json_file import Json
 from reprise.reading import Checkpoint, Chooser, LoadSource
 from trainer.config import terms
-from trainer.config.schema import CheckpointSection
+from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import differences, settle

@@ -15,9 +15,10 @@ from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource, open_checkpoint, saved_lineage
 from trainer.config import terms
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
 from trainer.config.derived import save_folder
-from trainer.config.schema import CheckpointSection, Config
+from trainer.config.schema import Config
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron

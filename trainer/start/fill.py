@@ -11,9 +11,9 @@ from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.live_tensors import local_of
 from reprise.reading import Checkpoint, open_checkpoint
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule
-from trainer.config.schema import CheckpointSection
 from trainer.optim.adamw import apply_settings
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record

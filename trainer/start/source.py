@@ -17,7 +17,7 @@ from reprise.layout import TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
 from reprise.savers import Restored
-from trainer.config.schema import CheckpointSection, Verify
+from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.record.run_record import saved_frozen, saved_model
 from trainer.run.build import Run

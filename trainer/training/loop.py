@@ -14,7 +14,7 @@ from reprise.json_file import Document
 from reprise.savers import SaveReport
 from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import OnNonfinite
+from trainer.config.train import OnNonfinite
 from trainer.generate.during_training import Sampler, sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown

@@ -22,7 +22,7 @@ from reprise.folder import INDEX, MANIFEST, STATE
 from reprise.format import manifest
 from reprise.format.manifest import FileEntry, Manifest, digest_of
 from reprise.json_file import Json
-from trainer.config.schema import OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.record import resume_rules, run_record

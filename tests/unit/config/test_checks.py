@@ -9,9 +9,12 @@ import pytest
 
 from models.config import Family, ModelConfig
 from reprise.errors import ConfigError
+from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.config.checks import unused_keys, validate
 from trainer.config.derived import length_of
-from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName
+from trainer.config.optimizer import OptimizerName
+from trainer.config.schema import Config
+from trainer.config.train import Dtype
 from trainer.data.section import DataKind
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology

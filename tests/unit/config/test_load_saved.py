@@ -12,8 +12,8 @@ import pytest
 from reprise.reading import Checkpoint
 from trainer.config.compose import compose
 from trainer.config.load_saved import own_command
+from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import RunSection
 
 
 @pytest.mark.parametrize("name", ["plain", "a,b", "1e3", "1_000", "a b", 'it\'s="a"', "${x}", "训练 一"])

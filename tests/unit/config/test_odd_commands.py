@@ -72,6 +72,7 @@ ODD: list[tuple[str, str]] = [
     ("train.freeze=[['a']]", "train.freeze=[['a']]: must be a list of str"),
     ("train.freeze=${train.seed}", "train.freeze=1234: must be a list of str"),
     ("checkpoint.local=${train.seed}", "checkpoint.local=1234: must be a section of keys"),
+    ("run=${train.seed}", "node `run` is not a container"),
     ("model.lora=${train.seed}", "model.lora=1234: must be a section of keys"),
     ("checkpoint.save_steps=[[1]]", "checkpoint.save_steps=[[1]]: must be a list of int"),
     ("data=token_file data.train={path:a,weight:1}", "must be a path, or a list"),

@@ -12,7 +12,8 @@ from reprise.errors import CheckpointError, MismatchError
 from tests.harness import compose
 from trainer.config.derived import length_of
 from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
-from trainer.config.schema import Config, TrainSection
+from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 from trainer.config.values import from_environment
 from trainer.schedules.lr import resolve
 

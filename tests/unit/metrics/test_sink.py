@@ -10,8 +10,7 @@ import pytest
 
 from reprise.savers import SaveReport
 from tests.fakes import iteration_record
-from trainer.config import schema
-from trainer.config.schema import SINKS
+from trainer.config.logging import SINKS, LoggingSection, sink_names
 from trainer.metrics.run_log import RunLog
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition, load_sink
 
@@ -137,6 +136,6 @@ def test_every_sink_of_the_table_loads() -> None:
 
 
 def test_the_configuration_names_sinks() -> None:
-    section = schema.LoggingSection(tensorboard=True, sinks=["memory", "tensorboard"])
-    assert schema.sink_names(section) == ["tensorboard", "memory"]
-    assert schema.sink_names(schema.LoggingSection(tensorboard=False)) == []
+    section = LoggingSection(tensorboard=True, sinks=["memory", "tensorboard"])
+    assert sink_names(section) == ["tensorboard", "memory"]
+    assert sink_names(LoggingSection(tensorboard=False)) == []

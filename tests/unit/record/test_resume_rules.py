@@ -13,7 +13,7 @@ from reprise.errors import MismatchError
 from reprise.json_file import Json
 from tests.harness import TINY, compose
 from trainer.config.derived import length_of, topology_of
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.table import settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import Difference, Verdict, differences, flattened, rule_for, settle

@@ -13,7 +13,7 @@ from models.config import LoraConfig
 from reprise.errors import CheckpointError
 from reprise.json_file import Json
 from tests.unit.model_samples import QWEN3
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.adamw import apply_settings, build_optimizer
 from trainer.optim.table import settings_record
 from trainer.record import run_record

@@ -12,7 +12,7 @@ from reprise.errors import MismatchError
 from reprise.layout import Box, Place, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from tests.harness import compose
-from trainer.config.schema import CheckpointSection, NewRows
+from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.fitting import Fit, Fitting, fill_unstored
 
 MODEL = compose(["model=gpt2_tiny"]).model

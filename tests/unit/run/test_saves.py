@@ -12,7 +12,7 @@ from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
 from reprise.savers import Checkpointer, SavePolicy, SaveReport
 from tests.harness import compose
-from trainer.config.schema import CheckpointSection, LocalSection
+from trainer.config.checkpoint import CheckpointSection, LocalSection
 from trainer.run.saves import LocalTarget, Moment, Saves, SaveTarget, SharedTarget, WeightsTarget, named_iteration
 
 # A policy of every second iteration: is iteration 4, and is iteration 3, due in the shared, local and weights folder?

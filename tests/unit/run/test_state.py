@@ -15,7 +15,7 @@ from models.layers import token_loss
 from models.network import Model
 from reprise.live_tensors import Grid
 from tests.unit.model_samples import FAMILIES, fill, random_values
-from trainer.config.schema import OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.parallel.adapters import add_adapters
 from trainer.run.state import build_part
 

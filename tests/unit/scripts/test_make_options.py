@@ -8,7 +8,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from scripts import make_options
-from trainer.config.schema import Config, TrainSection
+from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 
 
 def keys(section: Any, prefix: str) -> set[str]:

@@ -17,7 +17,7 @@ from reprise.files import Files
 from reprise.folder import STATE
 from reprise.json_file import finite_number
 from reprise.reading import Checkpoint
-from trainer.config.schema import OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions

@@ -22,7 +22,7 @@ from reprise.errors import ConfigError, MismatchError
 from reprise.files import Files
 from reprise.folder import STATE
 from reprise.reading import Checkpoint
-from trainer.config.schema import OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions

@@ -11,7 +11,7 @@ from models.build import build_model
 from reprise.format.layout import PAGE_BYTES, TensorKind, build_layout
 from reprise.tensors.live import Grid
 from tests.unit.model_samples import GPT2, fill, random_values
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.run.state import TrainerState, build_part, checkpoint_specs
 
 SETTINGS = OptimizerSection()

@@ -1,0 +1,288 @@
+"""The section `checkpoint` with the ranges of its keys, grouped as they are used; the keys themselves are flat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from trainer.config.values import MOST_SECONDS
+
+
+class Verify(Enum):
+    """What a load checks the digests of, beyond headers and JSON files."""
+
+    none = "none"
+    touched = "touched"
+    full = "full"
+
+
+class NewRows(Enum):
+    """The values of rows of a table that the loaded weights do not have."""
+
+    initial = "initial"
+    mean = "mean"
+
+
+class WeightsDtype(Enum):
+    """The dtype of saves of the weights alone."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class SaveKeys:
+    """When a run saves, where to, and which checkpoints stay.
+
+    Args:
+        save: folder of the run's checkpoints; null saves nothing.
+        save_interval: iterations between saves; 0 saves only at the end of the run.
+        save_interval_mins: save when so many minutes have passed since the last save; 0 never.
+        max_checkpoint_keep: number of newest checkpoints that are kept; 0 keeps all.
+        keep_best: number of checkpoints with the lowest validation loss that are kept as well.
+        save_retain_interval: checkpoints at multiples of so many iterations are never deleted; 0 exempts none.
+        no_save_optim: save the weights only.
+    """
+
+    save: str | None = "${run.dir}/checkpoints"
+    save_interval: int = 20
+    save_interval_mins: float = 0.0
+    max_checkpoint_keep: int = 0
+    keep_best: int = 0
+    save_retain_interval: int = 0
+    no_save_optim: bool = False
+
+
+@dataclass
+class WeightsKeys:
+    """Saves of the weights alone.
+
+    Args:
+        save_weights_interval: iterations between saves of the weights alone, into the folder ``weights`` of `save`, on
+            top of full checkpoints; 0 saves none. No run resumes from them by itself.
+        save_steps: iterations at which the weights are saved too, such as ``[0,1,2,4,8]``; 0 is the start of the run.
+        weights_dtype: dtype of these weights, to which each rank rounds its own shards.
+        weights_keep: number of newest saves of the weights that are kept, beside those of `save_steps`, which all stay;
+            0 keeps all.
+    """
+
+    save_weights_interval: int = 0
+    save_steps: list[int] = field(default_factory=list)
+    weights_dtype: WeightsDtype = WeightsDtype.bfloat16
+    weights_keep: int = 0
+
+
+@dataclass
+class LoadKeys:
+    """The checkpoint from which a run starts.
+
+    Args:
+        load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
+            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
+            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
+            launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
+            command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
+        ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`. Retention keeps it
+            while the command trains.
+        no_load_optim: load the weights only and continue at the saved iteration.
+    """
+
+    load: str = "auto"
+    ckpt_step: int | None = None
+    no_load_optim: bool = False
+
+
+@dataclass
+class FinetuneKeys:
+    """The use of weights that another run trained.
+
+    Args:
+        finetune: load the weights only and start at iteration 0.
+        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model
+            folder of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume
+            needs the same weights, at any path.
+        resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings` than that of the
+            loaded weights: rows of the tables are kept by number.
+        new_rows: with `resize`, the values of rows beyond the loaded ones: `initial` for those of a fresh run, `mean`
+            for the mean of all loaded rows.
+        partial: with `finetune`, shell patterns for the names of the weights to load, such as
+            ``[model.embed_tokens.*]``; all others keep their initial values, and the log lists them. Empty loads all.
+    """
+
+    finetune: bool = False
+    base: str | None = None
+    resize: bool = False
+    new_rows: NewRows = NewRows.initial
+    partial: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ResumeKeys:
+    """Differences from the saved run that a resume allows, and digests that it checks.
+
+    Args:
+        reshard: allow another topology than the one that saved (number of ranks, parallel sizes, ZeRO stage), or
+            another micro_batch_size.
+        override_scheduler: allow another learning-rate schedule, other optimizer settings or another clip_grad than the
+            saved ones.
+        use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
+        override_batch_size: allow another global_batch_size, batch_schedule or seq_length than the saved one.
+        override_data: allow other data or another seed than the saved ones.
+        override_dropout: allow other dropout rates than the saved ones.
+        override_dtype: allow another dtype of activations and matrix products than the saved one.
+        override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
+            begin with zero moments.
+        verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
+            read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
+    """
+
+    reshard: bool = False
+    override_scheduler: bool = False
+    use_checkpoint_scheduler: bool = False
+    override_batch_size: bool = False
+    override_data: bool = False
+    override_dropout: bool = False
+    override_dtype: bool = False
+    override_freeze: bool = False
+    verify: Verify = Verify.touched
+
+
+@dataclass
+class WriteKeys:
+    """How a save is written, and the reaction to a save that fails.
+
+    Args:
+        file_bytes: size in bytes at which a safetensors file is full.
+        commit_timeout_s: seconds after which a save is aborted.
+        async_save: write in the background while training continues; the next optimizer step copies what is not written
+            by then.
+        staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
+            rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
+        check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; a difference commits
+            nothing and ends the run. 0 never compares.
+        exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
+    """
+
+    file_bytes: int = 2 << 30
+    commit_timeout_s: float = 1800.0
+    async_save: bool = True
+    staging_bytes: int | None = None
+    stall_timeout_s: float = 5.0
+    check_replicas: int = 1
+    exit_on_save_failure: int = 0
+
+
+@dataclass
+class LocalSection:
+    """Local checkpoints: each host saves what its ranks hold into a folder of its own, often, and loads it from there.
+
+    Args:
+        dir: a folder of each host's own, at the same path on all: a local disk, or memory such as /dev/shm; null saves
+            no local checkpoints.
+        save_interval: iterations between local saves; 0 saves only when the run stops.
+        keep: number of newest local checkpoints that are kept, beside the newest that is copied to all hosts.
+        copies: number of hosts, those that follow in a ring, to which each host copies what it saved.
+        adopt: take the local checkpoints for the run's own where nothing else is left of it, neither its folder nor a
+            shared checkpoint; false refuses them.
+        flush_on_exit: also save into `checkpoint.save` when a signal, a time limit or an exit interval stops the run.
+    """
+
+    dir: str | None = None
+    save_interval: int = 10
+    keep: int = 2
+    copies: int = 1
+    adopt: bool = False
+    flush_on_exit: bool = True
+
+
+@dataclass
+class CheckpointSection(WriteKeys, ResumeKeys, FinetuneKeys, LoadKeys, WeightsKeys, SaveKeys):  # last base, first keys
+    """Saving and loading; names and meanings are those of Megatron-LM where it has them.
+
+    Args:
+        local: checkpoints on the disks or in the memory of single hosts.
+    """
+
+    local: LocalSection = field(default_factory=LocalSection)
+
+
+# The keys that have no use where nothing is saved, all of them 0 or more.
+_OF_SAVING = (
+    "save_interval",
+    "save_interval_mins",
+    "max_checkpoint_keep",
+    "keep_best",
+    "save_retain_interval",
+    "check_replicas",
+    "exit_on_save_failure",
+    "save_weights_interval",
+    "weights_keep",
+)
+_OF_LOCAL = ("save_interval", "keep", "copies", "flush_on_exit")
+
+
+def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
+    """Return lines that name the keys that are set although nothing is saved."""
+    lines = []
+    for table, defaults, prefix, folder, names in (
+        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
+        (section.local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
+    ):
+        keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
+        if keys and getattr(table, folder) is None:
+            listed = ", ".join(f"{prefix}.{name}={getattr(table, name)}" for name in keys)
+            lines.append(f"{prefix}.{folder} is null, so these keys are not used: {listed}")
+    return lines
+
+
+def checkpoint_problems(section: CheckpointSection) -> list[str]:
+    """Return every key of the section that is out of its range, or contradicts another one."""
+    return [*_save_problems(section), *_local_problems(section), *_load_problems(section)]
+
+
+def _save_problems(section: CheckpointSection) -> list[str]:
+    problems = [
+        f"checkpoint.{name}={getattr(section, name)}: must be 0 or more"
+        for name in _OF_SAVING
+        if getattr(section, name) < 0
+    ]
+    if any(step < 0 for step in section.save_steps):
+        problems.append(f"checkpoint.save_steps={section.save_steps}: must be iterations of 0 or more")
+    if section.file_bytes < 1:
+        problems.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
+    for name in ("commit_timeout_s", "stall_timeout_s"):
+        if not 0 < getattr(section, name) <= MOST_SECONDS:
+            problems.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0 and at most {MOST_SECONDS:g}")
+    if section.staging_bytes is not None and section.staging_bytes < 0:
+        problems.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
+    return problems
+
+
+def _local_problems(section: CheckpointSection) -> list[str]:
+    problems = [
+        f"checkpoint.local.{name}={getattr(section.local, name)}: must be {least} or more"
+        for name, least in (("save_interval", 0), ("keep", 1), ("copies", 0))
+        if getattr(section.local, name) < least
+    ]
+    if section.local.dir is not None and section.local.dir == section.save:
+        problems.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
+    return problems
+
+
+def _load_problems(section: CheckpointSection) -> list[str]:
+    problems = []
+    if section.override_scheduler and section.use_checkpoint_scheduler:
+        problems.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
+    if section.finetune and section.load in ("auto", "none"):
+        problems.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    for name in ("resize", "partial"):
+        if getattr(section, name) and not section.finetune:
+            problems.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
+    if section.new_rows is not NewRows.initial and not section.resize:
+        problems.append(f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true")
+    if section.ckpt_step is not None and section.ckpt_step < 0:
+        problems.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
+    if section.ckpt_step is not None and section.load == "none":
+        problems.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
+    return problems

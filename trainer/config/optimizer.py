@@ -1,0 +1,59 @@
+"""The section `optimizer` with the ranges of its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class OptimizerName(Enum):
+    """An optimizer; `muon` steps the matrices of the blocks by Muon and all other parameters by AdamW."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+@dataclass
+class OptimizerSection:
+    """The optimizer.
+
+    Args:
+        name: `adamw`, or `muon`: Muon for the matrices of the blocks and AdamW for all other parameters.
+        lr: peak learning rate.
+        weight_decay: decoupled weight decay of matrices; biases and norms have none.
+        adam_beta1: decay rate of the first moment, per iteration.
+        adam_beta2: decay rate of the second moment, per iteration.
+        adam_eps: term added to the denominator of the update.
+        muon_momentum: share of the momentum that a step keeps, in Nesterov's form.
+        muon_ns_steps: Newton-Schulz iterations that orthogonalize an update.
+        muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
+            `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
+            matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
+    """
+
+    name: OptimizerName = OptimizerName.adamw
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    muon_match_rms_adamw: bool = True
+
+
+def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
+    """Return every key of the section that is out of its range."""
+    problems = [
+        f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0"
+        for name in ("lr", "weight_decay", "adam_eps")
+        if getattr(optimizer, name) < 0
+    ]
+    if not 1 <= optimizer.muon_ns_steps < 100:
+        problems.append(f"optimizer.muon_ns_steps={optimizer.muon_ns_steps}: must be at least 1 and below 100")
+    problems += [
+        f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1"
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum")
+        if not 0 <= getattr(optimizer, name) < 1
+    ]
+    return problems

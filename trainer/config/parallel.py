@@ -1,0 +1,49 @@
+"""The section `parallel` with the ranges of its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ParallelSection:
+    """Distribution of the state over ranks; ranks that tensor and pipeline parallelism leave over are data parallel.
+
+    Args:
+        tensor_model_parallel_size: ranks over which each weight matrix is split.
+        sequence_parallel: split activations between the split products along the sequence, over the same ranks.
+        pipeline_model_parallel_size: ranks over which the layers are split.
+        num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 the schedule interleaves them.
+        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations and reduces gradients
+            once per iteration; 2 reduces them after every micro-batch; 3 also frees gathered parameters after the
+            forward pass.
+        invariant_ranks: the largest number of data-parallel ranks up to which losses and checkpoints have the same
+            bits, at any ZeRO stage and with any pipeline; a power of two that divides the micro batches of an
+            iteration. 0 leaves the order of sums to the topology.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    num_virtual_stages_per_pipeline_rank: int = 1
+    zero_stage: int = 1
+    invariant_ranks: int = 0
+
+
+# The keys that are a number of ranks, or of stages of one.
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+def parallel_problems(parallel: ParallelSection) -> list[str]:
+    """Return every key of the section that is out of its range."""
+    problems = []
+    if parallel.zero_stage not in range(4):
+        problems.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")
+    for name in PARALLEL_SIZES:
+        if getattr(parallel, name) < 1:
+            problems.append(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
+    return problems

@@ -1,0 +1,152 @@
+"""The section `train` with the ranges of its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from trainer.config.values import MOST_SECONDS
+from trainer.parallel.topology import ACCELERATORS, MOST_THREADS
+
+_MOST_MINUTES = 1e7
+_MOST_RANKS = 1 << 20  # of a dry run's table
+
+
+class OnNonfinite(Enum):
+    """What becomes of an iteration whose loss or gradient norm is no finite number."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Dtype(Enum):
+    """The dtype of activations and matrix products; parameters and moments are float32 either way."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class TrainSection:
+    """Length, batches, precision, evaluation and exit of a run.
+
+    Args:
+        train_iters: iterations of the whole run, including those before a resume; not used with `train_samples`.
+        train_samples: samples of the whole run instead: it ends before the iteration that would pass them. null counts
+            iterations.
+        global_batch_size: samples per iteration, over all ranks and micro-batches.
+        batch_schedule: sizes of the global batch by consumed samples, as in ``0:8 4k:16 16k:32``: 8 samples per
+            iteration, 16 from the first iteration on that begins after 4,000 samples or more, then 32. The last size
+            must be `global_batch_size`, which is the size of evaluations. null keeps one size.
+        micro_batch_size: samples per forward pass on one data-parallel rank.
+        seq_length: tokens per sample.
+        freeze: shell patterns over the names of stored tensors, which are those of transformers, as in
+            `["transformer.h.0.*"]`: parameters that fit one stay unchanged, without gradients and optimizer state.
+        clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
+        seed: seed of the initial weights, the order of samples and dropout.
+        dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
+        compile: compile each transformer block with torch.compile.
+        deterministic: restrict torch to deterministic kernels; those of a CPU always are.
+        threads: compute threads of each rank, on which bits depend on a CPU; 0 takes OMP_NUM_THREADS, else the rank's
+            share of the cores of its host.
+        activation_checkpointing: keep only the inputs of transformer blocks and recompute these in the backward pass.
+        eval_interval: iterations between evaluations on the validation data; 0 never evaluates.
+        eval_iters: global batches per evaluation.
+        sample_interval: iterations between texts sampled from the model, shown in the log and in TensorBoard; 0 never
+            samples. Sampling changes no bit of the training.
+        sample_prompt: text that a sample begins with; empty begins a document.
+        sample_tokens: most tokens of a sample beyond its prompt; each costs a forward pass, in a pipeline an iteration.
+        exit_interval: save and exit at the next multiple of so many iterations; 0 never.
+        exit_duration_in_mins: save and exit after so many minutes; 0 never.
+        exit_signal_save_seconds: seconds that a run has to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any
+            rank; a process that needs longer exits with status 1. torchrun kills 30 s after SIGTERM.
+        on_nonfinite: reaction to a loss or gradient norm that is not finite: `stop` ends the run and saves nothing of
+            that iteration, `skip` continues without its optimizer step.
+        check_replicas_interval: iterations between comparisons of the bits of ranks that hold the same tensor, in
+            addition to those at saves; a difference ends the run. 0 never compares.
+        distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
+            after which a silent rank counts as lost.
+        device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
+        profile_steps: first and last iteration of a trace by torch.profiler, as in `[10,13]`; one per rank is written.
+        dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
+        dry_run_ranks: number of ranks that a dry run describes.
+    """
+
+    train_iters: int = 100
+    train_samples: int | None = None
+    global_batch_size: int = 8
+    batch_schedule: str | None = None
+    micro_batch_size: int = 4
+    seq_length: int = 128
+    freeze: list[str] = field(default_factory=list)
+    clip_grad: float = 1.0
+    seed: int = 1234
+    dtype: Dtype = Dtype.float32
+    compile: bool = False
+    deterministic: bool = False
+    threads: int = 0
+    activation_checkpointing: bool = False
+    eval_interval: int = 0
+    eval_iters: int = 4
+    sample_interval: int = 0
+    sample_prompt: str = ""
+    sample_tokens: int = 64
+    exit_interval: int = 0
+    exit_duration_in_mins: float = 0.0
+    exit_signal_save_seconds: float = 25.0
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    check_replicas_interval: int = 0
+    distributed_timeout_minutes: float = 10.0
+    device: str = "auto"
+    profile_steps: list[int] = field(default_factory=list)
+    dry_run: bool = False
+    dry_run_ranks: int = 1
+
+
+def train_problems(train: TrainSection) -> list[str]:
+    """Return every key of the section that is out of its range."""
+    problems = [
+        f"train.{name}={getattr(train, name)}: must be at least 1" for name in _COUNTS if getattr(train, name) < 1
+    ]
+    problems += [
+        f"train.{name}={getattr(train, name)}: must be 0 (never) or more"
+        for name in _INTERVALS
+        if getattr(train, name) < 0
+    ]
+    if train.clip_grad < 0:
+        problems.append(f"train.clip_grad={train.clip_grad}: must be 0 (no clipping) or more")
+    for name, most in (("exit_signal_save_seconds", MOST_SECONDS), ("distributed_timeout_minutes", _MOST_MINUTES)):
+        if not 0 < getattr(train, name) <= most:
+            problems.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
+    if train.seed < 0:
+        problems.append(f"train.seed={train.seed}: must be 0 or more")
+    if not 0 <= train.threads <= MOST_THREADS:
+        problems.append(
+            f"train.threads={train.threads}: must be 0 (a share of the cores) or more, at most {MOST_THREADS}"
+        )
+    if train.dry_run_ranks > _MOST_RANKS:
+        problems.append(f"train.dry_run_ranks={train.dry_run_ranks}: must be at most {_MOST_RANKS}")
+    if train.device not in ("auto", "cpu", *ACCELERATORS):
+        problems.append(f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}")
+    steps = train.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        problems.append(f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]")
+    return problems
+
+
+_COUNTS = (
+    "train_iters",
+    "global_batch_size",
+    "micro_batch_size",
+    "seq_length",
+    "eval_iters",
+    "sample_tokens",
+    "dry_run_ranks",
+)
+_INTERVALS = (
+    "eval_interval",
+    "sample_interval",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "check_replicas_interval",
+)
