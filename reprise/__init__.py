@@ -5,43 +5,114 @@
     from reprise import AsyncSaver                          both in the background
     from reprise import latest                              the path of the newest checkpoint
 
+    import reprise                                          what is done with saved checkpoints:
+    reprise.list, reprise.show                              what a folder and a checkpoint hold
+    reprise.verify, reprise.diff                            every byte; two checkpoints, tensor by tensor
+    reprise.prune, reprise.gather                           delete old ones; join the folders of hosts
+
 It needs nothing of the trainer around it and works on any torch model and optimizer.
 """
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from reprise.errors import (
+    CheckpointError,
+    ConfigError,
+    LockError,
+    MismatchError,
+    ReplicaError,
+    TrainerError,
+    UnreadableError,
+)
 
 if TYPE_CHECKING:
     from reprise.api import load, save
     from reprise.async_saver import AsyncSaver
     from reprise.loading.newest import latest
+    from reprise.management.comparison import CheckpointDifference, FieldDifference, TensorDifference, diff
+    from reprise.management.contents import CheckpointContents, FileSummary, TensorSummary, show
+    from reprise.management.gathering import GatherReport, GatherSource, gather
+    from reprise.management.host_share import HostPieces, HostShare
+    from reprise.management.listing import CheckpointStatus, CheckpointSummary, list_checkpoints
+    from reprise.management.progress import ProgressCallback
+    from reprise.management.pruning import ExpiredCheckpoint, PruneReport, prune
+    from reprise.management.verification import VerifiedCheckpoint, verify
     from reprise.random_state import RandomState
     from reprise.state_dict import load_state_dict, save_state_dict
 
+    list = list_checkpoints
+
 __version__ = "0.2.0"
 
-__all__ = ["AsyncSaver", "RandomState", "latest", "load", "load_state_dict", "save", "save_state_dict"]
+# Without `list`, which `from reprise import *` would put before Python's own.
+__all__ = [
+    "AsyncSaver",
+    "CheckpointContents",
+    "CheckpointDifference",
+    "CheckpointError",
+    "CheckpointStatus",
+    "CheckpointSummary",
+    "ConfigError",
+    "ExpiredCheckpoint",
+    "FieldDifference",
+    "FileSummary",
+    "GatherReport",
+    "GatherSource",
+    "HostPieces",
+    "HostShare",
+    "LockError",
+    "MismatchError",
+    "ProgressCallback",
+    "PruneReport",
+    "RandomState",
+    "ReplicaError",
+    "TensorDifference",
+    "TensorSummary",
+    "TrainerError",
+    "UnreadableError",
+    "VerifiedCheckpoint",
+    "diff",
+    "gather",
+    "latest",
+    "load",
+    "load_state_dict",
+    "prune",
+    "save",
+    "save_state_dict",
+    "show",
+    "verify",
+]
 
-_MODULES = {
-    "AsyncSaver": "async_saver",
-    "RandomState": "random_state",
-    "latest": "loading.newest",
-    "load": "api",
-    "load_state_dict": "state_dict",
-    "save": "api",
-    "save_state_dict": "state_dict",
+_NAMES = {
+    "api": ("load", "save"),
+    "async_saver": ("AsyncSaver",),
+    "loading.newest": ("latest",),
+    "management.comparison": ("CheckpointDifference", "FieldDifference", "TensorDifference", "diff"),
+    "management.contents": ("CheckpointContents", "FileSummary", "TensorSummary", "show"),
+    "management.gathering": ("GatherReport", "GatherSource", "gather"),
+    "management.host_share": ("HostPieces", "HostShare"),
+    "management.listing": ("CheckpointStatus", "CheckpointSummary", "list_checkpoints"),
+    "management.pruning": ("ExpiredCheckpoint", "PruneReport", "prune"),
+    "management.verification": ("VerifiedCheckpoint", "verify"),
+    "management.progress": ("ProgressCallback",),
+    "random_state": ("RandomState",),
+    "state_dict": ("load_state_dict", "save_state_dict"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of them."""
-    if name not in _MODULES:
+    """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of most."""
+    stored_name = "list_checkpoints" if name == "list" else name
+    if stored_name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_MODULES[stored_name]}"), stored_name)
+    globals()[name] = value
+    return value
 
 
-def __dir__() -> list[str]:
+def __dir__() -> Iterable[str]:
     """Return the public names, also before their first use."""
-    return list(__all__)
+    return ["list", *__all__]

@@ -119,6 +119,7 @@ LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{LIBRARY}.commit", f"{LIBRARY}.policy", f"{LIBRARY}.save_arguments"),
     (f"{LIBRARY}.saving", f"{LIBRARY}.loading"),
     (f"{LIBRARY}.local",),
+    (f"{LIBRARY}.management",),
     (f"{LIBRARY}.checkpointer",),
     (
         f"{LIBRARY}.local_checkpointer",
@@ -262,6 +263,8 @@ OF_NO_MODULE = {
     "tests.unit.reprise.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.reprise.test_golden": "the checkpoint in tests/golden",
     "tests.unit.config.test_odd_commands": "commands that must end in one message",
+    "tests.unit.commands.test_gather": "`reprise checkpoint gather`",
+    "tests.unit.commands.test_host_parts": "the folders of single hosts in `reprise checkpoint`",
     "tests.unit.models.test_alignment": "layers with operands anywhere in memory",
     "tests.unit.models.test_dropout": "dropout in every family",
     "tests.unit.models.test_models": "every family against transformers",

@@ -7,56 +7,33 @@ the command cannot be carried out: a file that cannot be read now is not damaged
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.files import Files
-from reprise.folder import (
-    ADAPTERS,
-    HOLD,
-    HOST,
-    MANIFEST,
-    WEIGHTS,
-    CheckpointFolder,
-    FolderLock,
-    is_iteration_name,
-    iteration_of,
-    kind_of,
-    named_iteration,
-    shown_name,
-)
-from reprise.format.host_file import HostFile
+import reprise
+from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
+from reprise.errors import TrainerError
+from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
-from reprise.layout import DTYPE_NAMES
-from reprise.loading.accessories import misleading_files
-from reprise.loading.difference import state_differences, tensor_differences
-from reprise.loading.reader import check_first_blocks
-from reprise.reading import Checkpoint, LoadSource, committed_in, no_folder, open_checkpoint, read_places, verify_share
-from reprise.savers import Retention
-from trainer.commands.arguments import natural, positive
-from trainer.commands.gather import add_arguments, gather
-from trainer.commands.host_parts import (
-    PART,
-    WHOLE,
-    completeness_of,
-    describe_held,
-    held_bytes,
-    pieces_by_host,
-    without_damage,
-)
+from trainer.commands.arguments import local_path, natural, positive
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
+from trainer.config.terms import LOCAL
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
-_UNKNOWN = "not known"  # of a checkpoint that cannot be read now
+_PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pieces lie on other hosts
 _SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
+_MOST_SHOWN = 10
+_GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
+
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,191 +55,209 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, without reading their tensors."""
-    rows, parts = list[Row](), list[tuple[int, HostFile]]()
-    for run in options.runs:
-        folder = _folder(run)
-        summaries = [_summary(path) for path in _iterations(folder)]
-        if not summaries:
-            raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
-        where = {"folder": str(folder)} if len(options.runs) > 1 else {}
-        rows += [where | row for row, _ in summaries]
-        parts += [(part.iteration, part.host) for _, part in summaries if part is not None and part.host is not None]
-    return _report(options, rows, parts, folders=options.runs)
-
-
-def _report(
-    options: argparse.Namespace, rows: list[Row], parts: Sequence[tuple[int, HostFile]], *, folders: Sequence[Path]
-) -> int:
-    """Print rows, and for several folders the completeness of their parts together; return the exit status."""
-    completeness = completeness_of(parts) if len(folders) > 1 else {}
-    if not any(row["held"] for row in rows):
-        rows = without_columns(rows, "held")
-    if options.json and completeness:
-        rows = [{**row, "together": completeness.get(row["iteration"])} for row in rows]
-    print_rows(rows, as_json=options.json)
-    for iteration, text in () if options.json else sorted(completeness.items()):
-        print(f"iteration {iteration}: {text}")
-    status = _status(str(row["valid"] if "valid" in row else row["result"]) for row in rows)
-    return BAD if completeness and WHOLE not in completeness.values() and status == FINE else status
-
-
-def show(options: argparse.Namespace) -> int:
-    """Show the content of one checkpoint."""
-    checkpoint = open_checkpoint(_checkpoint_of(options.checkpoint), Files())
-    places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
-    tensors = [
-        {
-            "tensor": place.spec.name,
-            "dtype": DTYPE_NAMES[place.spec.dtype],
-            "shape": list(place.spec.shape),
-            "bytes": place.spec.total_bytes,
-            "file": place.file,
-        }
-        for place in places
-    ]
-    files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
-    aliases = dict(checkpoint.manifest.aliases)
-    hosts, share = pieces_by_host(checkpoint), describe_held(checkpoint)
-    if options.json:
-        document = {"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}
-        print(dumps({**document, "hosts": hosts, "held": share} if hosts else document))
-        return FINE
-    print(f"{checkpoint.path}\n")
-    if hosts:
-        print(f"The folder of one host, {share}\n")
-        print_rows(hosts, as_json=False)
-        print()
-    print_rows([{"field": name, "value": value} for name, value in flat(checkpoint.state)], as_json=options.json)
-    print()
-    print_rows(files, as_json=options.json)
-    print()
-    print_rows(tensors, as_json=options.json)
-    for alias, stored in aliases.items():
-        print(f"{alias} is {stored}")
-    return FINE
+    summaries = reprise.list(*options.runs)
+    rows = list[Row]()
+    for summary in summaries:
+        state = summary.state
+        rows.append(
+            {
+                "folder": str(summary.folder),
+                "checkpoint": shown_name(summary.path),
+                "iteration": summary.iteration,
+                "bytes": summary.total_bytes,
+                "age": time.time() - summary.written_at,
+                "topology": "" if state is None else _topology(state),
+                "loss": None if state is None else state.get("valid_loss"),
+                "valid": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
+                "notes": ", ".join(_notes(summary)),
+                "held": str(summary.share or ""),
+            }
+        )
+    if len(options.runs) == 1:
+        rows = without_columns(rows, "folder")
+    return _report(options, rows, summaries)
 
 
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests; of the folder of one host, the pieces that it holds."""
-    rows, parts = list[Row](), list[tuple[int, HostFile]]()
-    for path, is_named in [
-        (path, path == argument) for argument in options.checkpoints for path in _checkpoints_of(argument)
-    ]:
-        row: Row = {"folder": str(path.parent), "checkpoint": shown_name(path), "iteration": named_iteration(path.name)}
-        row |= {"bytes": None, "result": "whole", "held": ""}  # None until they have been read
-        try:
-            if not is_named:
-                _refuse_link(path)
-            checkpoint = open_checkpoint(path, Files())
-            row |= {"iteration": checkpoint.iteration, "held": describe_held(checkpoint)}
-            host = checkpoint.host
-            try:
-                row["bytes"] = _verify_all(checkpoint)
-                _refuse_misleading(checkpoint)
-                row["result"] = "whole" if checkpoint.is_whole else f"{PART}: the pieces that it holds are whole"
-            except CheckpointError:
-                host = None if host is None or len(options.checkpoints) == 1 else without_damage(checkpoint)
-                raise
-            finally:
-                parts += [] if host is None else [(checkpoint.iteration, host)]
-        except UnreadableError as error:
-            row["result"] = f"{_UNKNOWN}: {error}"
-        except TrainerError as error:
-            row["result"] = str(error)
-        rows.append(row)
-    if not parts or len(options.checkpoints) == 1:
+    with _progress_bar() as progress:
+        results = reprise.verify(*options.checkpoints, progress=progress)
+    part = f"{_PART}: the pieces that it holds are whole"
+    rows = [
+        {
+            "folder": str(result.path.parent),
+            "checkpoint": shown_name(result.path),
+            "iteration": result.iteration,
+            "bytes": result.checked_bytes,
+            "result": _finding(result, whole="whole", part=part, damaged=str(result.problem)),
+            "held": str(result.share or ""),
+        }
+        for result in results
+    ]
+    if len(options.checkpoints) == 1 or all(result.share is None for result in results):
         rows = without_columns(rows, "folder", "iteration")
-    return _report(options, rows, parts, folders=options.checkpoints)
+    return _report(options, rows, results)
 
 
-def _verify_all(checkpoint: Checkpoint) -> int:
-    total = held_bytes(checkpoint)
-    with tqdm(total=total, desc=checkpoint.path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        return verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1, progress=bar.update)
+def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, part: str, damaged: str) -> str:
+    """Return the status of a checkpoint in words."""
+    match checkpoint.status:
+        case CheckpointStatus.WHOLE:
+            return whole
+        case CheckpointStatus.PART:
+            return part
+        case CheckpointStatus.DAMAGED:
+            return damaged
+        case CheckpointStatus.UNREADABLE:
+            return f"not known: {checkpoint.problem}"
 
 
-def _refuse_link(path: Path) -> None:
-    """Refuse a link in a run's folder; a link named on the command line is followed."""
-    if path.is_symlink():
-        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
+def _report(
+    options: argparse.Namespace, rows: list[Row], checkpoints: Sequence[CheckpointSummary | VerifiedCheckpoint]
+) -> int:
+    """Print rows, with whether the parts of several folders are whole together; return the exit status."""
+    together = {
+        checkpoint.iteration: f"missing {checkpoint.missing_everywhere}" if checkpoint.missing_everywhere else _TOGETHER
+        for checkpoint in checkpoints
+        if checkpoint.missing_everywhere is not None
+    }
+    if not any(row["held"] for row in rows):
+        rows = without_columns(rows, "held")
+    if options.json and together:
+        pairs = zip(rows, checkpoints, strict=True)
+        rows = [{**row, "together": together.get(checkpoint.iteration)} for row, checkpoint in pairs]
+    print_rows(rows, as_json=options.json)
+    for iteration, text in () if options.json else together.items():
+        print(f"iteration {iteration}: {text}")
+    statuses = {checkpoint.status for checkpoint in checkpoints}
+    if CheckpointStatus.DAMAGED in statuses:
+        return BAD
+    if CheckpointStatus.UNREADABLE in statuses:
+        return IMPOSSIBLE
+    return BAD if together and _TOGETHER not in together.values() else FINE
 
 
-def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files which other readers of the folder would mistake for the checkpoint's."""
-    names = misleading_files(checkpoint)
-    if names:
-        raise CheckpointError(
-            "transformers would read a file that does not belong to the checkpoint",
-            where=", ".join(str(checkpoint.path / name) for name in names),
-            fix="Move it away; the checkpoint's own files are whole.",
-        )
+def show(options: argparse.Namespace) -> int:
+    """Show the content of one checkpoint."""
+    contents = reprise.show(options.checkpoint)
+    tensors = [
+        {
+            "tensor": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": tensor.total_bytes,
+            "file": tensor.file,
+        }
+        for tensor in contents.tensors
+    ]
+    files = [{"file": file.name, "bytes": file.total_bytes} for file in contents.files]
+    hosts = [_row(pieces) for pieces in contents.share.hosts] if contents.share else []
+    held = str(contents.share or "")
+    if options.json:
+        document = {"state": contents.state, "files": files, "tensors": tensors, "aliases": contents.aliases}
+        print(dumps({**document, "hosts": hosts, "held": held} if hosts else document))
+        return FINE
+    print(f"{contents.path}\n")
+    if hosts:
+        print(f"The folder of one host, {held}\n")
+        print_rows(hosts, as_json=False)
+        print()
+    print_rows([{"field": name, "value": value} for name, value in flat(contents.state)], as_json=False)
+    print()
+    print_rows(files, as_json=False)
+    print()
+    print_rows(tensors, as_json=False)
+    for alias, stored in contents.aliases.items():
+        print(f"{alias} is {stored}")
+    return FINE
+
+
+def _row(pieces: HostPieces) -> Row:
+    missing = pieces.pieces - pieces.present
+    counts = {"pieces": pieces.pieces, "held": pieces.present, "missing": missing}
+    return {"host": pieces.host, **counts, "bytes": pieces.present_bytes}
 
 
 def diff(options: argparse.Namespace) -> int:
     """Compare two checkpoints."""
-    a, b = (open_checkpoint(_checkpoint_of(path), Files()) for path in (options.a, options.b))
-    total = len(a.manifest.tensors.keys() | b.manifest.tensors.keys())
+    with _progress_bar(unit=" tensors", unit_scale=False) as progress:
+        difference = reprise.diff(options.a, options.b, progress=progress)
     tensors = [
         {
-            "tensor": difference.name,
-            "found": difference.found,
-            "largest difference": difference.largest,
-            "differing values": difference.differing,
-            "of": difference.total,
-            "detail": difference.detail,
+            "tensor": tensor.name,
+            "found": tensor.result,
+            "largest difference": tensor.largest,
+            "differing values": tensor.differing,
+            "of": tensor.total,
+            "detail": tensor.detail,
         }
-        for difference in tqdm(tensor_differences(a, b), total=total, unit=" tensors", disable=None, leave=False)
+        for tensor in difference.tensors
     ]
-    state = [
-        {"field": name, "A": value_a, "B": value_b} for name, value_a, value_b in state_differences(a.state, b.state)
-    ]
-    equal = sum(row["found"] == "equal" for row in tensors)
+    state = [{"field": field.name, "A": field.a, "B": field.b} for field in difference.state]
     if options.json:
-        print(dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
+        print(dumps({"equal_tensors": difference.equal_tensors, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
-        print_rows(unequal, as_json=options.json)
-        print(f"{equal} of {len(tensors)} tensors are equal, bit for bit")
-        print_rows(state, as_json=options.json)
-    return FINE if equal == len(tensors) and not state else BAD
+        print_rows(unequal, as_json=False)
+        print(f"{difference.equal_tensors} of {len(tensors)} tensors are equal, bit for bit")
+        print_rows(state, as_json=False)
+    return FINE if difference.is_empty else BAD
+
+
+def gather(options: argparse.Namespace) -> int:
+    """Write the checkpoint that the folders of several hosts hold together into one folder, whole."""
+    with _progress_bar() as progress:
+        report = reprise.gather(
+            options.hosts, options.out, iteration=options.iteration, progress=progress, terms=_GATHER_TERMS
+        )
+    for problem in report.damage[:_MOST_SHOWN]:
+        _log.warning("damaged, and taken from another folder: %s", problem)
+    if len(report.damage) > _MOST_SHOWN:
+        _log.warning("%d more damaged blocks were taken from other folders", len(report.damage) - _MOST_SHOWN)
+    sources: list[Row] = [{"from": str(source.path), "bytes": source.copied_bytes} for source in report.sources]
+    if options.json:
+        document = {"checkpoint": str(report.path), "iteration": report.iteration, "bytes": report.total_bytes}
+        print(dumps({**document, "sources": sources, "damage": report.damage}))
+    else:
+        print_rows(sources, as_json=False)
+        print(f"{report.path}: iteration {report.iteration}, whole")
+    return FINE
 
 
 def prune(options: argparse.Namespace) -> int:
     """Delete all but the newest checkpoints, those with a `hold` file, and every multiple of an interval."""
-    folder = CheckpointFolder(_folder(options.run), Files())
-    retention = Retention(options.keep, options.retain_interval)
-    lock = None
-    if not options.dry_run:
-        lock = FolderLock(folder.root, secrets.token_hex(4))
-        lock.acquire()
-    try:
-        committed = committed_in(folder)
-        expired = retention.expired(committed, pinned=folder.held(committed))
-        remaining = set(committed) - set(expired)
-        if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in remaining):
-            raise CheckpointError(
-                "None of the checkpoints that would stay is whole",
-                where=folder.root,
-                found=sorted(remaining),
-                fix="The folder of one host holds parts; its run deletes by checkpoint.local.keep."
-                if any((folder.iteration(iteration) / HOST).exists() for iteration in remaining)
-                else None,
-            )
-        rows = [
-            {"iteration": number, "bytes": _bytes(folder.iteration(number)), "deleted": not options.dry_run}
-            for number in expired
-        ]
-        if lock is not None:
-            for iteration in expired:
-                lock.check()
-                folder.files.remove_tree(folder.discard(iteration, secrets.token_hex(4)))
-    finally:
-        if lock is not None:
-            lock.release()
+    report = reprise.prune(
+        options.run,
+        keep=options.keep,
+        retain_interval=options.retain_interval,
+        dry_run=options.dry_run,
+        terms=LOCAL,
+    )
+    rows = [
+        {"iteration": checkpoint.iteration, "bytes": checkpoint.total_bytes, "deleted": not report.is_dry_run}
+        for checkpoint in report.expired
+    ]
     print_rows(rows, as_json=options.json)
     if not options.json:
-        print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(remaining)} stay")
+        verb = "would be" if report.is_dry_run else "were"
+        print(f"{len(rows)} {verb} deleted, {len(report.retained)} stay")
     return FINE
+
+
+@contextlib.contextmanager
+def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
+    """Yield a function that shows the progress of a call on a terminal, in a bar for each name."""
+    with contextlib.ExitStack() as stack:
+        bars: list[tqdm[NoReturn]] = []
+
+        def show_progress(name: str, count: int, total: int) -> None:
+            if count == 0:
+                stack.close()
+                bar = tqdm(total=total, desc=name or None, unit=unit, unit_scale=unit_scale, disable=None, leave=False)
+                bars[:] = [stack.enter_context(bar)]
+            bars[0].update(count - bars[0].n)
+
+        yield show_progress
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -270,10 +265,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
-        subparser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-        subparser.set_defaults(call=call)
-        return subparser
+        subcommand = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        subcommand.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        subcommand.set_defaults(call=call)
+        return subcommand
 
     runs_help = "runs' folders, or their checkpoints', or the folders of hosts"
     command("ls", list_run).add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs_help)
@@ -286,7 +281,13 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("a", type=Path, metavar="A", help=checkpoint_help)
     compared.add_argument("b", type=Path, metavar="B", help=checkpoint_help)
     compared.add_argument("--all", action="store_true", help="list equal tensors too")
-    add_arguments(command("gather", gather))
+    gathered = command("gather", gather)
+    host_help = "a host's checkpoint.local.dir, or an iter_ folder in it"
+    gathered.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=host_help)
+    gathered.add_argument(
+        "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
+    )
+    gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
     pruned = command("prune", prune)
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
@@ -295,90 +296,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder(run: Path) -> Path:
-    """Return the checkpoint folder of a run, given as the run's folder or as itself."""
-    if not run.is_dir():
-        raise no_folder(run)
-    return LoadSource.named(run).path
+def _notes(summary: CheckpointSummary) -> list[str]:
+    notes = {
+        "link": summary.is_link,
+        HOLD: summary.is_pinned,
+        "superseded": summary.is_superseded,
+        "adapters": summary.has_adapters,
+    }
+    foreign = [f"{name} does not belong to it" for name in summary.foreign_files]
+    return [*(note for note, is_so in notes.items() if is_so), *foreign]
 
 
-def _iterations(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, then its saves of the weights alone."""
-    candidates = (path for path in folder.iterdir() if is_iteration_name(path.name))
-    weights = folder / WEIGHTS
-    alone = _iterations(weights) if weights.is_dir() and not weights.is_symlink() else []
-    return [*sorted(path for path in candidates if path.is_dir() or path.is_symlink()), *alone]
-
-
-def _checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint given by its own folder, or the newest of a run."""
-    if is_iteration_name(path.name):
-        return path
-    folder = CheckpointFolder(_folder(path), Files())
-    committed = committed_in(folder)
-    if not committed:
-        raise CheckpointError("A folder holds no checkpoint", where=folder.root, expected="an iter_ folder")
-    return folder.iteration(committed[-1])
-
-
-def _checkpoints_of(path: Path) -> list[Path]:
-    if is_iteration_name(path.name):
-        return [path]
-    folder = _folder(path)
-    iterations = _iterations(folder)
-    if not iterations:
-        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
-    return iterations
-
-
-def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
-    """Return the row of a checkpoint, from its JSON files, headers and first blocks; None if it cannot be opened."""
-    checkpoint: Checkpoint | None = None
-    row: Row = {"checkpoint": shown_name(path), "iteration": iteration_of(path), "bytes": _bytes(path)}
-    row["age"] = time.time() - _written_at(path)
-    row["topology"], row["loss"] = "", None
-    misleading, share = list[str](), ""
-    try:
-        _refuse_link(path)
-        checkpoint = open_checkpoint(path, Files())
-        check_first_blocks(checkpoint, read_places(checkpoint))
-        row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
-        row["loss"] = checkpoint.state.get("valid_loss")
-        misleading = [f"{name} does not belong to it" for name in misleading_files(checkpoint)]
-        row["valid"], share = ("yes" if checkpoint.is_whole else PART), describe_held(checkpoint)
-    except UnreadableError as error:
-        row["valid"] = f"{_UNKNOWN}: {error}"
-    except TrainerError as error:
-        row["valid"] = f"no: {error}"
-    adapters = ["adapters"] if checkpoint is not None and ADAPTERS in checkpoint.manifest.files else []
-    row["notes"] = ", ".join([*_notes(path), *adapters, *misleading])
-    return {**row, "held": share}, checkpoint
-
-
-def _status(findings: Iterable[str]) -> int:
-    """Return the exit status: damage takes precedence over unreadable checkpoints."""
-    problems = {finding for finding in findings if not finding.startswith(("yes", "whole", PART))}
-    if not problems:
-        return FINE
-    return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in problems) else BAD
-
-
-def _notes(path: Path) -> list[str]:
-    notes = ["link"] if path.is_symlink() else []
-    notes += [HOLD] if (path / HOLD).exists() else []
-    return notes if iteration_of(path) is not None else [*notes, "superseded"]
-
-
-def _is_valid(path: Path) -> bool:
-    return bool(_summary(path)[0]["valid"] == "yes")
-
-
-def _topology(checkpoint: Checkpoint) -> str:
-    """Return the number of ranks and the axes longer than 1, in words; an unknown topology is shown as it is."""
-    recorded = checkpoint.state.get("topology", {})
-    if not isinstance(recorded, dict) or any(type(recorded.get(name, 1)) is not int for name in _SIZES):
-        return _short(recorded)
-    sizes: dict[str, int] = {"world_size": 1, **recorded}
+def _topology(state: Mapping[str, Any]) -> str:
+    """Return the number of ranks and the axes longer than one, in words; an unknown topology is shown as it is."""
+    topology = state.get("topology", {})
+    if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
+        return _short(topology)
+    sizes: dict[str, int] = {"world_size": 1, **topology}
     ranks = sizes["world_size"]
     axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
     zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
@@ -388,19 +322,6 @@ def _topology(checkpoint: Checkpoint) -> str:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= WIDEST else f"{text[:WIDEST]}..."
-
-
-def _bytes(path: Path) -> int:
-    if (path / HOST).exists():  # most of its files may be holes
-        return Files().allocated_bytes(path)
-    files = () if path.is_symlink() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file())
-
-
-def _written_at(path: Path) -> float:
-    """Return the time a checkpoint was written, in Unix time; a `hold` file changes the folder's own time."""
-    manifest = path / MANIFEST
-    return (manifest if manifest.exists() else path).lstat().st_mtime
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import reprise as checkpoint
+import reprise
 from reprise import load, save
 from reprise.errors import CheckpointError, ConfigError, MismatchError
+from tests import ROOT
 
 Maker = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Maker] = {
@@ -114,11 +115,15 @@ def test_training_resumes_bitwise_in_another_parameter_order(tmp_path: Path, nam
 
 
 def test_the_library_exports_its_names_and_no_others() -> None:
-    assert {name: callable(getattr(checkpoint, name)) for name in checkpoint.__all__} == dict.fromkeys(
-        ["AsyncSaver", "RandomState", "latest", "load", "load_state_dict", "save", "save_state_dict"], True
-    )
+    code = "def before(): ...\nfrom reprise import *\nprint(*sorted(set(globals()) - {'before'}))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {name for name in ended.stdout.split() if not name.startswith("__")}
+    assert names == set(reprise.__all__)
+    assert "list" not in names  # Python's own stays
+    assert all(callable(getattr(reprise, name)) for name in [*names, "list"])
+    assert set(dir(reprise)) >= {*names, "list"}
     with pytest.raises(AttributeError, match="has no attribute 'restore'"):
-        checkpoint.restore  # noqa: B018 - the access is the test
+        reprise.restore  # noqa: B018 - the access is the test
 
 
 def test_load_into_a_running_optimizer_replaces_its_state(tmp_path: Path) -> None:
@@ -361,7 +366,7 @@ def test_a_url_is_no_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_completion_lists_the_public_names_without_torch() -> None:
-    code = "import sys, reprise as c; assert 'torch' not in sys.modules; print(dir(c) == sorted(c.__all__))"
+    code = "import sys, reprise as c; assert 'torch' not in sys.modules; print(dir(c) == sorted(['list', *c.__all__]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
@@ -370,7 +375,7 @@ def test_a_value_of_no_plain_type_is_named_by_its_keys(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither a tensor nor of a type.* \(/a/b/3/0\)"):
         save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": [0, 1, 2, {len}]}})
     with (
-        checkpoint.AsyncSaver(tmp_path) as saver,
+        reprise.AsyncSaver(tmp_path) as saver,
         pytest.raises(CheckpointError, match=r"neither a tensor nor of a type.* \(/rate\)"),
     ):
         saver.save(1, nn.Linear(1, 1), state={"rate": len})
@@ -390,7 +395,7 @@ def test_an_iteration_that_is_there_may_be_refused(tmp_path: Path) -> None:
     save(tmp_path, model, iteration=1, overwrite=False)
     for again in (
         lambda: save(tmp_path, model, iteration=1, overwrite=False),
-        lambda: checkpoint.save_state_dict(tmp_path, {"a": 1}, iteration=1, overwrite=False),
+        lambda: reprise.save_state_dict(tmp_path, {"a": 1}, iteration=1, overwrite=False),
     ):
         with pytest.raises(CheckpointError, match=r"there already \(.*iter_0000001\).*overwrite=True"):
             again()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from reprise.format.host_file import missing
 from reprise.format.layout import DTYPE_NAMES, Place
 from reprise.json_file import Json
-from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
+from reprise.loading.reader import Checkpoint, not_held, open_checkpoint, open_tensor_file, read_places
+from reprise.management.paths import newest_checkpoint
+from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.storage.files import Files
 
 ITEMS = 1 << 20  # compared at once
 
@@ -21,7 +25,7 @@ class TensorDifference:
     """The result of comparing one tensor.
 
     Args:
-        found: "equal" if dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape"; "only
+        result: "equal" if dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape"; "only
             in A" or "only in B".
         largest: the largest absolute difference of two values, infinite if one is NaN; None if values cannot be
             compared.
@@ -31,11 +35,66 @@ class TensorDifference:
     """
 
     name: str
-    found: str
+    result: str
     largest: float | None = None
     differing: int = 0
     total: int = 0
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """A field of two state files that differs, by its dotted name, and both values; `(absent)` for a missing one."""
+
+    name: str
+    a: object
+    b: object
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDifference:
+    """The result of comparing two checkpoints.
+
+    Args:
+        tensors: of either checkpoint, sorted by name, the equal ones included.
+        state: the fields of their state files that differ.
+    """
+
+    tensors: tuple[TensorDifference, ...]
+    state: tuple[FieldDifference, ...]
+
+    @property
+    def equal_tensors(self) -> int:
+        """Return the number of tensors that are equal bit for bit."""
+        return sum(tensor.result == "equal" for tensor in self.tensors)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the checkpoints are equal."""
+        return self.equal_tensors == len(self.tensors) and not self.state
+
+
+def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_progress) -> CheckpointDifference:
+    """Compare two checkpoints, of any file layouts and topologies.
+
+    Args:
+        a: the folder of a checkpoint, or of a run for its newest.
+        b: the same.
+        progress: is called with an empty name, the number of tensors that have been compared, and of all.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, its JSON files or headers are damaged, or a piece lies on another
+            host. Digests of tensors are not checked.
+        UnreadableError: if a file cannot be read at the moment.
+    """
+    first, second = (open_checkpoint(newest_checkpoint(Path(path)), Files()) for path in (a, b))
+    total, tensors = len(first.manifest.tensors.keys() | second.manifest.tensors.keys()), list[TensorDifference]()
+    progress("", 0, total)
+    for difference in tensor_differences(first, second):
+        tensors.append(difference)
+        progress("", len(tensors), total)
+    state = (FieldDifference(*fields) for fields in state_differences(first.state, second.state))
+    return CheckpointDifference(tuple(tensors), tuple(state))
 
 
 def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:

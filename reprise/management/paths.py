@@ -1,0 +1,80 @@
+"""The checkpoints that a path names: its own, or those of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.errors import CheckpointError
+from reprise.loading.choose import LoadSource, committed_in, no_folder
+from reprise.storage.files import Files
+from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
+
+TERMS = FolderTerms()  # of a caller that gives the folder as an argument
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Return the checkpoint folder of a run: `path` itself, or `checkpoints` in it.
+
+    Raises:
+        CheckpointError: if there is no such folder.
+    """
+    if not path.is_dir():
+        raise no_folder(path)
+    return LoadSource.named(path).path
+
+
+def all_checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoint at `path`, or those of a run in order, its saves of the weights alone last.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
+    """
+    return [path] if is_iteration_name(path.name) else checkpoints_in(checkpoint_folder(path))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run's checkpoint folder in order, its saves of the weights alone last.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
+    """
+    checkpoints = _iterations(folder)
+    if not checkpoints:
+        raise _no_checkpoint(folder)
+    return checkpoints
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, otherwise the newest checkpoint of the run there.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
+    """
+    if is_iteration_name(path.name):
+        return path
+    folder = CheckpointFolder(checkpoint_folder(path), Files())
+    committed = committed_in(folder)
+    if not committed:
+        raise _no_checkpoint(folder.root)
+    return folder.iteration(committed[-1])
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a link in a run's folder. A link that the caller names is followed.
+
+    Raises:
+        CheckpointError: if `path` is a link.
+    """
+    if path.is_symlink():
+        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
+
+
+def _iterations(folder: Path) -> list[Path]:
+    iterations = (path for path in folder.iterdir() if is_iteration_name(path.name))
+    weights = folder / WEIGHTS
+    light_saves = _iterations(weights) if weights.is_dir() and not weights.is_symlink() else []
+    return [*sorted(path for path in iterations if path.is_dir() or path.is_symlink()), *light_saves]
+
+
+def _no_checkpoint(folder: Path) -> CheckpointError:
+    return CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")

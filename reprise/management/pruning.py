@@ -1,0 +1,113 @@
+"""Deletes old checkpoints of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprise.errors import CheckpointError, ConfigError
+from reprise.format.names import HOST
+from reprise.loading.choose import committed_in
+from reprise.management.listing import is_whole, size_of
+from reprise.management.paths import TERMS, checkpoint_folder
+from reprise.policy import Retention
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, FolderTerms
+from reprise.storage.lock import FolderLock
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiredCheckpoint:
+    """A checkpoint that no rule retains, and its size in bytes."""
+
+    path: Path
+    iteration: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """The result of pruning a folder.
+
+    Args:
+        expired: the checkpoints that were deleted, or would be, in order.
+        retained: the iterations that stay.
+        is_dry_run: whether none was deleted.
+    """
+
+    expired: tuple[ExpiredCheckpoint, ...]
+    retained: tuple[int, ...]
+    is_dry_run: bool
+
+
+def prune(
+    folder: str | Path,
+    *,
+    keep: int,
+    retain_interval: int = 0,
+    dry_run: bool = False,
+    terms: FolderTerms = TERMS,
+) -> PruneReport:
+    """Delete all checkpoints but the newest, those with a file `hold`, and every multiple of an interval.
+
+    The folder is locked meanwhile, so a run that saves to it is not disturbed.
+
+    Args:
+        folder: of a run, or of its checkpoints.
+        keep: the number of the newest checkpoints that stay, at least 1.
+        retain_interval: multiples of this iteration stay too; 0 for none.
+        dry_run: delete none.
+        terms: how advice names what the caller has set.
+
+    Raises:
+        ConfigError: for a number out of range.
+        CheckpointError: if there is no such folder, or none of the checkpoints that would stay is whole.
+        LockError: if a run saves to the folder.
+        OSError: if the folder cannot be read or written.
+    """
+    if keep < 1 or retain_interval < 0:
+        raise ConfigError(
+            "No checkpoint can be deleted by these numbers",
+            expected="keep of at least 1, retain_interval of at least 0",
+            found=f"keep={keep}, retain_interval={retain_interval}",
+        )
+    checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), Files(), terms)
+    with contextlib.nullcontext() if dry_run else _locked(checkpoints) as lock:
+        committed = committed_in(checkpoints)
+        iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
+        retained = sorted(set(committed) - set(iterations))
+        if iterations:
+            _require_whole(checkpoints, retained)
+        paths = [checkpoints.iteration(iteration) for iteration in iterations]
+        expired = [ExpiredCheckpoint(path, n, size_of(path)) for path, n in zip(paths, iterations, strict=True)]
+        if lock is not None:
+            for iteration in iterations:
+                lock.check()
+                checkpoints.files.remove_tree(checkpoints.discard(iteration, secrets.token_hex(4)))
+    return PruneReport(tuple(expired), tuple(retained), dry_run)
+
+
+@contextlib.contextmanager
+def _locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
+    lock = FolderLock(folder.root, secrets.token_hex(4))
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _require_whole(folder: CheckpointFolder, retained: Sequence[int]) -> None:
+    """Refuse to delete checkpoints where none of the others is whole."""
+    paths = [folder.iteration(iteration) for iteration in retained]
+    if not any(is_whole(path) for path in paths):
+        is_of_host = any((path / HOST).exists() for path in paths)
+        raise CheckpointError(
+            "None of the checkpoints that would stay is whole",
+            where=folder.root,
+            found=list(retained),
+            fix=f"The folder of one host holds parts; its run deletes by {folder.terms.keep}." if is_of_host else None,
+        )

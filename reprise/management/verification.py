@@ -1,0 +1,113 @@
+"""Verifies every byte of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reprise.errors import CheckpointError, TrainerError
+from reprise.format.host_file import HostFile
+from reprise.loading.accessories import misleading_files
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.verify import verify_share
+from reprise.management.host_share import HostShare, missing_everywhere, share_of, stored_bytes, without_damage
+from reprise.management.listing import CheckpointStatus
+from reprise.management.paths import all_checkpoints, refuse_link
+from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.storage.files import Files
+from reprise.storage.folder import named_iteration
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """The result of reading every byte of a checkpoint.
+
+    Args:
+        path: the folder of the checkpoint.
+        iteration: its iteration.
+        status: `part` if the folder is that of one host and its pieces are whole.
+        problem: the first damage, or what cannot be read now.
+        checked_bytes: the bytes of tensors that were read; None if the checkpoint could not be read to its end.
+        share: the pieces that its folder has, if that is the folder of one host.
+        missing_everywhere: the pieces that none of the folders has undamaged, in words; empty if the folders are whole
+            together, None where a single path is given, or no part of the iteration.
+    """
+
+    path: Path
+    iteration: int | None
+    status: CheckpointStatus = CheckpointStatus.WHOLE
+    problem: TrainerError | None = None
+    checked_bytes: int | None = None
+    share: HostShare | None = None
+    missing_everywhere: str | None = None
+
+
+def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progress) -> tuple[VerifiedCheckpoint, ...]:
+    """Check every byte of checkpoints against their digests; of the folder of one host, the pieces in it.
+
+    Args:
+        checkpoints: folders of checkpoints, or of runs for all of theirs.
+        progress: is called with the name of a checkpoint, the bytes that have been read, and all bytes to read.
+
+    Raises:
+        CheckpointError: if a folder is missing or holds no checkpoint. A damaged checkpoint is no error.
+        OSError: if a folder cannot be listed.
+    """
+    results, parts = list[VerifiedCheckpoint](), list[tuple[int | None, HostFile | None]]()
+    for argument in map(Path, checkpoints):
+        for path in all_checkpoints(argument):
+            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress)
+            results.append(result)
+            parts.append((result.iteration, host))
+    missing = missing_everywhere(checkpoints, parts)
+    return tuple(replace(result, missing_everywhere=missing.get(result.iteration)) for result in results)
+
+
+def _verify(
+    path: Path, is_named: bool, has_others: bool, progress: ProgressCallback
+) -> tuple[VerifiedCheckpoint, HostFile | None]:
+    """Return the result for a checkpoint, and the pieces of a local one that are not damaged.
+
+    Args:
+        is_named: whether the caller has named the checkpoint itself.
+        has_others: whether other folders may have the pieces that are damaged.
+    """
+    result, host = VerifiedCheckpoint(path, named_iteration(path.name)), None
+    try:
+        if not is_named:
+            refuse_link(path)
+        checkpoint = open_checkpoint(path, Files())
+        result = replace(result, iteration=checkpoint.iteration, share=share_of(checkpoint))
+        host = checkpoint.host
+        try:
+            result = replace(result, checked_bytes=_read(checkpoint, progress))
+            _refuse_misleading(checkpoint)
+        except CheckpointError:
+            host = without_damage(checkpoint) if has_others else None
+            raise
+    except TrainerError as error:
+        return replace(result, status=CheckpointStatus.of(error), problem=error), host
+    return replace(result, status=CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART), host
+
+
+def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
+    name, total, count = checkpoint.path.name, stored_bytes(checkpoint), 0
+
+    def add(new_bytes: int) -> None:
+        nonlocal count
+        count += new_bytes
+        progress(name, count, total)
+
+    progress(name, 0, total)
+    return verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1, progress=add)
+
+
+def _refuse_misleading(checkpoint: Checkpoint) -> None:
+    """Refuse files that other readers of the folder would mistake for the checkpoint's."""
+    names = misleading_files(checkpoint)
+    if names:
+        raise CheckpointError(
+            "transformers would read a file that does not belong to the checkpoint",
+            where=", ".join(str(checkpoint.path / name) for name in names),
+            fix="Move it away; the checkpoint's own files are whole.",
+        )
