@@ -1,6 +1,6 @@
 """The network of GPT-2. Its names, shapes and plan are in `gpt2_spec`."""
 
-from typing import cast
+from typing import assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,13 @@ class GPT2MLP(nn.Module):
         super().__init__()
         self.c_fc = Conv1D(config.n_embd, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.n_embd)
-        self.approximate = "tanh" if config.activation is Activation.gelu_tanh else "none"
+        match config.activation:
+            case Activation.gelu_tanh:
+                self.approximate = "tanh"
+            case Activation.gelu:
+                self.approximate = "none"
+            case activation:
+                assert_never(activation)
         self.dropout = Dropout(config.dropout, Site.mlp_residual, layer=layer)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import assert_never
 
 from trainer.config.checkpoint import CheckpointSection, WeightsDtype
 from trainer.config.schema import Config
@@ -16,7 +17,12 @@ from trainer.schedules.lr import RunLength
 def rounded_itemsize(section: CheckpointSection) -> int:
     """Return the bytes of each element that a rank rounds into host memory for saves of the weights alone, or 0."""
     saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
-    return 2 if saves and section.weights_dtype is WeightsDtype.bfloat16 else 0
+    match section.weights_dtype:
+        case WeightsDtype.bfloat16:
+            return 2 if saves else 0
+        case WeightsDtype.float32:
+            return 0
+    assert_never(section.weights_dtype)
 
 
 def save_folder(section: CheckpointSection) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import torch
 
@@ -130,8 +131,13 @@ class Fitting:
                     is_whole = request.box.shape == tensor.box.shape
                     target = tensor.local if is_whole else tensor.local.narrow(0, 0, request.box.shape[0])
                     target.copy_(request.local)
-                if self._fit.new_rows is NewRows.mean:
-                    self._fill_mean(tensor, request, read)
+                match self._fit.new_rows:
+                    case NewRows.mean:
+                        self._fill_mean(tensor, request, read)
+                    case NewRows.initial:
+                        pass
+                    case new_rows:
+                        assert_never(new_rows)
 
     def _request(self, tensor: LiveTensor) -> LiveTensor:
         stored = self._fit.stored(tensor.spec, self._places.get(tensor.spec.name))

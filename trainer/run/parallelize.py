@@ -22,7 +22,6 @@ from reprise.live_tensors import Grid, local_of, memory_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
-from trainer.config.train import Dtype
 from trainer.data.documents import window_form
 from trainer.launch.process_group import Cluster
 from trainer.optim.adamw import stored_names
@@ -226,7 +225,8 @@ def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Par
 
 def compute_dtype(config: Config) -> torch.dtype:
     """Return the dtype of activations and matrix products."""
-    return torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
+    dtype: torch.dtype = getattr(torch, config.train.dtype.value)
+    return dtype
 
 
 def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initia
                 tensor.local.fill_(1.0)
             case InitialKind.normal | InitialKind.uniform:
                 _fill_random(tensor, rule, seed)
+            case kind:
+                assert_never(kind)
 
 
 def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import assert_never
 
 from models.adapters import model_documents
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
@@ -142,7 +143,7 @@ def iterate(run: Run) -> StepResult:
         context=run.context,
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.saves.failed_saves).flags(),
-        skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
+        skips_nonfinite=_skips(settings.on_nonfinite),
         own_time=run.own_time,
     )
     state.progress = progress.after_iteration(size, size * settings.seq_length)
@@ -150,6 +151,16 @@ def iterate(run: Run) -> StepResult:
     if following != size:
         _log_on_rank_0(run, f"the global batch size is {following} after iteration {iteration}, it was {size}")
     return result
+
+
+def _skips(reaction: OnNonfinite) -> bool:
+    """Return whether training goes on after an iteration without finite numbers."""
+    match reaction:
+        case OnNonfinite.skip:
+            return True
+        case OnNonfinite.stop:
+            return False
+    assert_never(reaction)
 
 
 def _record(run: Run, result: StepResult, *, samples: int, seconds: float, blocked_s: float) -> None:
