@@ -16,6 +16,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
 from reprise.commit.hosts import Hosts
+from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
@@ -23,7 +24,7 @@ from reprise.policy import SavePolicy, SaveReport
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
-from reprise.saving.save_job import LocalSaves, SaveJob, in_doubt_error, no_memory, stalled
+from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
 from reprise.saving.saved_iterations import InDoubt, SavedIterations
 from reprise.saving.staging import Staging
 from reprise.storage.files import Files

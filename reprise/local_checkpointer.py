@@ -10,12 +10,12 @@ from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts import find_hosts
+from reprise.commit.hosts_commit import LocalSaves
 from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
 from reprise.policy import Retention, SavePolicy
-from reprise.saving.save_job import LocalSaves
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 

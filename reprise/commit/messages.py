@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from reprise.commit import commit_state, disagreement
 from reprise.commit.attempt import Attempt, SharedCommitState
@@ -17,8 +19,53 @@ from reprise.format.report import RankReport
 
 _log = logging.getLogger(__name__)
 
-# The first two bytes of a decision, and of an answer.
-OK, FAILED = b"ok", b"no"
+
+@dataclass(frozen=True, slots=True)
+class DecisionMessage:
+    """Rank 0's decision on an attempt.
+
+    Args:
+        iteration: that of the checkpoint, if there is one.
+        problem: why there is none.
+        witnesses: the ranks that send their tables before the last decision comes; None in a last decision.
+        copies: the order for the copies of local checkpoints.
+    """
+
+    iteration: int | None = None
+    problem: str | None = None
+    witnesses: Sequence[int] | None = None
+    copies: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the message."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> DecisionMessage:
+        """Return the decision of a message."""
+        return DecisionMessage(**json.loads(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a host's leader to the request to prepare its folder.
+
+    Args:
+        problem: why the folder is not prepared.
+        status: of the copies of local checkpoints.
+    """
+
+    problem: str | None
+    status: str
+
+    def to_bytes(self) -> bytes:
+        """Return the message."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Answer:
+        """Return the answer of a message."""
+        return Answer(**json.loads(data))
 
 
 def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
@@ -31,7 +78,7 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
     action = shared.take(commit_state.Aborted(str(error)))
     key = key_of(attempt.name)
     if action is Action.BROADCAST:
-        broadcast(channel, key, FAILED + text_of(error).encode())
+        broadcast(channel, key, DecisionMessage(problem=text_of(error)))
     if action is Action.REPORT:
         report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=text_of(error))
         try:
@@ -43,14 +90,14 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
 
 def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
     """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    broadcast(channel, key_of(name), OK + b"%d " % iteration)
+    broadcast(channel, key_of(name), DecisionMessage(iteration=iteration))
 
 
 def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
     """Let the other ranks of a host know whether the mark of an attempt is in its folder. Leaders only."""
     if len(attempt.hosts.ranks_with(channel.rank)) > 1:
-        message = (OK if is_marked else FAILED) + str(attempt.iteration).encode()
-        channel.put(marked_key(attempt, channel.rank), message)
+        message = json.dumps([attempt.iteration, is_marked])
+        channel.put(marked_key(attempt, channel.rank), message.encode())
 
 
 def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
@@ -70,9 +117,9 @@ def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[],
     marked, sender = marked_key(attempt, leader), f"rank {leader}"
     if channel.await_any([marked, f"{key_of(attempt.name)}/decision"], sender=sender, check=check) != marked:
         return False
-    data = channel.read(marked, sender=sender)
-    disagreement.refuse_other_iterations({leader: int(data[len(OK) :]), channel.rank: attempt.iteration})
-    return data.startswith(OK)
+    iteration, is_marked = json.loads(channel.read(marked, sender=sender))
+    disagreement.refuse_other_iterations({leader: iteration, channel.rank: attempt.iteration})
+    return bool(is_marked)
 
 
 def marked_key(attempt: Attempt, leader: int) -> str:
@@ -104,7 +151,7 @@ def key_of(name: str) -> str:
     return f"save/{name}"
 
 
-def broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
+def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:
     """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
 
     A failure goes out twice: where ranks were asked for their tables, all wait for the last one.
@@ -112,10 +159,10 @@ def broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
     if channel.world_size == 1:
         return
     try:
-        is_failure = not decision.startswith(OK)
-        channel.put(f"{key}/decision", decision, is_first=not is_failure)
+        is_failure = decision.problem is not None
+        channel.put(f"{key}/decision", decision.to_bytes(), is_first=not is_failure)
         if is_failure:
-            channel.put(f"{key}/decision/last", decision)
+            channel.put(f"{key}/decision/last", decision.to_bytes())
     except LaunchError as error:
         _log.error("the decision on %s could not be sent: %s", key, error)
 

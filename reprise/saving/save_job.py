@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from reprise.commit import finish, messages
-from reprise.commit.attempt import Attempt, Copying, SharedCommitState, Successor
+from reprise.commit.attempt import Attempt, SharedCommitState, Successor
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
-from reprise.commit.file_exchange import FileExchange
+from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.inventory import Inventory
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
-from reprise.format.manifest import Written
+from reprise.format.manifest import TensorEntry, Written
 from reprise.policy import Retention
 from reprise.saving.column_sharing import LocalRanks, Sharing
 from reprise.saving.plan import Plan
@@ -34,14 +34,6 @@ from reprise.storage.shared_folder import require_mark, sees_mark, unchanged
 from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSaves:
-    """What the leaders keep between saves into folders of their own: the JSON files sent, and the copies."""
-
-    exchange: FileExchange
-    copying: Copying
 
 
 @dataclass(slots=True)
@@ -79,6 +71,7 @@ class SaveJob:
     earlier: Sequence[tuple[int, str]] = ()
     committed_at: float | None = None
     inventory: Inventory = field(init=False)
+    _is_durable: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.plan.layout, self.plan.live)
@@ -116,24 +109,10 @@ class SaveJob:
                 job has taken the folder over meanwhile.
         """
         attempt, local = self.attempt, self.local
-        exchange, copying = (None, None) if local is None else (local.exchange, local.copying)
-        commit = TwoPhaseCommit(self.channel, attempt, self.inventory, self.shared, exchange=exchange, copying=copying)
-        is_durable = False
+        arguments = (self.channel, attempt, self.inventory, self.shared, self)
+        commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
-            with commit.failing_on_error():
-                commit.wrote(self.write(attempt.partial))
-            commit.vote()
-            with commit.failing_on_error():
-                if commit.is_to_prepare:
-                    self._prepare(commit)
-                    commit.prepared()
-            commit.decide()
-            with commit.failing_on_error():
-                if commit.may_rename:
-                    is_durable = finish.rename(attempt)
-                    commit.renamed()
-            commit.broadcast()
-            commit.end()
+            commit.run()
             self.committed_at = time.perf_counter()
         except BaseException as error:
             self.local_ranks.drop()
@@ -145,7 +124,7 @@ class SaveJob:
         finally:
             self._remove_earlier(with_messages=commit.has_all_reports)
             self._remove_discarded()
-        if is_durable:  # on leaders alone
+        if self._is_durable:  # on leaders alone
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
@@ -153,9 +132,9 @@ class SaveJob:
                 for path in attempt.folder.superseded():
                     self._remove(path)
 
-    def write(self, partial: Path) -> Written:
+    def write(self) -> Written:
         """Write this rank's part, and make sure that it lies in the folder of its host's leader."""
-        attempt = self.attempt
+        attempt, partial = self.attempt, self.attempt.partial
         with contextlib.ExitStack() as checks:
             if not self._leads:
                 require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
@@ -227,25 +206,21 @@ class SaveJob:
                 files.remove_tree(partial)
             raise
 
-    def _prepare(self, commit: TwoPhaseCommit) -> None:
-        """Make all files of this host's folder durable. Leaders only."""
-        documents, aliases = self.contents.documents, self.contents.aliases
+    def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
+        """Return the JSON files of the checkpoint."""
+        return finish.json_files(
+            self.attempt, tensors, documents=self.contents.documents, aliases=self.contents.aliases
+        )
+
+    def prepare(self, files: Mapping[str, bytes]) -> None:
+        """Make all files of this host's folder durable."""
         if self._is_marked:
             _remove_mark(self.attempt)
-        if self.channel.coordinates:
-            is_local = self.local is not None
-            files = finish.json_files(
-                self.attempt, commit.pieces(), documents=documents, aliases=aliases, is_local=is_local
-            )
-            commit.send(files)
-        else:
-            files = commit.receive()
-        finish.prepare(self.attempt, finish.of_host(files, self._host), lock=self.lock)
+        finish.prepare(self.attempt, files, lock=self.lock)
 
-    @property
-    def _host(self) -> int:
-        """Return the number of this rank's host."""
-        return self.attempt.hosts.number_of(self.channel.rank)
+    def rename(self) -> None:
+        """Rename this host's folder to the checkpoint that it becomes."""
+        self._is_durable = finish.rename(self.attempt)
 
     @property
     def _leads(self) -> bool:

@@ -137,7 +137,8 @@ def _write(
         files.make_folder(partial)
         pieces = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        json_files = finish.json_files(attempt, [pieces], documents=documents, aliases=aliases)
+        tensors = finish.tensors_of(attempt, [pieces])
+        json_files = finish.json_files(attempt, tensors, documents=documents, aliases=aliases)
         finish.prepare(attempt, json_files, lock=lock)
         finish.rename(attempt)
     finally:

@@ -20,6 +20,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts import Hosts
+from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
 from reprise.format.host_file import HostFile, attempt_of
@@ -31,7 +32,7 @@ from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
 from reprise.saving.replica_digests import ReplicaDigests
-from reprise.saving.save_job import LocalSaves, SaveJob
+from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -379,7 +380,7 @@ class SimulatedJob(SaveJob):
             attempted=attempted,
         )
 
-    def write(self, partial: Path) -> Written:
+    def write(self) -> Written:
         assert self.attempted is not None
         return self.attempted.write(self.number)
 

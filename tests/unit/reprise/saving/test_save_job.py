@@ -15,10 +15,10 @@ from reprise.commit.attempt import Attempt
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts import Hosts
+from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.host_file import attempt_of
 from reprise.policy import Retention, SavePolicy
-from reprise.saving.save_job import LocalSaves
 from reprise.storage.files import Files
 from tests.fakes import all_ranks
 from tests.unit.reprise.commit.test_protocol import contents

@@ -1,0 +1,131 @@
+"""The commit of a save into a folder of each host: all folders are prepared first, then renamed, rank 0's before all.
+
+Rank 0 sends the other leaders all JSON files, and waits until every folder is prepared; its decision lets them rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from reprise.commit import commit_state
+from reprise.commit.attempt import Attempt, Copying, SharedCommitState
+from reprise.commit.channel import StoreChannel
+from reprise.commit.commit_state import Action, Event
+from reprise.commit.file_exchange import FileExchange
+from reprise.commit.inventory import Inventory
+from reprise.commit.messages import Answer, DecisionMessage
+from reprise.commit.protocol import Steps, TwoPhaseCommit
+from reprise.format import host_file, manifest
+from reprise.format.host_file import HostFile
+from reprise.format.manifest import TensorEntry
+from reprise.format.names import HOST, MANIFEST
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSaves:
+    """What the leaders keep between saves into folders of their own: the JSON files sent, and the copies."""
+
+    exchange: FileExchange
+    copying: Copying
+
+
+class HostsCommit(TwoPhaseCommit):
+    """One rank's side of the commit of one attempt into a folder of each host; see `TwoPhaseCommit`."""
+
+    def __init__(
+        self,
+        channel: StoreChannel,
+        attempt: Attempt,
+        inventory: Inventory,
+        shared: SharedCommitState,
+        steps: Steps,
+        *,
+        local: LocalSaves,
+    ) -> None:
+        super().__init__(channel, attempt, inventory, shared, steps)
+        self._exchange, self._copying = local.exchange, local.copying
+        self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
+        self._order = b""
+        self._actions |= {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}
+
+    def run(self) -> None:
+        """Make the checkpoint, and begin its copies; see `TwoPhaseCommit.run`."""
+        super().run()
+        if self._channel.rank in self._attempt.hosts.leaders:
+            self._copying.committed(self._attempt, self._order)
+
+    def _await_decision(self) -> Event:
+        """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
+        if self._shared.current.stage is commit_state.CommitStage.AWAITING and self._shared.current.leads:
+            keys = [f"{self._key}/files", f"{self._key}/decision"]
+            if self._channel.await_any(keys, sender=self._coordinator, check=_go_on) == keys[0]:
+                return commit_state.AskedToPrepare()
+        return super()._await_decision()
+
+    def _prepare(self) -> Event:
+        if self._channel.coordinates:
+            tensors = self._tensors()
+            files = self._with_host_file(tensors, self._steps.json_files(tensors))
+            if len(self._attempt.hosts.leaders) > 1:
+                self._channel.put(f"{self._key}/files", self._exchange.pack(files))
+        else:
+            files = self._exchange.unpack(self._channel.read(f"{self._key}/files", sender=self._coordinator))
+        self._steps.prepare(of_host(files, self._attempt.hosts.number_of(self._channel.rank)))
+        return commit_state.ReadyToRename()
+
+    def _answer(self) -> Event:
+        problem = self._shared.current.problem
+        status = b"" if problem is not None else self._copying.status(self._attempt.iteration)
+        answer = Answer(problem, status.decode())
+        self._channel.put(f"{self._key}/prepared/{self._channel.rank}", answer.to_bytes())
+        return commit_state.AnswerStored()
+
+    def _await_leader(self) -> Event:
+        """Wait for the answer of a leader whose answer is not in."""
+        leader = min(self._shared.current.unprepared)
+        data = self._channel.take(f"{self._key}/prepared/{leader}", sender=f"rank {leader}")
+        answer = Answer.from_bytes(data)
+        self._statuses[leader] = answer.status.encode()
+        return commit_state.AnswerArrived(leader, answer.problem)
+
+    def _rename(self) -> Event:
+        if self._channel.coordinates:
+            self._exchange.delivered(was_taken=True)
+        return super()._rename()
+
+    def _decided(self, decision: DecisionMessage) -> Event:
+        self._order = decision.copies.encode()
+        return super()._decided(decision)
+
+    def _decision(self) -> DecisionMessage:
+        decision = super()._decision()
+        if decision.problem is None:
+            self._statuses[self._channel.rank] = self._copying.status(self._attempt.iteration)
+            self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
+        return replace(decision, copies=self._order.decode())
+
+    def _with_host_file(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the JSON files with `host.json` after them, as rank 0's host has it."""
+        attempt = self._attempt
+        written = self._pieces()
+        pieces = {
+            number: [piece for rank in ranks for piece in written[rank]]
+            for number, ranks in enumerate(attempt.hosts.ranks)
+        }
+        itemsizes = {name: place.spec.dtype.itemsize for name, place in attempt.layout.places.items()}
+        writers = host_file.writers_of(tensors, itemsizes, pieces)
+        digest = manifest.digest_of(files[MANIFEST])
+        return {**files, HOST: HostFile(attempt.name, digest, 0, attempt.hosts.names, writers, {}).to_bytes()}
+
+
+def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
+    """Return rank 0's JSON files as the host with this number has them: `host.json` lists the pieces of its ranks."""
+    record = host_file.from_bytes(files[HOST], where=HOST)
+    record = replace(record, host=host, held=record.written_by(host))
+    names = {name: host_file.stored_name(name, is_whole=record.is_whole) for name in files}
+    return {names[name]: data for name, data in {**files, HOST: record.to_bytes()}.items()}
+
+
+def _go_on() -> None:
+    """Let a wait go on."""
