@@ -184,6 +184,6 @@ def test_an_export_names_a_new_schedule(tmp_path: Path, monkeypatch: pytest.Monk
     schedule = {**dict(checkpoint.state["schedule"]), "style": "triangle"}
     write = FORMATS["megatron"].write
     assert write is not None
-    with pytest.raises(AssertionError, match=r"DecayStyle\.triangle"):
+    with pytest.raises(MismatchError, match=r"found schedule\.lr_decay_style=triangle"):
         write(replace(checkpoint, state={**checkpoint.state, "schedule": schedule}), tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()

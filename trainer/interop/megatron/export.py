@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -39,6 +39,12 @@ _log = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 _SHARDING = "fully_reshardable"
 _MASTERS = "param"  # the optimizer's copy of a weight, in this form of sharding
+_DECAY_STYLES = {
+    DecayStyle.cosine: "cosine",
+    DecayStyle.linear: "linear",
+    DecayStyle.constant: "constant",
+    DecayStyle.wsd: "WSD",
+}
 _SCALED_FROM = (1.0, 4.0, 8192)  # constants of Megatron's rotary scaling
 # Modules with a state besides tensors; it is empty, but `load` asks for it.
 _EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -68,6 +74,13 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     adam = saved_adam(checkpoint, source.model, to="Megatron") if source.has_optimizer else None
     where = checkpoint.path / STATE
     schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
+    if schedule.style not in _DECAY_STYLES:
+        raise MismatchError(
+            "Megatron has no learning-rate schedule of this form",
+            where=where,
+            expected=f"schedule.lr_decay_style={' or '.join(style.value for style in _DECAY_STYLES)}",
+            found=f"schedule.lr_decay_style={schedule.style.value}",
+        )
     counters = saved_counters(checkpoint)
     steps = _steps(source, adam) if adam is not None else 0.0
     common = _common(source.model, adam, schedule, counters, steps)
@@ -205,7 +218,7 @@ def _common(
         "min_lr": schedule.min_lr,
         "lr_warmup_steps": round(schedule.warmup * in_samples),
         "lr_decay_steps": round(schedule.decay * in_samples),
-        "lr_decay_style": _decay_style(schedule.style),
+        "lr_decay_style": _DECAY_STYLES[schedule.style],
         "num_steps": samples,
         "start_wd": adam.weight_decay,
         "end_wd": adam.weight_decay,
@@ -213,16 +226,6 @@ def _common(
         "wd_incr_style": "constant",
     }
     return found
-
-
-def _decay_style(style: DecayStyle) -> str:
-    """Return Megatron's name of a decay."""
-    match style:
-        case DecayStyle.cosine | DecayStyle.linear | DecayStyle.constant:
-            return str(style.value)
-        case DecayStyle.wsd:
-            return "WSD"
-    assert_never(style)
 
 
 def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
