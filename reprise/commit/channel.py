@@ -124,6 +124,21 @@ class StoreChannel:
         if echo != value and (is_first or not echo):
             raise self._lost(key, None)
 
+    def publish(self, key: str, data: bytes) -> None:
+        """Store a small `data` under `key` in place of what is there, and make sure that it is stored.
+
+        Raises:
+            LaunchError: if the store does not hold it.
+        """
+        value = _SMALL + data
+        try:
+            self._store.set(key, value)  # type: ignore[arg-type]
+            echo = self._store.compare_set(key, value, value)  # type: ignore[arg-type]
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+        if echo != value:
+            raise self._lost(key, None)
+
     def read(self, key: str, *, sender: str = "a peer") -> bytes:
         """Wait for `key` and return its data.
 

@@ -176,7 +176,7 @@ class _Heartbeat:
         """
         if self._looks % self._looks_per_beat == 0:
             self._beats += 1
-            self._channel.put(f"heartbeat/{self._channel.rank}", str(self._beats).encode())
+            self._channel.publish(f"heartbeat/{self._channel.rank}", str(self._beats).encode())
             beat = self._read()
             if beat != self._seen:
                 self._seen, self._seen_at = beat, self._looks

@@ -55,6 +55,18 @@ def test_the_first_message_or_a_raising_check_ends_the_wait() -> None:
     assert all_ranks(2, call, store=tcp_store) == ["b", "b"]
 
 
+def test_what_is_published_again_replaces_the_first() -> None:
+    def call(channel: StoreChannel) -> bytes:
+        if channel.rank == 0:
+            for count in range(3):
+                channel.publish("heartbeat", b"%d" % count)
+            channel.put("done", b"")
+        channel.read("done")
+        return channel.read("heartbeat")
+
+    assert all_ranks(2, call, store=tcp_store) == [b"2", b"2"]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gather_gives_rank_0_everything_in_order_of_rank(world_size: int) -> None:
     def call(channel: StoreChannel) -> list[bytes]:
