@@ -21,6 +21,7 @@ import trainer.config.options as command
 from models.families import parameter_count
 from reprise.errors import ConfigError
 from reprise.savers import SavePolicy
+from tests.harness import DEADLINE_S
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate
 from trainer.config.derived import length_of, topology_of
@@ -72,7 +73,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder of its own."""
     environment = {**os.environ, "PYTHONPATH": str(command.CONFIGS.parent), "OMP_NUM_THREADS": "1"}
     process = [sys.executable, "-m", "trainer", *arguments]
-    return subprocess.run(process, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(process, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import DEADLINE_S
 from tests.interop.deepspeed_build import COMMAND, FOLDER, built_extensions
 
 # Builds as torch does: it takes `lock`, then waits for its standard input to end, then leaves what was built.
@@ -53,7 +54,7 @@ def test_a_killed_build_does_not_block_the_next_one(tmp_path: Path) -> None:
     killed.wait()
     assert (tmp_path / "op/lock").exists()
     with session(tmp_path) as other:
-        out, _ = other.communicate("", timeout=60)
+        out, _ = other.communicate("", timeout=DEADLINE_S)
     assert (other.returncode, out) == (0, "building\nbuilt\n")
     assert (tmp_path / "op/op.so").read_text() == "built\n"
     assert not (tmp_path / "op/lock").exists()
@@ -66,8 +67,8 @@ def test_two_sessions_do_not_build_at_once(tmp_path: Path) -> None:
         with session(tmp_path) as second:
             assert second.stdin is not None
             second.stdin.close()  # it would build at once, and fail on the first one's `lock`
-            first.communicate("", timeout=60)
-            second.wait(timeout=60)
+            first.communicate("", timeout=DEADLINE_S)
+            second.wait(timeout=DEADLINE_S)
     assert (first.returncode, second.returncode) == (0, 0)
     assert (tmp_path / "op/op.so").read_text() == "built\nbuilt\n"
 

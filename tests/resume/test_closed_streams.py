@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import TINY, all_files, curve
+from tests.harness import DEADLINE_S, TINY, all_files, curve
 from trainer.config.options import CONFIGS
 
 ARGUMENTS = ("run.dir=run", "model=gpt2_tiny", *TINY, "train.train_iters=2", "schedule.lr_warmup_iters=1")
@@ -24,7 +24,7 @@ def run(folder: Path, closing: str, *arguments: str) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
 
 

@@ -21,7 +21,7 @@ ELSEWHERE = {"ATEN_CPU_CAPABILITY": "default"}
 HERE = torch.backends.cpu.get_cpu_capability()
 BASE = ["model=gpt2_tiny", *TINY, "train.threads=1", "parallel.invariant_ranks=2", "schedule.lr_decay_iters=20"]
 ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 pytestmark = pytest.mark.skipif(HERE == "DEFAULT", reason="needs a processor with kernels of its own")
 

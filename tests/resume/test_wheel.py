@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 import reprise
 from tests import ROOT
+from tests.harness import DEADLINE_S
 
 FEW = ["train.train_iters=2", "train.eval_interval=0", "checkpoint.save_interval=1", "data.cache=cache"]
 TRAIN = ["train", "experiment=demo", *FEW]
@@ -52,7 +53,7 @@ def call(
     """Run a program in a folder, with nothing of this checkout on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     environment |= variables or {}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

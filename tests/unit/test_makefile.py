@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.harness import DEADLINE_S
 
 OLD = "exit 1"  # as a Python before 3.11 answers, or pyenv's name for a version that is switched off
 
@@ -57,7 +58,7 @@ def make(project: Path, *arguments: str, programs: Path | None = None) -> subpro
         cwd=project,
         env=environment,
         capture_output=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         text=True,
     )
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 import trainer.__main__
 from tests import ROOT
-from tests.harness import TINY
+from tests.harness import DEADLINE_S, TINY
 
 HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", "transformers", "safetensors"}
 
@@ -85,7 +85,7 @@ def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None
         f"run.dir={tmp_path}",
     ]
     command = [sys.executable, "-c", _TRAIN, "model=gpt2_tiny", *overrides]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     imported = set(ended.stdout.splitlines()[-1].split())
     assert "trainer.training.loop" in imported
     assert imported & OF_OTHER_RUNS == set()
@@ -113,7 +113,7 @@ def imports_of(*command: str) -> set[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     )
     return {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}

@@ -13,6 +13,7 @@ import pytest
 import trainer.__main__
 from reprise import __version__
 from tests import ROOT
+from tests.harness import DEADLINE_S
 from trainer.commands.main import COMMANDS, Command, main
 
 ARGPARSE = sorted(set(COMMANDS) - {"train"})
@@ -21,7 +22,7 @@ ARGPARSE = sorted(set(COMMANDS) - {"train"})
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a process of its own."""
     process = [sys.executable, "-m", "reprise", *words]
-    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 class Interrupting:
@@ -177,5 +178,5 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> No
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
-        _, err = process.communicate("", timeout=60)
+        _, err = process.communicate("", timeout=DEADLINE_S)
     assert (process.returncode, err) == (0, "")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import ConfigError, LaunchError
+from tests.harness import DEADLINE_S
 from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.config.compose import compose
 from trainer.config.options import CONFIGS, keys
@@ -278,7 +279,7 @@ def test_the_least_memory_of_a_host_counts_light_saves() -> None:
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(CONFIGS.parent), **variables}
     command = [sys.executable, "-m", "trainer", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

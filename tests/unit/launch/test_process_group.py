@@ -11,6 +11,7 @@ import pytest
 
 from reprise.errors import LaunchError
 from tests import ROOT
+from tests.harness import DEADLINE_S
 from trainer.launch import process_group as launch
 
 _FAULTS = """
@@ -45,7 +46,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
 
 def _faults(*, starts: bool) -> int:
     command = [sys.executable, "-c", _FAULTS.replace("STARTS", str(starts))]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     return int(ended.stdout)
 
 
@@ -69,7 +70,7 @@ def test_a_process_computes_with_the_threads_it_is_given(fixed: int, text: str |
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     assert ended.returncode == 0, ended.stderr
     recorded, used, cores = json.loads(ended.stdout)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import DEADLINE_S
 from trainer.launch.start_times import Phase, StartTimes, since_boot, started_at
 
 
@@ -97,7 +98,9 @@ print(since_boot(), *times.seconds().values())
 def test_a_process_counts_from_its_start_and_that_of_its_parent() -> None:
     parent, before = started_at(os.getpid()), since_boot()
     assert parent is not None
-    printed = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=60, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
     now, total, torchrun, imports, *rest = map(float, printed.stdout.split())
     assert 0 < imports <= now - before + 0.02
     assert torchrun == pytest.approx(before - parent, abs=now - before + 0.02)

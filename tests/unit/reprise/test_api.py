@@ -18,6 +18,7 @@ import reprise
 from reprise import load, save
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from tests import ROOT
+from tests.harness import DEADLINE_S
 
 Maker = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Maker] = {
@@ -367,7 +368,9 @@ def test_a_url_is_no_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_completion_lists_the_public_names_without_torch() -> None:
     code = "import sys, reprise as c; assert 'torch' not in sys.modules; print(dir(c) == sorted(['list', *c.__all__]))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 

@@ -19,6 +19,7 @@ from reprise.storage import files as files_module
 from reprise.storage.files import Files, cannot_write, describe_free_space
 from tests import ROOT
 from tests.fakes import FailingFiles
+from tests.harness import DEADLINE_S
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -242,7 +243,7 @@ def test_a_file_system_without_inodes_is_not_called_full(tmp_path: Path) -> None
         pytest.skip(f"no mount namespaces can be made here: {error}")
     ended = subprocess.run(
         [*command, script, "bash", str(tmp_path), _FULL_OF_FILES],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     )  # fmt: skip
     full, saved, looked = ended.stdout.splitlines()
     assert full == "No space left on device"

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from tests import ROOT
+from tests.harness import DEADLINE_S
 
 
 def test_local_saves_are_measured_and_leave_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.local", "small", "--rounds", "1"]
     command += ["--local", str(tmp_path), "--shared", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     found = dict(re.findall(r"^(\S.*?)  +(\d+\.\d{4})  ", ended.stdout, re.MULTILINE))
     assert float(found["iteration of 256 tokens with a local save / without"]) > 0
     assert float(found["load, local / shared"]) > 0
