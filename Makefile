@@ -4,9 +4,9 @@ PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Many tests mostly wait for processes: pytest-xdist deals their files out to three, the longest by tests/times.json
-# first, so that all end together on files of many short tests.
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# Many tests mostly wait for processes: pytest-xdist deals their files out to three, or four of the slow ones, which wait
+# most. The longest by tests/times.json come first, so that all end together on files of many short tests.
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 
 # Tests and benchmarks start many processes, which read the bytecode that the first of them wrote.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,11 +41,11 @@ demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not soak" --durations=10 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not slow and not soak" --durations=10 -n 3 $(SIDE_BY_SIDE)
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not soak" --durations=10 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "slow and not soak" --durations=10 -n 4 $(SIDE_BY_SIDE)
 
 # The newest release. It asks for Python 3.12, though its part that the tests run needs 3.11; so it has a folder of its
 # own, beside the older release that constraints.txt names.

@@ -266,6 +266,7 @@ OF_NO_MODULE = {
     "tests.unit.models.test_alignment": "layers with operands anywhere in memory",
     "tests.unit.models.test_dropout": "dropout in every family",
     "tests.unit.models.test_models": "every family against transformers",
+    "tests.unit.test_hooks": ".pre-commit-config.yaml",
     "tests.unit.test_makefile": "the Makefile",
     "tests.unit.test_startup": "the imports of the commands",
 }
