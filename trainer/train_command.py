@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,6 @@ from trainer.run.memory_needs import out_of_memory, require_host_memory, require
 if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
-    from trainer.metrics.run_log import RunLog
     from trainer.run.build import Run
 
 _log = logging.getLogger(__name__)
@@ -160,20 +160,24 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         run = build(config, cluster, data=data, saves=saves, signals=signals, times=times, environment_keys=keys)
         times.end(Phase.build)
         run = fill(run, start)
-        for log in run.logs:
-            stack.enter_context(_opened(log, run, resolved.text, began_elsewhere=start.began_elsewhere))
+        run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
         times.end(Phase.load)
         train(run)
 
 
 @contextmanager
-def _opened(log: RunLog, run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[None]:
-    """Open the log of a run, and close it at the end; after an error, remove the progress bar."""
-    progress, log.train_iters = run.state.progress, run.train_iters
-    owes = progress.owes_evaluation
+def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Run]:
+    """Yield a run with its open log, on rank 0. It is closed at the end; an error only removes the progress bar."""
+    from trainer.run.build import build_log
+
+    if run.cluster.rank != 0:
+        yield run
+        return
+    log, progress = build_log(run), run.state.progress
+    owes_evaluation = progress.owes_evaluation
     try:
-        log.open(progress.iteration, config_text, owes_evaluation=owes, began_elsewhere=began_elsewhere)
-        yield
+        log.open(progress.iteration, config_text, owes_evaluation=owes_evaluation, began_elsewhere=began_elsewhere)
+        yield replace(run, logs=(log,))
     except BaseException:
         log.close_bar()
         raise

@@ -45,8 +45,6 @@ def _train_and_digest(arguments: list[str]) -> None:
     cluster = launch.start("cpu", deterministic=False)
     run = built(config, cluster)
     run = filled(run)
-    for log in run.logs:
-        log.open(0, "")
     train(run)
     replicated = {
         name: digest_of(memory_of(parameter.detach()))

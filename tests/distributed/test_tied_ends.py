@@ -50,8 +50,6 @@ def _train_and_digest(arguments: list[str]) -> None:
     cluster = launch.start("cpu", deterministic=False)
     run = built(config, cluster)
     run = filled(run)
-    for log in run.logs:
-        log.open(run.state.progress.iteration, "")
     train(run)
     found = [
         (
@@ -66,8 +64,6 @@ def _train_and_digest(arguments: list[str]) -> None:
     ]
     Path(f"{output}.{cluster.rank}").write_text(json.dumps(found))
     run.saves.close()
-    for log in run.logs:
-        log.close()
     launch.shutdown(cluster)
 
 

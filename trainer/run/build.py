@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,10 +49,13 @@ from trainer.schedules.lr import Schedule, resolve
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    What its source says of a run (schedule, data, description) is in a copy with other fields; `start.fill` returns it.
-    `logs` has the log of rank 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
-    empty if the run has no tokenizer or saves nothing.
-    `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+    It never changes. What the source of its tensors says of it (schedule, data, description) is in the copy that
+    `start.fill` returns.
+
+    Args:
+        tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
+        saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+        logs: the log of rank 0 once it is open.
     """
 
     config: Config
@@ -66,14 +69,14 @@ class Run:
     sampler: Sampler | None
     saves: Saves
     restorer: Restorer
-    logs: tuple[RunLog, ...]
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
     saved_config: Json
     own_time: OwnTime
     profiler: Profiler
-    start_times: StartTimes = field(default_factory=StartTimes)
+    start_times: StartTimes
+    logs: tuple[RunLog, ...] = ()
 
     @property
     def train_iters(self) -> int:
@@ -125,7 +128,6 @@ def build(
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
-        logs=(_build_log(config, cluster),) if cluster.rank == 0 else (),
         control=_build_control(config, cluster, signals),
         description=_describe(config, schedule, topology, data, environment),
         tokenizer=_read_tokenizer(config, cluster),
@@ -242,13 +244,14 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
     return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
 
 
-def _build_log(config: Config, cluster: Cluster) -> RunLog:
-    device = cluster.device
-    peak = peak_flops(device_name(device))
+def build_log(run: Run) -> RunLog:
+    """Return the log of a run that is filled, on rank 0."""
+    config, cluster = run.config, run.cluster
+    peak = peak_flops(device_name(cluster.device))
     flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
-        train_iters=length_of(config.train).iters,
+        train_iters=run.train_iters,
         log_interval=config.logging.log_interval,
         sinks=sink_names(config.logging),
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
