@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.adapters import is_adapted
-from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.files import Files, Patience, cannot_write, failed_read
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
-from reprise.reading import FRESH, Lineage, LoadSource, open_checkpoint, saved_lineage
+from reprise.reading import FRESH, Lineage, LoadSource
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
@@ -27,10 +27,13 @@ from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.run.saves import Saves
-from trainer.start.identity import find_lineage
+from trainer.start.identity import find_lineage, saved_lineages
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
 
 _log = logging.getLogger(__name__)
+
+# The kind of source of a run that resumes from its own checkpoints although its command names another beginning.
+_OWN = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,6 @@ class Start:
         is_restarted: whether a launcher has restarted the launch after it saved checkpoints of its own.
         began_elsewhere: whether the iterations until now may be those of another run, so that this one has no records
             of them.
-        is_own: whether the source has the checkpoints of this run.
         keeps_weights: whether the weights that were saved before are those of this run.
     """
 
@@ -57,7 +59,6 @@ class Start:
     launch: Launch
     is_restarted: bool
     began_elsewhere: bool
-    is_own: bool
     keeps_weights: bool
 
 
@@ -80,12 +81,17 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
             ) from error
 
     choice: Json = cluster.channel.from_first("start", choose)
-    goes_on = choice == _OWN
+    goes_on = choice.get("kind") == _OWN
     if goes_on:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
     is_own = bool(choice) and (goes_on or section.load == "auto")
-    source = _source(config, choice, section, lineage if is_own else None)
+    source: TensorSource = InitialValues()
+    if choice.get("kind") in (_OWN, "checkpoint"):
+        folder = LoadSource(Path(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
+        source = Checkpoints(folder, is_own)
+    elif choice:
+        source = weights_of(choice)
     if not isinstance(source, Checkpoints):
         require_batches(config, cluster.world_size, 0)
     return Start(
@@ -95,13 +101,8 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         launch,
         is_restarted,
         began_elsewhere=section.load != "auto" and (section.finetune if not choice else not goes_on),
-        is_own=is_own,
         keeps_weights=_keeps_weights(config, source, section),
     )
-
-
-# The decision that a run resumes from its own checkpoints although its command names another beginning.
-_OWN: Json = {"kind": "own"}
 
 
 def named_source(path: Path, *, with_weights: bool = True) -> Json:
@@ -169,17 +170,6 @@ def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start,
                 raise cannot_write(folder, error, another=terms.SAVE.another) from error
 
 
-def _source(config: Config, choice: Json, section: CheckpointSection, lineage: Lineage | None) -> TensorSource:
-    if not choice:
-        return InitialValues()
-    run_folder = save_folder(config.checkpoint)
-    path = Path(choice["path"]) if "path" in choice else run_folder
-    assert path is not None
-    if choice["kind"] in {kind.value for kind in WeightsKind}:
-        return weights_of(choice)
-    return Checkpoints(LoadSource(path, section.ckpt_step, terms.LOAD, lineage), is_own=lineage is not None)
-
-
 def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
     run_folder = save_folder(config.checkpoint)
     if run_folder is None or not isinstance(source, Checkpoints) or section.finetune:
@@ -200,7 +190,7 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
     run_folder = save_folder(section)
     if is_restarted:
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return _OWN
+        return {"kind": _OWN, "path": str(run_folder)}
     if section.load == "none":
         return {}
     committed = saves.iterations()
@@ -213,7 +203,7 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         is_inside = run_folder is not None and run_folder.resolve() in (path.resolve(), *path.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")
-            return _OWN
+            return {"kind": _OWN, "path": str(run_folder)}
         if is_adapted(config.model) and section.base is None:
             return {}  # the base, which is loaded for itself: the adapters begin
         return named_source(Path(section.load), with_weights=not is_adapted(config.model))
@@ -242,33 +232,16 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
         return False
     shared = saves.shared
     if committed:
-        return shared is not None and sorted(committed) == _given_up(shared, lineage)
+        saved = () if shared is None else saved_lineages(shared)
+        given_up = [
+            number for number, branch in saved if branch.run == lineage.run and not lineage.admits(branch, number)
+        ]
+        return sorted(committed) == sorted(given_up)
     if shared is not None and shared.tracker() is not None:  # a fresh start removes it first
         return False
     abandoned = {iteration for target in saves for iteration in target.superseded()}
     last_saved = last_saved_iteration(Path(config.run.dir) / "metrics.jsonl")
     return last_saved is not None and last_saved in abandoned  # else its lines are those of the fresh start
-
-
-def _given_up(folder: CheckpointFolder, lineage: Lineage) -> list[int]:
-    """Return the committed iterations of branches that the run has given up, in ascending order.
-
-    Raises:
-        UnreadableError: if one cannot be read at the moment.
-    """
-    iterations = []
-    for iteration in folder.committed():
-        path = folder.iteration(iteration)
-        try:
-            saved = saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
-        except UnreadableError:
-            raise
-        except TrainerError as error:  # damaged: it does not say which branch it is of
-            _log.debug("%s tells no lineage: %s", path, error)
-            continue
-        if saved.run == lineage.run and not lineage.admits(saved, iteration):
-            iterations.append(iteration)
-    return iterations
 
 
 def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:

@@ -53,7 +53,7 @@ def fill(run: Run, start: Start) -> Run:
     _rebind(run)
     is_first = isinstance(start.source, InitialValues) and not start.section.finetune
     began_at = -1 if is_first else run.state.progress.iteration
-    run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.is_own)
+    run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.source.is_own)
     for target in run.saves:
         target.rewind(began_at, is_own=start.keeps_weights)
     note_beginning(run.config, run.cluster, run.saves, start, began_at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -223,17 +223,24 @@ def _read(path: Path) -> Lineage:
     return Lineage()
 
 
-def _newest_saved(folder: CheckpointFolder) -> Lineage:
-    """Return the lineage in the newest checkpoint of a folder that can be opened."""
+def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
+    """Yield the committed iterations of a folder and the lineages in them, newest first; a damaged one tells none.
+
+    Raises:
+        UnreadableError: if one cannot be read at the moment.
+    """
     for iteration in reversed(folder.committed()):
         path = folder.iteration(iteration)
         try:
-            return saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
+            yield iteration, saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
         except UnreadableError:
             raise
         except TrainerError as error:  # the load says more
             _log.debug("%s tells no lineage: %s", path, error)
-    return Lineage()
+
+
+def _newest_saved(folder: CheckpointFolder) -> Lineage:
+    return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
 
 
 def _write(folder: Path, lineage: Lineage, another: str = RUN.another) -> None:

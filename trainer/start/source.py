@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from models import families
 from models.adapters import adapter_initial_values, is_adapted
@@ -65,7 +65,14 @@ class Filled:
 
 
 class TensorSource(Protocol):
-    """A source of tensors."""
+    """A source of tensors.
+
+    Attributes:
+        is_own: whether it has the checkpoints of this run.
+    """
+
+    @property
+    def is_own(self) -> bool: ...
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part of a run. Collective.
@@ -77,6 +84,8 @@ class TensorSource(Protocol):
 
 class InitialValues:
     """The initial values of a new run."""
+
+    is_own = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the initial values of `train.seed`."""
@@ -94,6 +103,7 @@ class Weights:
 
     path: Path
     kind: WeightsKind
+    is_own: ClassVar[bool] = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32."""

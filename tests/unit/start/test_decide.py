@@ -44,7 +44,7 @@ def trained(run: Path, *overrides: str) -> Path:
 def test_a_new_run_begins_from_initial_values(tmp_path: Path) -> None:
     start = started(config_in(tmp_path / "run"))
     assert isinstance(start.source, InitialValues)
-    assert not start.is_own
+    assert not start.source.is_own
     assert not start.began_elsewhere
     assert not start.keeps_weights
 
@@ -72,7 +72,7 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     start = started(config_in(tmp_path / "run", *beginning))
     assert isinstance(start.source, Checkpoints)
     assert (start.source.source.path, start.source.source.iteration) == (folder, None)
-    assert start.is_own
+    assert start.source.is_own
     assert not start.began_elsewhere
     assert not start.section.finetune
 
