@@ -27,7 +27,7 @@ from trainer.config.compose import compose as compose
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.build import Run, build
-from trainer.run.run_data import open_data
+from trainer.run.inputs import open_inputs
 from trainer.run.saves import build_saves
 from trainer.start.decide import decide
 from trainer.start.fill import fill
@@ -299,7 +299,7 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
 def built(config: Config, cluster: Cluster) -> Run:
     """Return the run of a configuration before its tensors are filled."""
-    return build(config, cluster, data=open_data(config, cluster), saves=build_saves(config, cluster))
+    return build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster))
 
 
 def filled(run: Run) -> Run:

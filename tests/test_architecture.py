@@ -93,6 +93,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.run.saves",
         "trainer.training.step",
     ),
+    ("trainer.run.inputs",),
     ("trainer.run.build", "trainer.run.dry_run"),
     ("trainer.run.fitting", "trainer.start.identity"),
     ("trainer.interop",),

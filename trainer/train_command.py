@@ -134,7 +134,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
     from trainer.run.build import build
-    from trainer.run.run_data import open_data
+    from trainer.run.inputs import open_inputs
     from trainer.run.saves import build_saves
     from trainer.start.decide import decide
     from trainer.start.fill import fill
@@ -148,7 +148,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         total_bytes = memory_bytes(cluster.device)
         where = str(cluster.device)
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
-    data = open_data(config, cluster)
+    inputs = open_inputs(config, cluster)
     times.end(Phase.data)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with ExitStack() as stack:
@@ -157,7 +157,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         start = decide(config, cluster, saves)
         times.end(Phase.load)
         keys = resolved.environment_keys
-        run = build(config, cluster, data=data, saves=saves, signals=signals, times=times, environment_keys=keys)
+        run = build(config, cluster, inputs=inputs, saves=saves, signals=signals, times=times, environment_keys=keys)
         times.end(Phase.build)
         run = fill(run, start)
         run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))

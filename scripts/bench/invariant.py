@@ -46,7 +46,7 @@ from trainer.launch import process_group as launch
 from trainer.parallel import halving
 from trainer.run.build import build
 from trainer.run.dry_run import working_bytes_of
-from trainer.run.run_data import open_data
+from trainer.run.inputs import open_inputs
 from trainer.run.saves import build_saves
 from trainer.training.loop import iterate
 
@@ -225,7 +225,7 @@ def _serve(pipe: Connection, config: Config, variables: Mapping[str, str], steps
         send_and_receive(outgoing, incoming, peer, group)
 
     send_and_receive, halving._exchange = halving._exchange, exchange
-    run = build(config, cluster, data=open_data(config, cluster), saves=build_saves(config, cluster))
+    run = build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster))
     for tensor in run.state.shards(with_optimizer=False):
         tensor.local.normal_(std=_SPREAD)
     iterations = 0

@@ -24,7 +24,7 @@ import trainer.__main__
 import trainer.data.loader
 import trainer.launch.process_group
 import trainer.run.build
-import trainer.run.run_data
+import trainer.run.inputs
 import trainer.training.loop
 import trainer.training.step
 from reprise.files import Files
@@ -186,7 +186,7 @@ def _gate_group(gate: Gate) -> None:
 
 
 def _gate_data(gate: Gate) -> None:
-    _before(trainer.run.run_data, "open_data", lambda *_, **__: gate.stand())
+    _before(trainer.run.inputs, "open_data", lambda *_, **__: gate.stand())
 
 
 def _gate_build(gate: Gate) -> None:

@@ -37,7 +37,8 @@ from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import differences, settle
-from trainer.run.build import describe_alone, run_config, tokenizer_of
+from trainer.run.build import describe_alone, run_config
+from trainer.run.inputs import tokenizer_of
 from trainer.run.state import checkpoint_specs
 from trainer.schedules.progress import Progress
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,6 @@ from trainer.config.frozen import frozen_names
 from trainer.config.logging import sink_names
 from trainer.config.schema import Config
 from trainer.data.loader import BatchLoader
-from trainer.data.text import open_encoder, prompt_tokens
-from trainer.data.tokenizer_files import tokenizer_files
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
 from trainer.launch.device import device_name
@@ -36,7 +34,7 @@ from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import commit, versions
-from trainer.run.batch_loaders import build_loaders
+from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.run_data import RunData, open_data_alone
 from trainer.run.saves import Saves
@@ -91,7 +89,7 @@ def build(
     config: Config,
     cluster: Cluster,
     *,
-    data: RunData,
+    inputs: RunInputs,
     saves: Saves,
     signals: SignalHandler | None = None,
     times: StartTimes | None = None,
@@ -100,18 +98,14 @@ def build(
     """Build a run. Collective.
 
     Args:
-        data: the open data of the configuration.
+        inputs: what the configuration reads, open.
         saves: the targets of the configuration.
         signals: the signal handler; None for none.
         times: of this start; None begins now.
         environment_keys: dotted keys whose values come from the environment, which no checkpoint carries.
-
-    Raises:
-        TrainerError: if the data has not one sample, or a tokenizer cannot be read.
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    train, valid = build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
@@ -123,14 +117,14 @@ def build(
         schedule=schedule,
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
         batch_schedule=batch_schedule_of(config.train),
-        train_data=train,
-        valid_data=valid,
-        sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
+        train_data=inputs.train_data,
+        valid_data=inputs.valid_data,
+        sampler=inputs.sampler,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
         control=_build_control(config, cluster, signals),
-        description=_describe(config, schedule, topology, data, environment),
-        tokenizer=_read_tokenizer(config, cluster),
+        description=_describe(config, schedule, topology, inputs.data, environment),
+        tokenizer=inputs.tokenizer,
         saved_config=saved.without_keys(
             run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
             environment_keys,
@@ -182,46 +176,6 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
         for stage in stages
     ]
     return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen)
-
-
-def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
-    """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
-    train = config.train
-    decode: Callable[[Sequence[int]], str] = str
-
-    def tokens() -> list[int]:
-        nonlocal decode
-        encoder = open_encoder(config.data.tokenizer)
-        decode = encoder.decode
-        return list(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size))
-
-    prompt = cluster.channel.from_first("sampler", tokens)
-    return Sampler(
-        prompt=prompt,
-        max_new_tokens=train.sample_tokens,
-        seq_length=train.seq_length,
-        rows=train.micro_batch_size if train.compile else 1,
-        seed=train.seed,
-        decode=decode,
-    )
-
-
-def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
-    """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
-    with cluster.channel.agreed("tokenizer"):
-        return tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
-
-
-def tokenizer_of(config: Config) -> dict[str, bytes]:
-    """Return the files of the tokenizer of a run by name; empty if it has none.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
-    model = config.model
-    return tokenizer_files(
-        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
-    )
 
 
 def run_config(config: Config, *, with_commit: bool) -> Json:

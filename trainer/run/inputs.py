@@ -1,0 +1,88 @@
+"""Opens what a run reads besides its source of tensors: token files, tokenizer, the prompt of its samples.
+
+All of it is read before a lock is taken: a run that lacks one of them leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.config.derived import save_folder, topology_of
+from trainer.config.schema import Config
+from trainer.data.loader import BatchLoader
+from trainer.data.text import open_encoder, prompt_tokens
+from trainer.data.tokenizer_files import tokenizer_files
+from trainer.generate.during_training import Sampler
+from trainer.launch.process_group import Cluster
+from trainer.run.batch_loaders import build_loaders
+from trainer.run.run_data import RunData, open_data
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """The open inputs of a run on one rank.
+
+    Args:
+        valid_data: None if the run never evaluates.
+        sampler: None if it logs no texts of the model.
+        tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
+    """
+
+    data: RunData
+    train_data: BatchLoader
+    valid_data: BatchLoader | None
+    sampler: Sampler | None
+    tokenizer: Mapping[str, bytes]
+
+
+def open_inputs(config: Config, cluster: Cluster) -> RunInputs:
+    """Open the inputs of a run, the same on all ranks. Collective.
+
+    Raises:
+        TrainerError: on every rank, if the data does not match the model or a tokenizer cannot be read.
+    """
+    data = open_data(config, cluster)
+    train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
+    sampler = _build_sampler(config, cluster) if config.train.sample_interval else None
+    return RunInputs(data, train, valid, sampler, _read_tokenizer(config, cluster))
+
+
+def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
+    """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
+    train = config.train
+    decode: Callable[[Sequence[int]], str] = str
+
+    def tokens() -> list[int]:
+        nonlocal decode
+        encoder = open_encoder(config.data.tokenizer)
+        decode = encoder.decode
+        return list(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size))
+
+    prompt = cluster.channel.from_first("sampler", tokens)
+    return Sampler(
+        prompt=prompt,
+        max_new_tokens=train.sample_tokens,
+        seq_length=train.seq_length,
+        rows=train.micro_batch_size if train.compile else 1,
+        seed=train.seed,
+        decode=decode,
+    )
+
+
+def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
+    """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
+    with cluster.channel.agreed("tokenizer"):
+        return tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
+
+
+def tokenizer_of(config: Config) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a run by name; empty if it has none.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    model = config.model
+    return tokenizer_files(
+        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
+    )
