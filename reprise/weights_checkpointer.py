@@ -88,12 +88,12 @@ class WeightsCheckpointer:
         Those of `iteration` itself are missing if an earlier start was killed between its checkpoint and its weights.
         """
         self.saver.rewind(iteration)
-        found = b""
-        if self._channel.rank == 0:
+
+        def is_there() -> bool:
             self._remove_repeats()
-        if self._channel.rank == 0 and iteration >= 0 and self._is_there(iteration):
-            found = b"+"
-        if self._channel.broadcast(f"weights/{self._nonce}/there", found):
+            return iteration >= 0 and self._is_there(iteration)
+
+        if self._channel.from_first(f"weights/{self._nonce}/there", is_there):
             self.saver.has_already(iteration, has_optimizer=False)
 
     def is_due(self, iteration: int) -> bool:

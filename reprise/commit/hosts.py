@@ -56,8 +56,8 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
         key: of the messages, new on this channel.
     """
     mine = [socket.gethostname(), min([channel.rank, *local_ranks])]
-    found = [json.loads(data) for data in channel.gather(f"{key}/hosts", json.dumps(mine).encode())]
-    table = json.loads(channel.broadcast(f"{key}/table", json.dumps(found).encode()))
+    rows = channel.gather(f"{key}/hosts", json.dumps(mine).encode())
+    table = channel.from_first(f"{key}/table", lambda: [json.loads(data) for data in rows])
     ranks: dict[int, list[int]] = {}
     for rank, (_, leader) in enumerate(table):
         ranks.setdefault(leader, []).append(rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from reprise.commit.channel import StoreChannel
@@ -147,20 +148,9 @@ class Restorer:
         """
         loaded_from = ""
         while True:
-            problem: TrainerError | None = None
-            picked = ""
-            if self._channel.coordinates:
-                try:
-                    if damage is not None:
-                        chooser.skip(damage)
-                    picked = str(chooser.pick(is_complete=bool(loaded_from)))
-                except TrainerError as error:
-                    problem = chooser.terms.completed(error)
-            self._agree(problem)
-            digest = f"{chooser.digest} " if self._channel.coordinates else ""
-            message = self._channel.broadcast(self._key("pick"), f"{digest}{picked}".encode()).decode()
-            digest, _, found = message.partition(" ")
-            path = Path(found)
+            pick = partial(_picked, chooser, damage, is_complete=bool(loaded_from))
+            name, digest = self._channel.from_first(self._key("pick"), pick)
+            path = Path(name)
             if digest:
                 is_local = self._local is not None and self._local.owns(path)
                 return path, digest, loaded_from if is_local else ""
@@ -192,9 +182,7 @@ class Restorer:
         if self._local is None or not self._local.owns(path):
             return False
         may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
-        if not self._channel.broadcast(self._key("heal"), b"+" if may_heal else b""):
-            return False
-        return self._local.heal(path)
+        return self._channel.from_first(self._key("heal"), lambda: may_heal) and self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
@@ -218,3 +206,14 @@ class Restorer:
         """Return a key that was not used before."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
+
+
+def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
+    """Return the path and the digest of the next candidate, after skipping the last one for its damage."""
+    try:
+        if damage is not None:
+            chooser.skip(damage)
+        path = chooser.pick(is_complete=is_complete)
+    except TrainerError as error:
+        raise chooser.terms.completed(error) from None
+    return [str(path), chooser.digest]

@@ -233,10 +233,10 @@ class HostFolders:
                 verdict = self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
                 _log.error("%s cannot be checked: %s", path, error)
-        is_damaged = any(self._channel.gather(self._key("damaged"), verdict))
-        decision = self._channel.broadcast(self._key("healed"), b"+" if is_damaged else b"")
+        verdicts = self._channel.gather(self._key("damaged"), verdict)
+        is_damaged = self._channel.from_first(self._key("healed"), lambda: any(verdicts))
         self.survey()
-        return bool(decision)
+        return bool(is_damaged)
 
     def _give_up_damaged(self, path: Path) -> bytes:
         checkpoint = open_checkpoint(path, self.folder.files)
@@ -283,12 +283,13 @@ class HostFolders:
 
     def _broadcast_candidate(self, path: Path) -> Candidate:
         """Let every rank know the most complete candidate of an iteration."""
-        data = b""
-        if self._channel.rank == 0:
+
+        def describe() -> list[object]:
             candidate = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
             texts = {number: host.to_bytes().decode() for number, host in candidate.parts.items()}
-            data = json.dumps([candidate.iteration, candidate.manifest, texts, sorted(candidate.intact)]).encode()
-        iteration, digest, texts, intact = json.loads(self._channel.broadcast(self._key("candidate"), data))
+            return [candidate.iteration, candidate.manifest, texts, sorted(candidate.intact)]
+
+        iteration, digest, texts, intact = self._channel.from_first(self._key("candidate"), describe)
         return Candidate(iteration, digest, _parsed(texts, path), frozenset(intact))
 
     def _seed(self, path: Path, candidate: Candidate) -> None:

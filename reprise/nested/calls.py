@@ -186,11 +186,11 @@ def fill(
 
 def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
     """Return on every rank whether the coordinator sees no checkpoint under `path`."""
-    found = b""
-    with channel.agreed("missing"):
-        if channel.coordinates:
-            try:
-                found = b"no" if Patience().retry(lambda: has_no_checkpoint(path), where=path) else b"yes"
-            except OSError as error:
-                raise unreadable(error, where=path) from error
-    return channel.broadcast("is there", found) == b"no"
+
+    def look() -> bool:
+        try:
+            return Patience().retry(lambda: has_no_checkpoint(path), where=path)
+        except OSError as error:
+            raise unreadable(error, where=path) from error
+
+    return bool(channel.from_first("missing", look))

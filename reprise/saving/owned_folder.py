@@ -86,9 +86,9 @@ class OwnedFolder:
                 paths = [self.folder.iteration(iteration) for iteration in self.folder.committed()]
                 attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
         key = f"{self._key}/{self._nonce}/attempts"
-        found = self._channel.gather(key, json.dumps(attempts).encode())
-        everywhere = sorted({attempt for data in found for attempt in json.loads(data)})
-        return frozenset(json.loads(self._channel.broadcast(f"{key}/all", json.dumps(everywhere).encode())))
+        rows = self._channel.gather(key, json.dumps(attempts).encode())
+        attempts = self._channel.from_first(f"{key}/all", lambda: [name for data in rows for name in json.loads(data)])
+        return frozenset(attempts)
 
     def _trying(self, call: Callable[[], None]) -> TrainerError | None:
         try:
