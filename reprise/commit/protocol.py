@@ -169,7 +169,7 @@ class TwoPhaseCommit:
         """
         reports = dict(sorted(zip(self._channel.ranks, self._reports, strict=True)))
         disagreement.refuse_other_iterations({rank: report.iteration for rank, report in reports.items()})
-        difference = disagreement.find(reports)
+        difference = disagreement.find({rank: report for rank, report in reports.items() if report.problem is None})
         if difference is None:
             return
         witnesses = [rank for rank in difference.witnesses if rank != self._channel.rank]
