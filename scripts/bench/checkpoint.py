@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace, folder: Path) -> list[str]:
     cluster = launch.start("cpu", deterministic=False)
     subject = build_subject(SIZES[options.size], PARALLEL["one rank"], cluster)
-    found: list[BenchTarget] = []
+    measured: list[BenchTarget] = []
     rows: list[str] = []
     if "ways" in options.only:
         ways = {**own_ways(subject), **peer_ways(subject)}
@@ -64,33 +64,33 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[str]:
         rounds = Rounds()
         if options.samples:
             rounds.read(options.samples)
-        run_rounds(subject, chosen, folder, found=rounds, rounds=options.rounds, loop=loop, say=_say)
+        run_rounds(subject, chosen, folder, results=rounds, rounds=options.rounds, loop=loop, say=_say)
         if options.samples:
             rounds.write(options.samples)
         rows = _ways_lines(rounds, list(chosen), subject)
-        found += targets.of_rounds(rounds, total_bytes=subject.total_bytes)
+        measured += targets.of_rounds(rounds, total_bytes=subject.total_bytes)
     if "back-to-back" in options.only:
         _say("saves back to back")
-        found += targets.of_back_to_back(save_back_to_back(subject, folder / "saves", saves=options.rounds))
+        measured += targets.of_back_to_back(save_back_to_back(subject, folder / "saves", saves=options.rounds))
     if "training" in options.only:
         _say("training with a save of every iteration")
-        found += targets.of_training(train_with_saves_into(subject, folder / "training", rounds=options.rounds))
+        measured += targets.of_training(train_with_saves_into(subject, folder / "training", rounds=options.rounds))
     total_gb = subject.total_bytes / 1e9
     del subject
     if "growth" in options.only:
         _say(f"{options.saves} saves")
         small = build_subject(SIZES[options.growth_size], PARALLEL["one rank"], cluster)
         grown = growth_over_saves(small, folder / "growth", saves=options.saves)
-        found += targets.of_growth(grown, saves=options.saves)
+        measured += targets.of_growth(grown, saves=options.saves)
     if "ranks" in options.only:
         _say("two ranks")
-        found += targets.of_ranks(run_ranks(folder / "ranks", size=options.size, rounds=options.rounds))
+        measured += targets.of_ranks(run_ranks(folder / "ranks", size=options.size, rounds=options.rounds))
     if options.size != _HELD_SIZE:
-        found = [replace(target, most=None) for target in found]
-    found.sort(key=lambda target: target.letter)
+        measured = [replace(target, most=None) for target in measured]
+    measured.sort(key=lambda target: target.letter)
     head = [f"- {line}" for line in machine.describe(folder)]
     about = f"State: {options.size}, {total_gb:.3f} GB, parameters and moments in float32."
-    return [*head, "", about, *rows, "", *tables.table(targets.HEAD, [target.row() for target in found])]
+    return [*head, "", about, *rows, "", *tables.table(targets.HEAD, [target.row() for target in measured])]
 
 
 def _ways_lines(rounds: Rounds, names: Sequence[str], subject: Subject) -> list[str]:

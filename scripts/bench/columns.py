@@ -84,17 +84,18 @@ def run_ranks(folder: Path, run_bytes: int, total_bytes: int, rounds: int) -> Ro
     shared = (folder, run_bytes, total_bytes, rounds, barrier)
     processes = [context.Process(target=_serve, args=(rank, pipe[1], *shared)) for rank, pipe in enumerate(pipes)]
     try:
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+        for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
-            theirs.close()  # so that a process that has died is noticed
+            sender.close()  # so that a process that has died is noticed
         pipes[1][0].send(pipes[0][0].recv())  # the address of the shared memory
-        found = [ours.recv() for ours, _ in pipes]
+        rounds_of_ranks = [receiver.recv() for receiver, _ in pipes]
     finally:
         for process in processes:
             process.kill()
             process.join()
     return [
-        {way: (max(a[way][0], b[way][0]), a[way][1] + b[way][1]) for way in a} for a, b in zip(*found, strict=True)
+        {way: (max(a[way][0], b[way][0]), a[way][1] + b[way][1]) for way in a}
+        for a, b in zip(*rounds_of_ranks, strict=True)
     ][1:]
 
 
@@ -105,22 +106,22 @@ def _serve(
     assert memory is not None
     if rank == 0:
         pipe.send(memory.address)
-    columns, own, found = _Columns(rank, run_bytes, total_bytes, memory), folder / "checkpoint", Rounds()
+    columns, target, results = _Columns(rank, run_bytes, total_bytes, memory), folder / "checkpoint", Rounds()
     for number in range(rounds + 1):  # in the first one, memory of the page cache comes from the host of this machine
-        found.append(dict.fromkeys([*columns.ways, READ_BACK], (0.0, 0.0)))  # in the order of the table
+        results.append(dict.fromkeys([*columns.ways, READ_BACK], (0.0, 0.0)))  # in the order of the table
         for way in rotated(list(columns.ways), number):
             if rank == 0:
-                own.mkdir()
+                target.mkdir()
                 os.sync()
             measured = {way: columns.ways[way], **({READ_BACK: columns.read_back} if way == MAPPED else {})}
             for name, call in measured.items():
                 barrier.wait(_TIMEOUT_S)
                 cpu = time.process_time()
-                found[-1][name] = seconds_of(partial(call, own)), time.process_time() - cpu
+                results[-1][name] = seconds_of(partial(call, target)), time.process_time() - cpu
             barrier.wait(_TIMEOUT_S)
             if rank == 0:
-                shutil.rmtree(own)
-    pipe.send(found)
+                shutil.rmtree(target)
+    pipe.send(results)
     barrier.wait(_TIMEOUT_S)  # the memory is the other rank's too
 
 
@@ -132,11 +133,11 @@ class _Columns:
         specs = [TensorSpec(TensorKind.MODEL, f"{number}", shape, torch.uint8, shape) for number in range(_TENSORS)]
         self._rank, self._layout, self._files = rank, build_layout(specs), Files()
         self._file = self._layout.files[0]  # the only one
-        boxes = [Box((0, other * run_bytes), (shape[0], run_bytes)) for other in range(RANKS)]
+        boxes = [Box((0, number_of_rank * run_bytes), (shape[0], run_bytes)) for number_of_rank in range(RANKS)]
         pieces = [[Piece(spec.name, box, 0, box.numel) for spec in specs] for box in boxes]
         self._pieces, self._data = pieces[rank], map_memory(_TENSORS * boxes[rank].numel)
         self._data[:] = np.frombuffer(default_rng(rank).bytes(self._data.nbytes), np.uint8)
-        stripes = stripes_of([piece for mine in pieces for piece in mine], self._layout)
+        stripes = stripes_of([piece for of_rank in pieces for piece in of_rank], self._layout)
         memory.reach(shared_bytes(stripes))
         self.ways: dict[str, Callable[[Path], None]] = {
             DIRECT: self._write_raw,
@@ -196,8 +197,8 @@ class _Columns:
             hi = min(piece.hi, lo + CHUNK_BYTES)
             digests.add(ChunkPart(piece, lo, hi), data[lo:hi].data)
             for shape, start, at in packed.boxes(lo, hi):
-                there = np.ndarray(shape, np.uint8, mapped.data, place.offset + start, packed.strides)
-                np.copyto(there, data[at : at + there.size].reshape(shape))
+                destination = np.ndarray(shape, np.uint8, mapped.data, place.offset + start, packed.strides)
+                np.copyto(destination, data[at : at + destination.size].reshape(shape))
 
 
 if __name__ == "__main__":

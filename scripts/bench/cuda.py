@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     clock, start = Clock(options.seconds), time.monotonic()
     rows: list[dict[str, object]] = []
-    found = {
+    document = {
         "device": device_name(device),
         "machine": [*machine.describe_device(device), *machine.describe(options.folder)],
         "size": options.size,
@@ -127,17 +127,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-cuda-", dir=options.folder) as folder:
         for name in options.only:
             rows += _run_group(name, options, clock, Path(folder), rows)
-            found |= {"seconds": round(time.monotonic() - start, 1), "goals": cuda_table.goals(rows)}
-            _write(found)  # every time: a machine may be taken back
-    print("\n".join(cuda_table.lines(found)))
+            document |= {"seconds": round(time.monotonic() - start, 1), "goals": cuda_table.goals(rows)}
+            _write(document)  # every time: a machine may be taken back
+    print("\n".join(cuda_table.lines(document)))
     return 0
 
 
-def _write(found: Mapping[str, object]) -> None:
+def _write(document: Mapping[str, object]) -> None:
     out = os.environ.get("OUT")
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / "bench-cuda.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (Path(out) / "bench-cuda.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _run_group(
@@ -152,18 +152,18 @@ def _run_group(
     if options.size != "tiny" and clock.left_s < group.least_s + _GRACE_S:
         return [_left_out(name, f"begins with {group.least_s:.0f} s, {max(0.0, clock.left_s):.0f} s were left")]
     seconds = max(1.0, min(group.most_s, clock.left_s - _GRACE_S))
-    results, own = folder / "rows.jsonl", folder / "files"
+    results, scratch = folder / "rows.jsonl", folder / "files"
     results.unlink(missing_ok=True)
-    own.mkdir()
+    scratch.mkdir()
     command = [sys.executable, "-m", "scripts.bench.cuda", "--group", name, "--size", options.size]
-    command += ["--device", options.device, "--folder", str(own), "--seconds", f"{seconds:.0f}"]
+    command += ["--device", options.device, "--folder", str(scratch), "--seconds", f"{seconds:.0f}"]
     command += ["--host-gb", str(options.host_gb)] if options.host_gb is not None else []
     sides = options.sides or _sides_beside(group, rows)
     command += ["--results", str(results), *(["--sides", ";".join(sides)] if sides else [])]
     print(f"{time.strftime('%H:%M:%S')} {name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     reason = _run(command, seconds + _GRACE_S)
     measured = [{"group": group.rows or name, **row} for row in read_rows(results)]
-    shutil.rmtree(own)
+    shutil.rmtree(scratch)
     return [*measured, *([_left_out(name, reason, side="the rest")] if reason else [])]
 
 

@@ -107,7 +107,7 @@ class Begun:
 def _cost(saving: Saving, begin: Callable[[int], Begun]) -> Figures:
     """Measure two saves, of which the first allocates what the second uses, with the steps that follow."""
     subject, step, quiet_s = saving.training()
-    following, found = saving.setting.following, Figures()
+    following, figures = saving.setting.following, Figures()
     (optimizer,) = subject.optimizers()
     for number in (1, 2):
         peak, begun = _peak_memory(), list[Begun]()
@@ -128,16 +128,16 @@ def _cost(saving: Saving, begin: Callable[[int], Begun]) -> Figures:
         durable_s = time.perf_counter() - start
         handle.remove()
         prefix = "first_" if number == 1 else ""
-        found |= {
+        figures |= {
             f"{prefix}stall_s": first_s - quiet_s,
             f"{prefix}cost_s": total_s - following * quiet_s,
             f"{prefix}durable_s": durable_s,
             f"{prefix}call_s": returned_s,
         }
         if peak is not None:
-            found["host_peak_bytes"] = max(found.get("host_peak_bytes", 0.0), float(peak.grown_bytes()))
-        found["device_peak_bytes"] = saving.device.peak_bytes()
-    return {**found, "step_s": quiet_s}
+            figures["host_peak_bytes"] = max(figures.get("host_peak_bytes", 0.0), float(peak.grown_bytes()))
+        figures["device_peak_bytes"] = saving.device.peak_bytes()
+    return {**figures, "step_s": quiet_s}
 
 
 def _peak_memory() -> PeakMemory | None:
@@ -159,12 +159,12 @@ def _ours(saving: Saving) -> Figures:
         return Begun(lambda: None, checkpointer.wait)
 
     try:
-        found = _cost(saving, begin)
+        figures = _cost(saving, begin)
         for report in checkpointer.reports():
             proven(report)
     finally:
         checkpointer.close()
-    return found
+    return figures
 
 
 def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
@@ -194,10 +194,10 @@ def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
             async_stager=stager,
             no_dist=not is_process,
         )
-        staged, written = _futures(response)
+        staged, completion = _futures(response)
 
         def settle() -> None:
-            written.result()
+            completion.result()
             sync_folder(path)
 
         return Begun(lambda: None if staged is None else staged.result(), settle)
@@ -255,8 +255,8 @@ def _load_file(saving: Saving) -> Figures:
 
     def load() -> None:
         nonlocal total
-        found = [safetensors.torch.load_file(path, device=device) for path in paths]
-        total = sum(tensor.nbytes for tensors in found for tensor in tensors.values())
+        loads = [safetensors.torch.load_file(path, device=device) for path in paths]
+        total = sum(tensor.nbytes for tensors in loads for tensor in tensors.values())
 
     seconds = min(saving.seconds_of(load) for _ in range(_LOADS))
     return {"load_s": seconds, "state_bytes": float(total)}

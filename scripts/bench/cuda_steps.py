@@ -55,7 +55,7 @@ def _measure(build: Callable[[], Callable[[], object]], setting: Setting, device
         device.synchronize()
         seconds.append((time.perf_counter() - start) / setting.steps)
     step_s = statistics.median(seconds)
-    found = {
+    figures = {
         "step_s": step_s,
         "least_s": min(seconds),
         "most_s": max(seconds),
@@ -65,8 +65,8 @@ def _measure(build: Callable[[], Callable[[], object]], setting: Setting, device
     }
     peak = peak_flops(device_name(device.device))
     if peak is not None:
-        found["mfu"] = found["tokens_per_s"] * families.flops_per_token(setting.model, setting.seq_length) / peak
-    return found
+        figures["mfu"] = figures["tokens_per_s"] * families.flops_per_token(setting.model, setting.seq_length) / peak
+    return figures
 
 
 def _ours(setting: Setting, cluster: Cluster) -> Callable[[], object]:

@@ -38,19 +38,19 @@ HEAD = ("group", "side", "figures", "ratio", "goal")
 Row = Mapping[str, Any]
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(document: Mapping[str, Any]) -> list[str]:
     """Return the machine, the table and its notes as lines of Markdown."""
-    head = [f"- {line}" for line in found["machine"]]
+    head = [f"- {line}" for line in document["machine"]]
     notes = [
-        f"Size {found['size']}, {found['seconds']:.0f} s in all. Ratios within one run. Steps and copies: medians. "
-        "Saves: the second of two. Loads: the least of three.",
+        f"Size {document['size']}, {document['seconds']:.0f} s in all. Ratios within one run. "
+        "Steps and copies: medians. Saves: the second of two. Loads: the least of three.",
         "Step: the speed of reprise over that of the side. Stall: the call of a save and the first iteration after it, "
         "less a quiet iteration. Cost: the same of all iterations that follow, 10 in full size. Load: reprise checks "
         "every digest.",
-        *(f"Not compiled: {reason}" for reason in sorted({row[EAGER] for row in found["rows"] if EAGER in row})),
-        *(f"Goal: {line}" for line in goals(found["rows"])),
+        *(f"Not compiled: {reason}" for reason in sorted({row[EAGER] for row in document["rows"] if EAGER in row})),
+        *(f"Goal: {line}" for line in goals(document["rows"])),
     ]
-    return [*head, "", *table(HEAD, [*_rows(found["rows"])]), "", *(f"- {note}" for note in notes)]
+    return [*head, "", *table(HEAD, [*_rows(document["rows"])]), "", *(f"- {note}" for note in notes)]
 
 
 def _rows(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -58,7 +58,9 @@ def _rows(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         if LEFT_OUT in row:
             yield row["group"], row["side"], f"left out: {row[LEFT_OUT]}", "", ""
             continue
-        beside = {other["side"]: other for other in rows if other["group"] == row["group"] and LEFT_OUT not in other}
+        beside = {
+            sibling["side"]: sibling for sibling in rows if sibling["group"] == row["group"] and LEFT_OUT not in sibling
+        }
         figures = _step(row) if "tokens_per_s" in row else _load(row) if "load_s" in row else _save(row)
         ratios = _ratios(row, beside)
         goal = "; ".join(filter(None, (ratio.verdict for ratio in ratios)))
@@ -109,36 +111,36 @@ class Ratio:
 
 def _ratios(row: Row, beside: Mapping[str, Row]) -> list[Ratio]:
     """Return the ratios of a row to the other sides of its group."""
-    side, found = row["side"], list[Ratio]()
+    side, ratios = row["side"], list[Ratio]()
     if side in (NANOGPT, TRANSFORMERS) and OURS in beside:
         speed = row["step_s"] / beside[OURS]["step_s"]
         is_goal = side == NANOGPT and EAGER not in row and EAGER not in beside[OURS]
-        found.append(Ratio(f"reprise {speed:.3f} x as fast", speed, STEP if is_goal else None))
+        ratios.append(Ratio(f"reprise {speed:.3f} x as fast", speed, STEP if is_goal else None))
     if side in VARIANTS and OURS in beside:
         speed = beside[OURS]["step_s"] / row["step_s"]
-        found.append(Ratio(f"{speed:.3f} x as fast as reprise", speed))
+        ratios.append(Ratio(f"{speed:.3f} x as fast as reprise", speed))
     if side == LOAD and LOAD_FILE in beside:
         load = row["load_s"] / beside[LOAD_FILE]["load_s"]
-        found.append(Ratio(f"{load:.3f} of load_file", load, FILL))
+        ratios.append(Ratio(f"{load:.3f} of load_file", load, FILL))
     if side in (OURS, THREAD, PROCESS) and COPY in beside and "stall_s" in row:
         stall = row["stall_s"] / beside[COPY]["stall_s"]
-        found.append(Ratio(f"stall {stall:.3f} of the copy", stall, STALL if side == OURS else None))
+        ratios.append(Ratio(f"stall {stall:.3f} of the copy", stall, STALL if side == OURS else None))
     if side == OURS and "cost_s" in row:
         costs = [beside[name]["cost_s"] for name in (THREAD, PROCESS) if name in beside]
         if costs and min(costs) > 0:
             cost, has_both = row["cost_s"] / min(costs), len(costs) == 2
             best = "DCP's best" if has_both else "DCP's one side"
-            found.append(Ratio(f"cost {cost:.3f} of {best}", cost, COST if has_both else None))
-    return found
+            ratios.append(Ratio(f"cost {cost:.3f} of {best}", cost, COST if has_both else None))
+    return ratios
 
 
 def goals(rows: Sequence[Row]) -> list[str]:
     """Return a line for each goal: the ratio and whether it is met, or that it is not measured."""
     measured = [row for row in rows if LEFT_OUT not in row]
-    found = []
+    lines_of_goals = []
     for group, goal in GOALS:
         beside = {row["side"]: row for row in measured if row["group"] == group}
         ratios = [ratio for row in beside.values() for ratio in _ratios(row, beside) if ratio.goal is goal]
-        shown = f"{ratios[0].value:.3f}, {ratios[0].verdict}" if ratios else f"not measured, {goal.target}"
-        found.append(f"{group}, {goal.name}: {shown}")
-    return found
+        outcome = f"{ratios[0].value:.3f}, {ratios[0].verdict}" if ratios else f"not measured, {goal.target}"
+        lines_of_goals.append(f"{group}, {goal.name}: {outcome}")
+    return lines_of_goals

@@ -74,8 +74,8 @@ def _loss(
         return _with_model(model, compiled)
     if name == CHUNKS:
         return _in_chunks(model.lm_head, compiled)
-    found: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compiled(token_loss)
-    return found
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compiled(token_loss)
+    return loss
 
 
 def _unseeded(dropout: Dropout, key: int | None, device: torch.device) -> float:

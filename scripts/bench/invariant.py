@@ -135,7 +135,7 @@ def measure(size: Workload, ranks: int, stage: int, options: argparse.Namespace)
         for number in range(options.rounds):
             for which in (0, 1) if number % 2 else (1, 0):
                 seconds[which].append(sides[which].run() / size.steps)
-        off, on = (replace(side.end(), seconds=found) for side, found in zip(sides, seconds, strict=True))
+        off, on = (replace(side.end(), seconds=times) for side, times in zip(sides, seconds, strict=True))
     return off, on
 
 
@@ -196,14 +196,14 @@ def _started(config: Config, ranks: int, steps: int) -> Iterator[_Side]:
     context = multiprocessing.get_context("spawn")
     port, pipes, processes = free_port(), [], []
     for rank in range(ranks):
-        ours, theirs = context.Pipe()
+        receiver, sender = context.Pipe()
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         variables = dict(zip(names, map(str, (rank, rank, ranks, ranks, port)), strict=True))
         variables = variables | {"MASTER_ADDR": "127.0.0.1"} if ranks > 1 else {}
-        process = context.Process(target=_serve, args=(theirs, config, variables, steps), daemon=True)
+        process = context.Process(target=_serve, args=(sender, config, variables, steps), daemon=True)
         process.start()
-        theirs.close()
-        pipes.append(ours)
+        sender.close()
+        pipes.append(receiver)
         processes.append(process)
     try:
         yield _Side(pipes)
@@ -237,9 +237,9 @@ def _serve(pipe: Connection, config: Config, variables: Mapping[str, str], steps
             iterations += steps
             pipe.send(time.perf_counter() - start)
         lanes = LANES // cluster.world_size if config.parallel.zero_stage >= 2 else 1
-        whole = 4 * sum(math.prod(p.shape) for p in run.state.parameters())
+        gradient_bytes = 4 * sum(math.prod(p.shape) for p in run.state.parameters())
         assert all(bool(torch.isfinite(local_of(p)).all()) for p in run.state.parameters())
-        least = lanes * whole * (cluster.world_size - 1) // cluster.world_size
+        least = lanes * gradient_bytes * (cluster.world_size - 1) // cluster.world_size
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         pipe.send((sent_bytes // max(1, iterations), least, peak))
 

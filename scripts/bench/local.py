@@ -89,7 +89,7 @@ def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tup
     assert report is not None
     proven(report)
     checkpointer.close()
-    found = []
+    pairs = []
     for number in range(rounds + 1):
         start = time.perf_counter()
         saver = _local(local, nonce=f"local{number}")
@@ -98,30 +98,30 @@ def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tup
         restorer.restore(
             LoadSource(local), check=lambda _: None, live=lambda _: list(subject.tensors()), with_local=True
         )
-        own = time.perf_counter() - start
+        local_s = time.perf_counter() - start
         saver.close()
         start = time.perf_counter()
         checkpointer = Checkpointer(SavePolicy(shared), single_rank_channel(), nonce=f"shared{number}")
         checkpointer.start()
         restorer = Restorer(single_rank_channel(), nonce=f"shared{number}")
         restorer.restore(LoadSource(shared), check=lambda _: None, live=lambda _: list(subject.tensors()))
-        found.append((own, time.perf_counter() - start))
+        pairs.append((local_s, time.perf_counter() - start))
         checkpointer.close()
-    return found[1:]
+    return pairs[1:]
 
 
 def _two_hosts(size: str, local: Path) -> list[Row]:
     """Start two ranks, each with a folder of its own, and return what they measured."""
     command = [sys.executable, "-m", "scripts.bench.local", size, "--rank-of", str(local)]
     run_ranks(command, RANKS, timeout_s=_TIMEOUT_S, hosts=RANKS)
-    found = [json.loads((local / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-    state_bytes, sent_bytes = found[0]["state_bytes"], sum(row["sent_bytes"] for row in found)
+    reports = [json.loads((local / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    state_bytes, sent_bytes = reports[0]["state_bytes"], sum(row["sent_bytes"] for row in reports)
     expected = state_bytes / RANKS * 2 * (KEEP + 1)
-    worst = max(row["folder_bytes"] for row in found)
+    worst = max(row["folder_bytes"] for row in reports)
     return [
         _row("bytes sent by a copy / bytes of the state", sent_bytes / state_bytes, f"{sent_bytes / 1e6:.1f} MB"),
         _row(f"bytes on a host / share * 2 * {KEEP + 1}", worst / expected, f"{worst / 1e6:.1f} MB"),
-        _row("seconds from a local save to its copy", None, f"{max(row['copied_s'] for row in found):.2f} s"),
+        _row("seconds from a local save to its copy", None, f"{max(row['copied_s'] for row in reports):.2f} s"),
     ]
 
 

@@ -43,7 +43,7 @@ def describe_device(device: torch.device) -> list[str]:
         "a C compiler": os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None),
         "Python.h": headers.exists(),
     }
-    missing = [name for name, found in tools.items() if not found]
+    missing = [name for name, tool in tools.items() if not tool]
     return [
         f"device: {device_name(device)}, {memory_bytes(device) / 2**30:.0f} GiB, CUDA {torch.version.cuda}",
         f"for torch.compile: {'without ' + ', '.join(missing) if missing else ', '.join(tools)}",
@@ -66,15 +66,15 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 
 def host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
     """Return the memory of this host that this process may have: a container has less than the machine."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in limits:
         try:
             text = path.read_text().strip()
         except OSError:
             continue
         if text.isdecimal():
-            found = min(found, int(text))
-    return found
+            least = min(least, int(text))
+    return least
 
 
 def _first(path: str, key: str) -> str:
@@ -89,12 +89,12 @@ def _first(path: str, key: str) -> str:
 def _file_system(folder: Path) -> str:
     """Return the type and the device of a folder's file system. Source: proc_pid_mountinfo(5)."""
     number = os.stat(folder).st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
+    device_number = f"{os.major(number)}:{os.minor(number)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split()[2] == wanted:
+        head, _, right = line.partition(" - ")
+        if head.split()[2] == device_number:
             kind, device = right.split()[:2]
-            return f"{kind} on {Path(device).name}{_disk(wanted)}"
+            return f"{kind} on {Path(device).name}{_disk(device_number)}"
     return "an unknown file system"
 
 

@@ -71,9 +71,9 @@ def _load_safetensors(subject: Subject, folder: Path) -> None:
     _copy(safetensors.torch.load_file(folder / "state.safetensors"), subject)
 
 
-def _copy(found: Mapping[str, torch.Tensor], subject: Subject) -> None:
+def _copy(tensors: Mapping[str, torch.Tensor], subject: Subject) -> None:
     for name, tensor in subject.named().items():
-        tensor.copy_(found[name])
+        tensor.copy_(tensors[name])
 
 
 def _save_dcp(subject: Subject, folder: Path) -> None:

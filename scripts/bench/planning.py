@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"no case is named {' or '.join(sorted(unknown))}")
     for case in options.cases or [name for name in CASES if name != "tiny"]:
-        found = measure(case)
-        print(json.dumps(dataclasses.asdict(found)) if options.json else table(found), flush=True)
+        result = measure(case)
+        print(json.dumps(dataclasses.asdict(result)) if options.json else table(result), flush=True)
     return 0
 
 
@@ -109,9 +109,9 @@ def measure(case: str) -> PlanningResult:
     config = compose(overrides)
     layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
     timed: list[list[Seconds]] = []
-    written: list[int] = []
+    bytes_of_ranks: list[int] = []
     entries: dict[str, TensorEntry] = {}
-    found = PlanningResult(
+    result = PlanningResult(
         case,
         ranks,
         layout.total_bytes,
@@ -127,18 +127,20 @@ def measure(case: str) -> PlanningResult:
         state = _state_of_first_rank(config, simulated)
         rank = int(simulated.grid.ranks[0, 0])
         timed.append([time_planning(state, rank) for _ in range(_REPEATS)])
-        found.collectives += count_collectives(state, rank)
+        result.collectives += count_collectives(state, rank)
         plans = _plans(config, simulated, layout)
-        written += [sum(piece.hi - piece.lo for piece in pieces) for pieces in plans]
-        entries |= _put_together(plans, layout, found)
-    found.first = timed[0][0]
-    found.slowest = max((sorted(times, key=lambda t: t.total)[_REPEATS // 2] for times in timed), key=lambda t: t.total)
-    found.most_written, found.mean_written = max(written), statistics.fmean(written)
+        bytes_of_ranks += [sum(piece.hi - piece.lo for piece in pieces) for pieces in plans]
+        entries |= _put_together(plans, layout, result)
+    result.first = timed[0][0]
+    result.slowest = max(
+        (sorted(times, key=lambda t: t.total)[_REPEATS // 2] for times in timed), key=lambda t: t.total
+    )
+    result.most_written, result.mean_written = max(bytes_of_ranks), statistics.fmean(bytes_of_ranks)
     files = {f.name: FileEntry(f.total_bytes, manifest.digest_of(f.header), is_tensor_file=True) for f in layout.files}
     start = time.perf_counter()
-    found.manifest_bytes = len(manifest.to_bytes(Manifest("attempt", files, entries, {})))
-    found.check_s += time.perf_counter() - start
-    return found
+    result.manifest_bytes = len(manifest.to_bytes(Manifest("attempt", files, entries, {})))
+    result.check_s += time.perf_counter() - start
+    return result
 
 
 def time_planning(state: TrainerState, rank: int) -> Seconds:
@@ -188,27 +190,27 @@ def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Pi
     plans = []
     for dp, row in enumerate(simulated.grid.ranks):
         for tp, rank in enumerate(row):
-            held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
-            plans.append(pieces_of(holdings_of(config, held, layout, simulated.grid), int(rank)))
+            boxes = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+            plans.append(pieces_of(holdings_of(config, boxes, layout, simulated.grid), int(rank)))
     return plans
 
 
-def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, found: PlanningResult) -> dict[str, TensorEntry]:
+def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, result: PlanningResult) -> dict[str, TensorEntry]:
     """Check that the plans of one pipeline stage tile its tensors, and return the manifest's entries of these."""
     reports = []
     for pieces in plans:
         report = encode([_as_if_written(piece) for piece in pieces], layout)
-        found.pieces += len(pieces)
-        found.most_pieces = max(found.most_pieces, len(pieces))
-        found.report_bytes += len(report)
-        found.largest_report_bytes = max(found.largest_report_bytes, len(report))
+        result.pieces += len(pieces)
+        result.most_pieces = max(result.most_pieces, len(pieces))
+        result.report_bytes += len(report)
+        result.largest_report_bytes = max(result.largest_report_bytes, len(report))
         reports.append(report)
     start = time.perf_counter()
-    written = [piece for report in reports for piece in decode(report, layout)]
-    names = {piece.name for piece in written}
+    pieces_of_stage = [piece for report in reports for piece in decode(report, layout)]
+    names = {piece.name for piece in pieces_of_stage}
     stage = Layout((), {name: place for name, place in layout.places.items() if name in names})
-    entries = manifest.tile(stage, written)
-    found.check_s += time.perf_counter() - start
+    entries = manifest.tile(stage, pieces_of_stage)
+    result.check_s += time.perf_counter() - start
     return entries
 
 
@@ -218,23 +220,26 @@ def _as_if_written(piece: Piece) -> WrittenPiece:
     )
 
 
-def table(found: PlanningResult) -> str:
+def table(result: PlanningResult) -> str:
     """Return the results as text."""
-    first, slowest = found.first, found.slowest
+    first, slowest = result.first, result.slowest
     rows = [
-        ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB, {found.tensors:,} tensors, {found.files:,} files"),
+        ("checkpoint", f"{result.checkpoint_bytes / 1e9:,.1f} GB, {result.tensors:,} tensors, {result.files:,} files"),
         ("planning, one rank, s", f"{slowest.total:.4f}, nothing cached; the first time {first.total:.4f}"),
         ("  placing live tensors", f"{slowest.placing:.4f}"),
         ("  layout of all files", f"{slowest.layout:.4f}"),
         ("  choosing pieces", f"{slowest.pieces:.4f}"),
-        ("messages while planning", f"{found.collectives} collectives seen, no other rank there to talk to: 0 B"),
-        ("written, most / mean", f"{found.most_written / found.mean_written:.4f} ({found.most_written:,} B)"),
-        ("pieces", f"{found.pieces:,} in all, at most {found.most_pieces:,} of one rank; every byte once"),
-        ("reports at commit", f"{found.report_bytes:,} B in all, at most {found.largest_report_bytes:,} B of one rank"),
-        ("rank 0's check, s", f"{found.check_s:.2f}"),
-        ("manifest", f"{found.manifest_bytes:,} B"),
+        ("messages while planning", f"{result.collectives} collectives seen, no other rank there to talk to: 0 B"),
+        ("written, most / mean", f"{result.most_written / result.mean_written:.4f} ({result.most_written:,} B)"),
+        ("pieces", f"{result.pieces:,} in all, at most {result.most_pieces:,} of one rank; every byte once"),
+        (
+            "reports at commit",
+            f"{result.report_bytes:,} B in all, at most {result.largest_report_bytes:,} B of one rank",
+        ),
+        ("rank 0's check, s", f"{result.check_s:.2f}"),
+        ("manifest", f"{result.manifest_bytes:,} B"),
     ]
-    return "\n".join([f"{found.case} on {found.ranks:,} ranks", *(f"  {name:<24} {text}" for name, text in rows)])
+    return "\n".join([f"{result.case} on {result.ranks:,} ranks", *(f"  {name:<24} {text}" for name, text in rows)])
 
 
 if __name__ == "__main__":

@@ -96,14 +96,14 @@ def _status_bytes(process: str, key: str) -> int:
 
 
 def _children_bytes() -> int:
-    found = 0
+    total = 0
     for path in Path("/proc/self/task").glob("*/children"):
         for child in path.read_text().split():
             try:
-                found += _status_bytes(child, "RssAnon")
+                total += _status_bytes(child, "RssAnon")
             except OSError:  # it has just ended
                 continue
-    return found
+    return total
 
 
 def files_of(folder: Path) -> list[Path]:

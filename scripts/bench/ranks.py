@@ -48,9 +48,9 @@ def run_ranks(folder: Path, *, size: str, rounds: int) -> dict[str, Rounds]:
     output = folder / "rounds.json"
     command = [sys.executable, "-m", "scripts.bench.ranks", str(folder), "--size", size, "--rounds", str(rounds)]
     ranks.run_ranks([*command, "--output", str(output)], RANKS, timeout_s=_TIMEOUT_S)
-    found: dict[str, Rounds] = json.loads(output.read_text())
+    by_topology: dict[str, Rounds] = json.loads(output.read_text())
     shutil.rmtree(folder)
-    return found
+    return by_topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     cluster = launch.start("cpu", deterministic=False)
-    found: dict[str, Rounds] = {}
+    by_topology: dict[str, Rounds] = {}
     for name in TOPOLOGIES:
         subject = build_subject(SIZES[options.size], PARALLEL[name], cluster)
-        found[name] = _Rank(subject, options.folder / name, name).run(options.rounds)
+        by_topology[name] = _Rank(subject, options.folder / name, name).run(options.rounds)
     if cluster.rank == 0:
-        options.output.write_text(json.dumps(found))
+        options.output.write_text(json.dumps(by_topology))
     launch.shutdown(cluster)
 
 
@@ -81,7 +81,7 @@ class _Rank:
 
     def run(self, rounds: int) -> Rounds:
         """Return the seconds of each round on the slowest rank."""
-        found = []
+        results = []
         ways = (self._raw, self._inline, self._in_background, self._digest_replicas)
         for number in range(rounds):
             row: dict[str, float] = {}
@@ -91,14 +91,14 @@ class _Rank:
                     self._enter()
                     ways[int(index)](row, 2 * number + attempt)
                     self._clear()
-            found.append(row)
-        return found
+            results.append(row)
+        return results
 
     def _raw(self, row: dict[str, float], _: int) -> None:
         row[RAW] = self._slowest(self._timed(self._write_raw))
         read_through(self._folder)
-        own = [self._folder / f"raw{self._rank}"]
-        row[READ] = self._slowest(self._timed(lambda: fill_from(own, memoryview(bytearray(self._share.nbytes)))))
+        paths = [self._folder / f"raw{self._rank}"]
+        row[READ] = self._slowest(self._timed(lambda: fill_from(paths, memoryview(bytearray(self._share.nbytes)))))
 
     def _write_raw(self) -> None:
         with (self._folder / f"raw{self._rank}").open("wb", buffering=0) as file:

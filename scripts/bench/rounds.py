@@ -49,25 +49,27 @@ class Rounds:
     def read(self, path: Path) -> None:
         """Add the rounds stored in a file, if it exists."""
         if path.exists():
-            kept = json.loads(path.read_text())
-            self.all += [{name: {Figure[key]: v for key, v in row.items()} for name, row in r.items()} for r in kept]
+            stored = json.loads(path.read_text())
+            self.all += [{name: {Figure[key]: v for key, v in row.items()} for name, row in r.items()} for r in stored]
 
     def write(self, path: Path) -> None:
         """Store all rounds in a file."""
-        kept = [{name: {f.name: v for f, v in row.items()} for name, row in found.items()} for found in self.all]
-        path.write_text(json.dumps(kept))
+        stored = [
+            {name: {f.name: v for f, v in row.items()} for name, row in round_rows.items()} for round_rows in self.all
+        ]
+        path.write_text(json.dumps(stored))
 
     def median(self, row: str, figure: Figure) -> float | None:
         """Return a figure's median over the rounds that have it."""
-        values = [found[row][figure] for found in self.all if figure in found.get(row, {})]
+        values = [round_rows[row][figure] for round_rows in self.all if figure in round_rows.get(row, {})]
         return statistics.median(values) if values else None
 
     def ratio(self, row: str, figure: Figure, base: str, base_figure: Figure) -> float | None:
         """Return the median, over rounds, of the ratio of two figures of the same round."""
         values = [
-            found[row][figure] / found[base][base_figure]
-            for found in self.all
-            if figure in found.get(row, {}) and base_figure in found.get(base, {})
+            round_rows[row][figure] / round_rows[base][base_figure]
+            for round_rows in self.all
+            if figure in round_rows.get(row, {}) and base_figure in round_rows.get(base, {})
         ]
         return statistics.median(values) if values else None
 
@@ -77,39 +79,39 @@ def run_rounds(
     ways: Mapping[str, Way],
     folder: Path,
     *,
-    found: Rounds,
+    results: Rounds,
     rounds: int,
     loop: Loop,
     say: Callable[[str], None],
 ) -> None:
-    """Let every way save and load in turn, in another order each round, and add the figures to `found`.
+    """Let every way save and load in turn, in another order each round, and add the figures to `results`.
 
     The files of a round are deleted after it.
     """
-    names, before = list(ways), len(found.all)
+    names, before = list(ways), len(results.all)
     buffer = touched(subject.own_bytes)
     for number in range(rounds):
         rows: dict[str, Row] = {}
         loop.learn()
         rows[ROUND] = {Figure.COPY: _copy_s(subject, buffer), Figure.NOISE: loop.noise()}
         for name in rotated(names, before + number):
-            if name in found.reasons:
+            if name in results.reasons:
                 continue
             say(f"round {number + 1} of {rounds}: {name}")
-            own = folder / "row"
-            own.mkdir(parents=True)
+            folder_of_row = folder / "row"
+            folder_of_row.mkdir(parents=True)
             try:
-                rows[name] = _measure(subject, ways[name], own, loop)
+                rows[name] = _measure(subject, ways[name], folder_of_row, loop)
                 if name == RAW:
-                    read_through(own)
-                    rows[ROUND][Figure.WARM_READ] = seconds_of(partial(fill_from, files_of(own), buffer.data))
+                    read_through(folder_of_row)
+                    rows[ROUND][Figure.WARM_READ] = seconds_of(partial(fill_from, files_of(folder_of_row), buffer.data))
             except ways[name].may_raise as error:
-                found.reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                say(f"{name} cannot run: {found.reasons[name]}")
+                results.reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                say(f"{name} cannot run: {results.reasons[name]}")
                 subject.fill(number)  # the way may have changed the state
             finally:
-                shutil.rmtree(own)
-        found.all.append(rows)
+                shutil.rmtree(folder_of_row)
+        results.all.append(rows)
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
@@ -139,23 +141,23 @@ def _measure(subject: Subject, way: Way, folder: Path, loop: Loop) -> Row:
     peaks = []
     trim()
     for number in range(2):
-        own = folder / f"save-{number}"
-        own.mkdir()
+        target = folder / f"save-{number}"
+        target.mkdir()
         os.sync()
-        saved = way.save(own, loop)
+        saved = way.save(target, loop)
         peaks.append(saved.peak_bytes)
         if number == 0:
-            shutil.rmtree(own)
+            shutil.rmtree(target)
     row = _row_of(saved)
     row[Figure.PEAK_BYTES] = float(max(peaks))
-    row[Figure.DISK_BYTES] = float(sum(path.stat().st_size for path in files_of(own)))
-    read_through(own)
+    row[Figure.DISK_BYTES] = float(sum(path.stat().st_size for path in files_of(target)))
+    read_through(target)
     for figure in (Figure.LOAD, Figure.LOAD, Figure.COLD_LOAD):
         if way.fills:
             subject.spoil()
         if figure is Figure.COLD_LOAD:
-            evict(own)
-        row[figure] = seconds_of(lambda: way.load(own))
+            evict(target)
+        row[figure] = seconds_of(lambda: way.load(target))
         if subject.digest() != digest:
             raise ValueError("what was loaded is not what was saved")
     return row

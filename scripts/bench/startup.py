@@ -38,7 +38,7 @@ Seconds = Mapping[str, float]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and return 0."""
     options = _parser().parse_args(arguments)
-    found: dict[tuple[int, str], list[Seconds]] = {}
+    measured: dict[tuple[int, str], list[Seconds]] = {}
     with tempfile.TemporaryDirectory(prefix="startup-") as name:
         folder = Path(name)
         for number in range(-1, options.rounds):  # the round before the first fills caches
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for side, tree in _sides(options.tree):
                     seconds = measure(side.partition(",")[0], ranks, folder, tree=tree, overrides=options.overrides)
                     if number >= 0:
-                        found.setdefault((ranks, side), []).append(seconds)
+                        measured.setdefault((ranks, side), []).append(seconds)
         if options.json:
-            rows = [{"ranks": ranks, "side": side, "rounds": rounds} for (ranks, side), rounds in found.items()]
+            rows = [{"ranks": ranks, "side": side, "rounds": rounds} for (ranks, side), rounds in measured.items()]
             print(json.dumps({"machine": describe(folder), "rows": rows}))
         else:
-            print("\n".join([*describe(folder), *report(found)]))
+            print("\n".join([*describe(folder), *report(measured)]))
     return 0
 
 
@@ -99,7 +99,7 @@ def _seconds_to_line(command: Sequence[str], beginning: str, *, tree: Path) -> f
     # environment does not turn it off: torch's was compiled when it was installed.
     variables = {"OMP_NUM_THREADS": "1"} if "--standalone" in command else {}
     variables = {**variables, **os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
-    began, found = time.perf_counter(), None
+    began, elapsed = time.perf_counter(), None
     with subprocess.Popen(
         command, cwd=tree, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE
     ) as process:
@@ -108,28 +108,28 @@ def _seconds_to_line(command: Sequence[str], beginning: str, *, tree: Path) -> f
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if found is None and line.startswith(beginning):
-                    found = time.perf_counter() - began
+                if elapsed is None and line.startswith(beginning):
+                    elapsed = time.perf_counter() - began
         finally:
             killer.cancel()
-    if process.returncode or found is None:
+    if process.returncode or elapsed is None:
         raise SystemExit(f"bench_startup: {' '.join(command)} ended with status {process.returncode}")
-    return found
+    return elapsed
 
 
-def report(found: Mapping[tuple[int, str], Sequence[Seconds]]) -> list[str]:
+def report(measured: Mapping[tuple[int, str], Sequence[Seconds]]) -> list[str]:
     """Return the table: medians over rounds, in brackets the median of the ratio to the bare start of the round."""
     rows = []
-    for (ranks, side), rounds in found.items():
-        bare = [seconds[_TO_BEGIN] for seconds in found[ranks, BARE]]
+    for (ranks, side), rounds in measured.items():
+        bare = [seconds[_TO_BEGIN] for seconds in measured[ranks, BARE]]
         cells = []
         for name in (_TO_BEGIN, _TO_END, *_PHASES):
             values = [seconds[name] for seconds in rounds if name in seconds]
-            shown = f"{statistics.median(values):.2f}" if values else "-"
+            cell = f"{statistics.median(values):.2f}" if values else "-"
             if values and name in (_TO_BEGIN, _TO_END):
                 ratio = statistics.median(value / base for value, base in zip(values, bare, strict=True))
-                shown += f" ({ratio:.2f})"
-            cells.append(shown)
+                cell += f" ({ratio:.2f})"
+            cells.append(cell)
         rows.append([str(ranks), side, *cells])
     return table(["ranks", "start", _TO_BEGIN, _TO_END, *_PHASES], rows)
 

@@ -112,10 +112,10 @@ class Subject:
 
     def digest(self) -> int:
         """Return a digest of all tensors of this rank."""
-        found = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for tensor in self.tensors():
-            found.update(tensor.local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return found.intdigest()
+            hasher.update(tensor.local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return hasher.intdigest()
 
 
 def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluster) -> Subject:

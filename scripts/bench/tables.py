@@ -20,18 +20,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(head), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)]
 
 
-def ways_table(found: Rounds, names: Sequence[str], *, total_bytes: int) -> list[str]:
+def ways_table(results: Rounds, names: Sequence[str], *, total_bytes: int) -> list[str]:
     """Return the table of all ways: medians, each with the median of its ratio to the raw write or read."""
     head = ["", "durable, s", "blocked, s", "cost to training, s", "load, s", "cold load, s", "peak memory, GB", "disk"]
     rows = []
     for name in names:
-        if name in found.reasons:
-            rows.append([name, f"cannot run: {found.reasons[name]}", *[""] * (len(head) - 2)])
+        if name in results.reasons:
+            rows.append([name, f"cannot run: {results.reasons[name]}", *[""] * (len(head) - 2)])
             continue
-        cells = [_seconds(found, name, figure, Figure.DURABLE) for figure in _SAVING]
-        cells += [_seconds(found, name, figure, figure) for figure in (Figure.LOAD, Figure.COLD_LOAD)]
-        cells.append(_bytes(found.median(name, Figure.PEAK_BYTES), total_bytes, lambda b: f"{b / 1e9:.2f}"))
-        cells.append(_bytes(found.median(name, Figure.DISK_BYTES), total_bytes, None))
+        cells = [_seconds(results, name, figure, Figure.DURABLE) for figure in _SAVING]
+        cells += [_seconds(results, name, figure, figure) for figure in (Figure.LOAD, Figure.COLD_LOAD)]
+        cells.append(_bytes(results.median(name, Figure.PEAK_BYTES), total_bytes, lambda b: f"{b / 1e9:.2f}"))
+        cells.append(_bytes(results.median(name, Figure.DISK_BYTES), total_bytes, None))
         rows.append([name, *cells])
     return table(head, rows)
 
@@ -51,20 +51,20 @@ NOTES = (
 )
 
 
-def round_lines(found: Rounds) -> list[str]:
+def round_lines(results: Rounds) -> list[str]:
     """Return lines of text for the figures of whole rounds."""
     lines = []
-    if (copy_s := found.median(ROUND, Figure.COPY)) is not None:
+    if (copy_s := results.median(ROUND, Figure.COPY)) is not None:
         lines.append(f"one copy of the state from memory to memory: {copy_s:.3f} s")
-    if (read_s := found.median(ROUND, Figure.WARM_READ)) is not None:
+    if (read_s := results.median(ROUND, Figure.WARM_READ)) is not None:
         lines.append(f"raw read into used memory: {read_s:.3f} s")
-    if (noise_s := found.median(ROUND, Figure.NOISE)) is not None:
+    if (noise_s := results.median(ROUND, Figure.NOISE)) is not None:
         lines.append(f"noise of half a second of the loop with nothing beside it: {noise_s:.3f} s")
     return lines
 
 
-def _seconds(found: Rounds, name: str, figure: Figure, base: Figure) -> str:
-    value, ratio = found.median(name, figure), found.ratio(name, figure, RAW, base)
+def _seconds(results: Rounds, name: str, figure: Figure, base: Figure) -> str:
+    value, ratio = results.median(name, figure), results.ratio(name, figure, RAW, base)
     if value is None:
         return _MISSING
     return f"{value:.3f}" + ("" if ratio is None else f" ({ratio:.2f})")

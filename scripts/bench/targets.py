@@ -26,9 +26,9 @@ class BenchTarget:
 
     def row(self) -> list[str]:
         """Return the cells of a table."""
-        shown = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
+        figure = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
         bound = "" if self.most is None else f"<= {self.most:g}{self.unit}"
-        return [self.letter, self.name, shown, bound, self.result]
+        return [self.letter, self.name, figure, bound, self.result]
 
     @property
     def result(self) -> str:
@@ -38,48 +38,54 @@ class BenchTarget:
         return "met" if self.measured <= self.most else "MISSED"
 
 
-def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
+def of_rounds(results: Rounds, *, total_bytes: int) -> list[BenchTarget]:
     """Return the figures of the rounds of all ways."""
-    peak, disk = found.median(BACKGROUND, Figure.PEAK_BYTES), found.median(INLINE, Figure.DISK_BYTES)
-    warm = found.ratio(INLINE, Figure.LOAD, ROUND, Figure.WARM_READ)
+    peak, disk = results.median(BACKGROUND, Figure.PEAK_BYTES), results.median(INLINE, Figure.DISK_BYTES)
+    warm = results.ratio(INLINE, Figure.LOAD, ROUND, Figure.WARM_READ)
     blocked = Figure.REPORTED_BLOCKED
     return [
-        BenchTarget("a", "inline save / raw write", found.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
-        BenchTarget("a", "inline save / direct write", found.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
+        BenchTarget("a", "inline save / raw write", results.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
+        BenchTarget("a", "inline save / direct write", results.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
         BenchTarget(
-            "b", "load with digests / raw read, fresh memory", found.ratio(INLINE, Figure.LOAD, RAW, Figure.LOAD), 0.55
+            "b",
+            "load with digests / raw read, fresh memory",
+            results.ratio(INLINE, Figure.LOAD, RAW, Figure.LOAD),
+            0.55,
         ),
         BenchTarget("b", "load with digests / raw read, used memory", warm),
         BenchTarget(
-            "c", "blocked, step after the write / one copy", found.ratio(BACKGROUND, blocked, ROUND, Figure.COPY), 0.10
+            "c",
+            "blocked, step after the write / one copy",
+            results.ratio(BACKGROUND, blocked, ROUND, Figure.COPY),
+            0.10,
         ),
-        BenchTarget("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, blocked, ROUND, Figure.COPY), 1.3),
+        BenchTarget("d", "blocked, step at once / one copy", results.ratio(AT_ONCE, blocked, ROUND, Figure.COPY), 1.3),
         BenchTarget(
-            "d", "AsyncSaver: call and step / one copy", found.ratio(LIBRARY, Figure.BLOCKED, ROUND, Figure.COPY)
+            "d", "AsyncSaver: call and step / one copy", results.ratio(LIBRARY, Figure.BLOCKED, ROUND, Figure.COPY)
         ),
         BenchTarget(
-            "e", "cost to training / raw write", found.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3
+            "e", "cost to training / raw write", results.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3
         ),
         BenchTarget("g", "peak memory / staging memory", None if peak is None else peak / total_bytes, 1.1),
         BenchTarget("h", "bytes on disk / bytes of tensors", None if disk is None else disk / total_bytes, 1.0005),
     ]
 
 
-def of_training(found: Trained) -> list[BenchTarget]:
+def of_training(trained: Trained) -> list[BenchTarget]:
     """Return the figures of training with a save in every iteration."""
     return [
-        BenchTarget("f", "iteration with a save each / without", found.ratio, 1.15),
-        BenchTarget("f", "iteration without saves", found.quiet_s, unit=" s"),
-        BenchTarget("f", "iteration with a save each", found.saving_s, unit=" s"),
+        BenchTarget("f", "iteration with a save each / without", trained.ratio, 1.15),
+        BenchTarget("f", "iteration without saves", trained.quiet_s, unit=" s"),
+        BenchTarget("f", "iteration with a save each", trained.saving_s, unit=" s"),
     ]
 
 
-def of_back_to_back(found: BackToBack) -> list[BenchTarget]:
+def of_back_to_back(saves: BackToBack) -> list[BenchTarget]:
     """Return the figures of back-to-back saves."""
     return [
-        BenchTarget("d", "saves back to back: blocked", found.blocked_s, unit=" s"),
-        BenchTarget("d", "saves back to back: wait for the previous one", found.waited_s, unit=" s"),
-        BenchTarget("d", "saves back to back: durable", found.seconds, unit=" s"),
+        BenchTarget("d", "saves back to back: blocked", saves.blocked_s, unit=" s"),
+        BenchTarget("d", "saves back to back: wait for the previous one", saves.waited_s, unit=" s"),
+        BenchTarget("d", "saves back to back: durable", saves.seconds, unit=" s"),
     ]
 
 
@@ -88,12 +94,12 @@ def of_growth(grown_bytes: int, *, saves: int) -> list[BenchTarget]:
     return [BenchTarget("g", f"memory grown from save 2 to {saves}", grown_bytes / 1e6, 1.0, " MB")]
 
 
-def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[BenchTarget]:
+def of_ranks(by_topology: Mapping[str, ranks.Rounds]) -> list[BenchTarget]:
     """Return the figures of two ranks, by topology."""
     most = {"zero3": 1.15, "tp2": 1.3}
     most_digesting = {"zero0": 0.06}
     targets = []
-    for name, rounds in found.items():
+    for name, rounds in by_topology.items():
         where = f"{ranks.RANKS} ranks, {name}"
         targets += [
             BenchTarget(

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     for name in options.sizes or ["small", "gpt2_124m"]:
         rates, losses, setting = measure(name, options)
-        found = {
+        document = {
             "size": name,
             **setting,
             "dtype": options.dtype,
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
             "loss": losses,
         }
-        print(json.dumps(found) if options.json else table(found, rates), flush=True)
+        print(json.dumps(document) if options.json else table(document, rates), flush=True)
     return 0
 
 
@@ -140,14 +140,14 @@ class _Side:
 def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Side]:
     """Start the process of a side, and end it on exit."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, side, name, options), name=side, daemon=True)
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_serve, args=(sender, side, name, options), name=side, daemon=True)
     process.start()
-    theirs.close()  # so that a process that has died is noticed
+    sender.close()  # so that a process that has died is noticed
     try:
-        yield _Side(process, ours)
+        yield _Side(process, receiver)
     finally:
-        ours.close()
+        receiver.close()
         process.terminate()
         process.join()
 
@@ -253,20 +253,21 @@ def _config(size: Size, options: argparse.Namespace) -> Config:
     return Config(model, train=train, optimizer=OptimizerSection(lr=1e-3))
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def _ratio(rates: Sequence[float], base_rates: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(rates, base_rates, strict=True))
 
 
-def table(found: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str:
+def table(document: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str:
     """Return the results as lines of text, with the tokens per second of each side, round by round."""
     settings = ", ".join(
-        f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
+        f"{key} {document[key]}"
+        for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
     )
-    lines = [f"{found['size']}: {settings}"]
+    lines = [f"{document['size']}: {settings}"]
     for side, values in rates.items():
         speed = f"{statistics.median(values):>12,.0f} tok/s ({min(values):,.0f} to {max(values):,.0f})"
         ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
-        lines.append(f"  {side:<30}{speed}, last loss {found['loss'][side]:.4f}{ratio}")
+        lines.append(f"  {side:<30}{speed}, last loss {document['loss'][side]:.4f}{ratio}")
     return "\n".join(lines)
 
 

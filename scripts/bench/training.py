@@ -122,10 +122,10 @@ def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
 def train_with_saves_into(subject: Subject, folder: Path, *, rounds: int) -> Trained:
     """Measure `train_with_saves` into a folder, which is removed."""
     checkpointer = _checkpointer(folder)
-    found = train_with_saves(subject, checkpointer, rounds=rounds)
+    trained = train_with_saves(subject, checkpointer, rounds=rounds)
     checkpointer.close()
     shutil.rmtree(folder)
-    return found
+    return trained
 
 
 def _checkpointer(folder: Path) -> Checkpointer:

@@ -67,13 +67,13 @@ def _in_a_process(options: argparse.Namespace, engine: str, target: str, seconds
     """Run one target and return its result; libFuzzer ends its process itself."""
     command = [sys.executable, "-m", "scripts.faults.fuzz_inputs", "--inside", "--engine", engine, "--target", target]
     command += ["--seconds", str(seconds), "--seed", str(options.seed), "--findings", str(options.findings)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    output = done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    output = process.stdout + process.stderr
     executions = re.findall(r"stat::number_of_executed_units:\s+(\d+)", output) or ["0"]
     edges = re.findall(r"cov: (\d+)", output) or ["0"]
     text = f"{executions[-1]} executions, {edges[-1]} edges, {seconds:.0f} s, "
-    text += "no finding" if done.returncode == 0 else f"exit status {done.returncode}\n{output[-3000:]}"
-    return {"text": text, "executions": executions[-1], "failed": done.returncode != 0}
+    text += "no finding" if process.returncode == 0 else f"exit status {process.returncode}\n{output[-3000:]}"
+    return {"text": text, "executions": executions[-1], "failed": process.returncode != 0}
 
 
 @contextlib.contextmanager
@@ -82,26 +82,26 @@ def _attempts(options: argparse.Namespace) -> Iterator[tuple[_Attempt, bytes]]:
     from scripts.faults.fuzz.targets import Inputs, Opened  # after the engine has seen to it that coverage is counted
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
-        inputs, opened = Inputs(Path(name)), Opened(Path(name))
+        inputs, paths = Inputs(Path(name)), Opened(Path(name))
         good = inputs.seeds[options.target]
         if not inputs.attempt(options.target, good):
             raise RuntimeError(f"the good {options.target} is refused")
 
         def attempt(data: bytes) -> None:
             signal.alarm(_SECONDS_OF_ONE)
-            opened.outside.clear()
-            opened.watching, is_good = True, False
+            paths.outside.clear()
+            paths.watching, is_good = True, False
             try:
                 inputs.attempt(options.target, data)
-                is_good = not opened.outside
+                is_good = not paths.outside
             finally:
-                opened.watching = False
+                paths.watching = False
                 signal.alarm(0)
                 if not is_good:
                     options.findings.mkdir(parents=True, exist_ok=True)
                     (options.findings / f"{options.target}-{zlib.crc32(data):08x}").write_bytes(data)
-            if opened.outside:
-                raise RuntimeError(f"opened outside of the folder: {opened.outside}")
+            if paths.outside:
+                raise RuntimeError(f"opened outside of the folder: {paths.outside}")
 
         yield attempt, good
 
@@ -147,9 +147,9 @@ def _fuzz_with_our_own(options: argparse.Namespace) -> int:
         corpus, end = [good], time.monotonic() + options.seconds
         while time.monotonic() < end:
             data = mutate(chance.choice(corpus), chance) if executions else good
-            taken = _edges_of(attempt, data)
-            if not taken <= seen:
-                seen |= taken
+            edges = _edges_of(attempt, data)
+            if not edges <= seen:
+                seen |= edges
                 corpus.append(data)
             executions += 1
     print(f"stat::number_of_executed_units: {executions}\ncov: {len(seen)}")
@@ -158,14 +158,14 @@ def _fuzz_with_our_own(options: argparse.Namespace) -> int:
 
 def _edges_of(attempt: _Attempt, data: bytes) -> set[tuple[object, int, int]]:
     """Return the edges that an input takes in our own modules, as the function and two of its lines."""
-    taken = set[tuple[object, int, int]]()
+    edges = set[tuple[object, int, int]]()
     last: dict[FrameType, int] = {}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if event == "call" and not _is_ours(frame):
             return None
         line = frame.f_lineno
-        taken.add((frame.f_code, last.get(frame, 0), line))
+        edges.add((frame.f_code, last.get(frame, 0), line))
         last[frame] = line
         return trace
 
@@ -174,7 +174,7 @@ def _edges_of(attempt: _Attempt, data: bytes) -> set[tuple[object, int, int]]:
         attempt(data)
     finally:
         sys.settrace(None)
-    return taken
+    return edges
 
 
 def _is_ours(frame: FrameType) -> bool:

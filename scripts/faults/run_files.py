@@ -35,18 +35,20 @@ def contents_of(checkpoint: Path) -> dict[str, bytes]:
     The settings of the run are left out, since an unbroken run keeps every checkpoint and a killed one does not, and
     so is the lineage, which has random ids.
     """
-    found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
-    document = json.loads(found.get(MANIFEST, b"{}"))
-    rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
-    files = rest.get("files", {})
-    found.pop(RUN_CONFIG, None)
+    contents = {
+        str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()
+    }
+    document = json.loads(contents.get(MANIFEST, b"{}"))
+    members = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
+    files = members.get("files", {})
+    contents.pop(RUN_CONFIG, None)
     files.pop(RUN_CONFIG, None)
-    if STATE in found:
-        state = json.loads(found[STATE])
+    if STATE in contents:
+        state = json.loads(contents[STATE])
         state.pop(LINEAGE, None)
-        found[STATE] = json.dumps(state).encode()
+        contents[STATE] = json.dumps(state).encode()
         files.get(STATE, {}).pop("xxh3_64", None)
-    return {**found, MANIFEST: json.dumps(rest).encode()}
+    return {**contents, MANIFEST: json.dumps(members).encode()}
 
 
 def held_ranges(checkpoint: Checkpoint) -> Iterator[tuple[Place, int, int]]:
@@ -58,13 +60,13 @@ def held_ranges(checkpoint: Checkpoint) -> Iterator[tuple[Place, int, int]]:
             yield block.place, lo, lo + length
 
 
-def odd_pieces(path: Path, whole: Path) -> list[str]:
+def differing_pieces(path: Path, reference: Path) -> list[str]:
     """Return a line if a piece that a host lists in a local checkpoint differs from a whole checkpoint's bytes."""
     checkpoint = open_checkpoint(path, Files())
     names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
-    files = {name: [(folder / name).read_bytes() for folder in (path, whole)] for name in names}
+    files = {name: [(folder / name).read_bytes() for folder in (path, reference)] for name in names}
     for place, lo, hi in held_ranges(checkpoint):
-        found, expected = files[place.file]
-        if found[lo:hi] != expected[lo:hi]:
+        actual, expected = files[place.file]
+        if actual[lo:hi] != expected[lo:hi]:
             return [f"{path} differs from the unbroken run's in {place.spec.name}"]
     return []

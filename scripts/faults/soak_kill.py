@@ -30,7 +30,7 @@ from typing import Protocol
 
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, iteration_name
-from scripts.faults.run_files import contents_of, curve_of, odd_pieces, rows_of
+from scripts.faults.run_files import contents_of, curve_of, differing_pieces, rows_of
 from trainer.commands.arguments import local_path
 
 _POLL_S = 0.005
@@ -211,12 +211,12 @@ class _Broken:
             if status is None:
                 moment = self._moment(stamp)
                 self.tally.moments[moment] += 1
-                self._look(before)
-                self._look_at_resume(before, resumes)
+                self._check_checkpoints(before)
+                self._check_resume(before, resumes)
                 self._look_at_loss()
             elif status == 0:
-                self._look_at_resume(before, resumes)
-                self._look_at_the_end()
+                self._check_resume(before, resumes)
+                self._check_end()
                 return
             else:
                 self.tally.problems.append(f"a start after a kill ended with status {status}, see {self.run}.log")
@@ -226,9 +226,9 @@ class _Broken:
         if self._committed() and self.chance.random() < 0.25:
             self._pass(job, self.chance.uniform(0, startup_s))
             return
-        done = max(self._committed(), default=0)
-        share = 2 * (self.plan.iterations - done) // (self.plan.kills - self.tally.kills + 1)
-        target = done + self.chance.randint(1, max(2, share))
+        newest = max(self._committed(), default=0)
+        share = 2 * (self.plan.iterations - newest) // (self.plan.kills - self.tally.kills + 1)
+        target = newest + self.chance.randint(1, max(2, share))
         _await(
             lambda: (
                 job.status() is not None
@@ -261,12 +261,12 @@ class _Broken:
         """Return the recorded iterations that are the first after a resume."""
         return [row["iteration"] for row in rows_of(self.run) if row.get("resumed")]
 
-    def _look_at_resume(self, before: list[int], resumes: list[int]) -> None:
+    def _check_resume(self, before: list[int], resumes: list[int]) -> None:
         """Check that the last job went on from the newest checkpoint, if it came as far as recording it."""
         if not before:
             return
-        kept = [iteration for iteration in resumes if iteration <= before[-1]]
-        if self._resumes() not in (resumes, kept, [*kept, before[-1] + 1]):
+        earlier = [iteration for iteration in resumes if iteration <= before[-1]]
+        if self._resumes() not in (resumes, earlier, [*earlier, before[-1] + 1]):
             self.tally.problems.append(f"{before} were there, and a job went on with iteration {self._resumes()[-1:]}")
 
     def _look_at_loss(self) -> None:
@@ -275,7 +275,7 @@ class _Broken:
         if self.plan.local is not None and lost > _MOST_LOST:
             self.tally.problems.append(f"a kill cost {lost} iterations")
 
-    def _look(self, before: list[int]) -> None:
+    def _check_checkpoints(self, before: list[int]) -> None:
         after = self._committed()
         if not after or (before and after[-1] < before[-1]):
             self.tally.problems.append(f"of {before} only {after} are left")
@@ -288,25 +288,29 @@ class _Broken:
             for folder in self.plan.folders(self.run):
                 path = folder / iteration_name(iteration)
                 if path.exists():  # else it is prepared, for the next start
-                    self.tally.problems += odd_pieces(path, self.unbroken / "checkpoints" / path.name)
+                    self.tally.problems += differing_pieces(path, self.unbroken / "checkpoints" / path.name)
             return
         folders = [CheckpointFolder(run / "checkpoints", Files()) for run in (self.run, self.unbroken)]
-        found, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
-        if found != expected:
-            odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-            self.tally.problems.append(f"iteration {iteration} differs from the unbroken run's in {', '.join(odd)}")
+        actual, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
+        if actual != expected:
+            differing = sorted(
+                name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
+            )
+            self.tally.problems.append(
+                f"iteration {iteration} differs from the unbroken run's in {', '.join(differing)}"
+            )
 
-    def _look_at_the_end(self) -> None:
+    def _check_end(self) -> None:
         self.tally.runs += 1
         if self._committed()[-1:] != [self.plan.iterations]:
             self.tally.problems.append(f"the last checkpoint is missing, {self._committed()} are there")
-        self._look([])
+        self._check_checkpoints([])
         if curve_of(self.run) != curve_of(self.unbroken):
             self.tally.problems.append("the curves differ")
         roots = [self.run, *self.plan.folders(self.run)]
-        left = {str(path) for root in roots for path in root.rglob("*") if path.name.endswith(TEMPORARY)}
-        if left:
-            self.tally.problems.append(f"left behind: {', '.join(left)}")
+        leftovers = {str(path) for root in roots for path in root.rglob("*") if path.name.endswith(TEMPORARY)}
+        if leftovers:
+            self.tally.problems.append(f"left behind: {', '.join(leftovers)}")
 
 
 class Torchrun:

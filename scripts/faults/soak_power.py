@@ -131,7 +131,9 @@ def train_unbroken(plan: RecordedSoak) -> Unbroken:
     if any(status != 0 for status in statuses):
         raise RuntimeError(f"the unbroken run ended with {statuses}, see {plan.folder}/unbroken.log")
     folder = CheckpointFolder(run / "checkpoints", Files())
-    return Unbroken({found: contents_of(folder.iteration(found)) for found in folder.committed()}, curve_of(run))
+    return Unbroken(
+        {iteration: contents_of(folder.iteration(iteration)) for iteration in folder.committed()}, curve_of(run)
+    )
 
 
 def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
@@ -177,7 +179,7 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Po
         else:
             place = chance.randint(0, len(recording.entries))
         places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
-    yield from (PowerCut(*found) for found in sorted(places, key=lambda found: found[0]))
+    yield from (PowerCut(*point) for point in sorted(places, key=lambda point: point[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +221,17 @@ class Trial:
 
     def _mounted(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
         with mounting.mounted(self.system, image, self.folder / "mount"):
-            return self._look(told) + (self._resume(told) if resumes else [])
+            return self._problems_on_disk(told) + (self._resume(told) if resumes else [])
 
-    def _look(self, told: list[int]) -> list[str]:
+    def _problems_on_disk(self, told: list[int]) -> list[str]:
         """Return the problems of the checkpoints on the disk, and the reported saves that are missing."""
         checkpoints = self._checkpoints
         committed = checkpoints.committed()
         self.tally.told += len(told)
         self.tally.checkpoints += len(committed)
-        problems = [problem for found in committed for problem in self._compare(checkpoints.iteration(found), found)]
+        problems = [
+            problem for iteration in committed for problem in self._compare(checkpoints.iteration(iteration), iteration)
+        ]
         recorded = recorded_saves(self._run / "metrics.jsonl")
         for saves, who in ((told, "the job's output"), (recorded, "metrics.jsonl")):
             if missing := lost(saves, committed, keep=self.plan.keep):
@@ -244,13 +248,13 @@ class Trial:
         statuses = PowerJob(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
         if any(status != 0 for status in statuses):
             return [f"the resumed job ended with {statuses}: {output.read_text()[-2000:]}"]
-        problems = self._look(told)
+        problems = self._problems_on_disk(told)
         if self.plan.iterations not in self._checkpoints.committed():
             problems.append(f"the resumed run has no last checkpoint: {self._checkpoints.committed()}")
         if curve_of(self._run) != self.unbroken.curve:
             problems.append("the curve of the resumed run is not the unbroken one")
-        left = [path.name for path in self._run.rglob("*") if path.name.endswith(TEMPORARY)]
-        return problems + ([f"left behind: {', '.join(left)}"] if left else [])
+        leftovers = [path.name for path in self._run.rglob("*") if path.name.endswith(TEMPORARY)]
+        return problems + ([f"left behind: {', '.join(leftovers)}"] if leftovers else [])
 
     @property
     def _run(self) -> Path:
@@ -266,25 +270,29 @@ class Trial:
             verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
         except TrainerError as error:
             return [f"{path.name} is damaged: {error}"]
-        found, expected = contents_of(path), self.unbroken.checkpoints[iteration]
-        odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        return [f"{path.name} differs from the unbroken run's in {', '.join(odd)}"] if odd else []
+        actual, expected = contents_of(path), self.unbroken.checkpoints[iteration]
+        differing = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
+        return [f"{path.name} differs from the unbroken run's in {', '.join(differing)}"] if differing else []
 
 
 def recorded_saves(metrics: Path) -> list[int]:
     """Return the iterations whose saves a metrics file records; damaged lines are ignored."""
-    found = set()
+    iterations = set()
     for line in metrics.read_bytes().split(b"\n") if metrics.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)
             if record["event"] == "save":
-                found.add(int(record["iteration"]))
-    return sorted(found)
+                iterations.add(int(record["iteration"]))
+    return sorted(iterations)
 
 
 def lost(told: Sequence[int], committed: Sequence[int], *, keep: int) -> list[int]:
     """Return the iterations reported as saved that neither exist nor are replaced by `keep` newer ones."""
-    return [one for one in told if one not in committed and sum(other > one for other in committed) < keep]
+    return [
+        iteration
+        for iteration in told
+        if iteration not in committed and sum(newer > iteration for newer in committed) < keep
+    ]
 
 
 if __name__ == "__main__":

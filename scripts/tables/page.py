@@ -109,11 +109,13 @@ def _row(cells: list[str]) -> str:
 
 
 def _summary(variant: ModelVariant, results: Results) -> list[str]:
-    found = [(results.straight[variant, s.name], results.resumed[variant, s.name, t.name]) for s, t in pairs(variant)]
-    bitwise = sum(resumed.is_bitwise for _, resumed in found)
-    cells = [variant.family, variant.dtype, str(len(found)), str(bitwise)]
+    runs_of_pairs = [
+        (results.straight[variant, s.name], results.resumed[variant, s.name, t.name]) for s, t in pairs(variant)
+    ]
+    bitwise = sum(resumed.is_bitwise for _, resumed in runs_of_pairs)
+    cells = [variant.family, variant.dtype, str(len(runs_of_pairs)), str(bitwise)]
     for step in range(len(STEPS)):
-        differences = [abs(resumed.losses[step] - straight[step]) for straight, resumed in found]
+        differences = [abs(resumed.losses[step] - straight[step]) for straight, resumed in runs_of_pairs]
         cells += [str(differences.count(0.0)), f"{max(differences):.1e}"]
     return cells
 
@@ -123,7 +125,7 @@ def _rows(variant: ModelVariant, results: Results) -> Iterator[list[str]]:
     for source in TOPOLOGIES:
         straight = results.straight[variant, source.name]
         yield [f"`{source.name}`", "straight", "", *map(repr, straight)]
-        for target in (target for other, target in pairs(variant) if other == source):
+        for target in (target for origin, target in pairs(variant) if origin == source):
             resumed = results.resumed[variant, source.name, target.name]
             load = "bitwise" if resumed.is_bitwise else "**other bytes**"
             yield [f"`{source.name}`", f"`{target.name}`", load, *_losses(resumed, straight)]

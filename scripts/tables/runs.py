@@ -153,7 +153,7 @@ def run_all(folder: Path, say: Callable[[str], None]) -> Results:
             results.straight[variant, source.name] = _losses(folder / straight_folder(variant, source))
             say(f"{variant.family} {variant.dtype}: trained at {source.name}")
         for target in TOPOLOGIES:
-            sources = [source for source, other in pairs(variant) if other == target]
+            sources = [source for source, goal in pairs(variant) if goal == target]
             for source, resumed in zip(sources, _resume(folder, variant, sources, target), strict=True):
                 results.resumed[variant, source.name, target.name] = resumed
             say(f"{variant.family} {variant.dtype}: resumed at {target.name} from {len(sources)} topologies")
@@ -170,25 +170,25 @@ def _resume(
         again = [f"{key}-again" if key.startswith("run.dir=") else key for key in keys[:-1]]
         turns += [[*again, SAVE_AGAIN], keys]
     run_in_turn(folder, target, turns)
-    found: list[Resumed] = []
+    results: list[Resumed] = []
     for source in sources:
         straight = folder / straight_folder(variant, source)
         resumed = straight.with_name(f"{straight.name}-to-{target.name}")
         saved_again = _tensor_files(resumed.with_name(f"{resumed.name}-again"))
-        found.append(Resumed(is_bitwise=_tensor_files(straight) == saved_again, losses=_losses(resumed)))
-    return found
+        results.append(Resumed(is_bitwise=_tensor_files(straight) == saved_again, losses=_losses(resumed)))
+    return results
 
 
 def _losses(run: Path) -> tuple[float, ...]:
-    found = {row["iteration"] - SAVED: float.fromhex(row["loss_hex"]) for row in rows_of(run)}
-    return tuple(found[step] for step in STEPS)
+    loss_of_step = {row["iteration"] - SAVED: float.fromhex(row["loss_hex"]) for row in rows_of(run)}
+    return tuple(loss_of_step[step] for step in STEPS)
 
 
 def _tensor_files(run: Path) -> dict[str, bytes]:
     saved = run / "checkpoints" / f"iter_{SAVED:07d}"
-    found = {str(path.relative_to(saved)): path.read_bytes() for path in sorted(saved.rglob("*.safetensors"))}
-    assert found, saved
-    return found
+    contents = {str(path.relative_to(saved)): path.read_bytes() for path in sorted(saved.rglob("*.safetensors"))}
+    assert contents, saved
+    return contents
 
 
 _context = multiprocessing.get_context("forkserver")

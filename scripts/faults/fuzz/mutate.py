@@ -65,9 +65,9 @@ def _change(parent: Any, key: Any, *, nodes: list[tuple[Any, Any]], chance: rand
     elif way == 1 and isinstance(parent, dict):
         parent[chance.choice([value for value in _VALUES if isinstance(value, str)])] = parent.pop(key)
     elif way == 2:
-        other, place = chance.choice(nodes)
-        if isinstance(other, dict) and place in other:
-            parent[key] = other[place]
+        donor, place = chance.choice(nodes)
+        if isinstance(donor, dict) and place in donor:
+            parent[key] = donor[place]
     elif way == 3 and type(parent[key]) is int:
         parent[key] += chance.choice((-1, 1, 8, -4096, 1 << 32))
     elif way == 4 and isinstance(parent, list):
@@ -78,12 +78,12 @@ def _change(parent: Any, key: Any, *, nodes: list[tuple[Any, Any]], chance: rand
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
     """Return every place in a tree, as its container and its key."""
-    found, queue = [], [value] if isinstance(value, dict | list) else []
+    places, queue = [], [value] if isinstance(value, dict | list) else []
     while queue:
         parent = queue.pop()
         keys: Any = parent.keys() if isinstance(parent, dict) else range(len(parent))
         for key in keys:
-            found.append((parent, key))
+            places.append((parent, key))
             if isinstance(parent[key], dict | list):
                 queue.append(parent[key])
-    return found
+    return places

@@ -60,8 +60,10 @@ class Inputs:
         self._net, self._optimizer = self.fresh()
         self._net(torch.randn(2, 4)).sum().backward()
         self._optimizer.step()
-        kept = save(folder / "kept", self._net, self._optimizer, iteration=4, state={"note": [1, "two", None]})
-        self._kept = {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+        checkpoint = save(folder / "kept", self._net, self._optimizer, iteration=4, state={"note": [1, "two", None]})
+        self._kept = {
+            path.relative_to(checkpoint): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()
+        }
         self.checkpoint, self.tokens = folder / "tried" / "iter_0000004", folder / "tokens.bin"
         write_token_file(self.tokens, [np.arange(40)], dtype=np.uint16)
         self._token_bytes = self.tokens.read_bytes()
@@ -147,8 +149,8 @@ class Inputs:
         self.load()
 
     def _try_header(self, name: str, data: bytes) -> None:
-        kept = self._kept[Path(name)]
-        tensors = kept[8 + int.from_bytes(kept[:8], "little") :]
+        original = self._kept[Path(name)]
+        tensors = original[8 + int.from_bytes(original[:8], "little") :]
         head = len(data).to_bytes(8, "little") + data
         self.write(name, head + tensors)
         self.seal_file(name, FileEntry(len(head) + len(tensors), digest_of(head), is_tensor_file=True))

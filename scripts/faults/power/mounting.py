@@ -149,7 +149,7 @@ def _run(command: Sequence[str]) -> str:
     """Run a command and return its output."""
     if shutil.which(command[0]) is None:
         raise CannotMount(f"there is no {command[0]}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotMount(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise CannotMount(f"{' '.join(command)}: {process.stderr.strip()}")
+    return process.stdout

@@ -112,13 +112,13 @@ def record(
     mount.mkdir()
     enough = chance.randint(plan.iterations // 3, 2 * plan.iterations // 3)
     with mounting.logged_device(image, log, folder / "fuse") as device, mounting.mounted(system, device, mount):
-        command, said = plan.command(mount / "run", keep=plan.keep), mounting.said_in(folder / "fuse")
-        job = PowerJob(command, said, ranks=plan.ranks)
+        command, output = plan.command(mount / "run", keep=plan.keep), mounting.said_in(folder / "fuse")
+        job = PowerJob(command, output, ranks=plan.ranks)
         try:
             _await_saved(log, enough, job)
         finally:
             job.kill()
-        statuses = PowerJob(command, said, ranks=plan.ranks).end(TIMEOUT_S)
+        statuses = PowerJob(command, output, ranks=plan.ranks).end(TIMEOUT_S)
     image.unlink()
     entries = [entry for entry in block_log.read(log) if not (plan.lies and entry.kind is LogKind.FLUSH)]
     if any(status != 0 for status in statuses):
@@ -136,12 +136,12 @@ def _await_saved(log: Path, iteration: int, job: PowerJob) -> None:
 
 def saved_in(entries: Sequence[Entry]) -> list[tuple[int, int]]:
     """Return the iterations reported as saved, each with the number of the entry that ends the line."""
-    found, rest = [], ""
+    saves, partial = [], ""
     for number, entry in enumerate(entries):
         if entry.kind is LogKind.SAID:
-            *lines, rest = (rest + bytes(entry.data).decode(errors="replace")).split("\n")
-            found += [(number, int(match[1])) for line in lines if (match := _SAID.search(line))]
-    return found
+            *lines, partial = (partial + bytes(entry.data).decode(errors="replace")).split("\n")
+            saves += [(number, int(match[1])) for line in lines if (match := _SAID.search(line))]
+    return saves
 
 
 def _text(entries: Sequence[Entry]) -> str:
