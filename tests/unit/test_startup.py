@@ -16,6 +16,8 @@ from tests import ROOT
 from tests.harness import DEADLINE_S, TINY
 
 HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", "transformers", "safetensors"}
+# What the library is installed without, or beside.
+APPLICATION = {"configs", "google", "hydra", "models", "omegaconf", "tqdm", "trainer"}
 
 _COMPOSE = """
 from hydra import compose, initialize_config_dir
@@ -46,6 +48,20 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
     imported = imports_of("-m", "reprise", *words.split())
     assert {name.split(".")[0] for name in imported} & HEAVY == set()
+
+
+def test_the_library_waits_for_torch_until_it_is_used() -> None:
+    imported = imports_of("-c", "import reprise")
+    assert "reprise" in imported
+    assert {name.split(".")[0] for name in imported} & (HEAVY | APPLICATION) == set()
+
+
+def test_the_whole_library_imports_little_besides_torch() -> None:
+    every_name = "import torch; import reprise; [getattr(reprise, name) for name in reprise.__all__]"
+    imported = imports_of("-c", every_name) - imports_of("-c", "import torch")
+    assert "xxhash" in imported
+    assert {name.split(".")[0] for name in imported} & (HEAVY - {"numpy", "xxhash"} | APPLICATION) == set()
+    assert imported & {"numpy.testing", "numpy.ma"} == set()
 
 
 # Each takes 0.2 s or more, and is for other runs: compiled ones, those of several ranks, those of a text tokenizer.
