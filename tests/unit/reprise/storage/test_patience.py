@@ -18,6 +18,7 @@ from reprise.errors import UnreadableError
 from reprise.format.names import MANIFEST, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
+from reprise.management import listing, verification
 from reprise.policy import Retention, SavePolicy
 from reprise.saving.room import decide_expired
 from reprise.storage.files import Files
@@ -241,7 +242,8 @@ def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(
 def test_the_command_does_not_call_damaged_what_it_cannot_read(
     run: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "Files", lambda: Failing("open_for_reading", errno.EIO))
+    for module in (listing, verification):
+        monkeypatch.setattr(module, "Files", lambda: Failing("open_for_reading", errno.EIO))
     assert script.main([command, str(run)]) == script.IMPOSSIBLE
     table = capsys.readouterr().out
     assert "cannot be read now: Input/output error (errno 5)" in table
