@@ -29,7 +29,7 @@ from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, OUTPUT, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import core_name, in_newest_order_of_all, stage_of
 from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, layers_of
-from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, log_omissions
 from trainer.interop.torch_file import PlainObject, open_torch_file
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def read_megatron(folder: Path, options: ImportOptions) -> tuple[MegatronState, 
     since = "since" if is_since_2024 else "before"
     ranks_and_stages = f"{tp} tensor-parallel ranks, {len(stages)} stages, ZeRO"
     _log.info(f"{folder}: Megatron-DeepSpeed, {ranks_and_stages}; rows of query_key_value as {since} December 2024")
-    tell(first, described, args)
+    log_omissions(first, described, args)
     iteration = take(first, "global_steps", int, folder)
     state = joined_state(
         fixed.pop(""),

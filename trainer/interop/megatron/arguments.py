@@ -1,7 +1,7 @@
 """Describes the model of a Megatron checkpoint from the arguments of the program that saved it. Pure.
 
 Megatron-LM saves its parsed command line, `args`, in every checkpoint. Much of a model is in no tensor: the number of
-heads, the form of the GELU, the base of the rotary frequencies, the part of the vocabulary that is padding. Source:
+heads, the form of the GELU, the base of the rotary frequencies, the padded part of the vocabulary. Source:
 `megatron/training/arguments.py` (`core_transformer_config_from_args`) of Megatron-LM.
 """
 
@@ -68,7 +68,7 @@ class DescribedModel:
     Args:
         padded_vocab_size: rows of Megatron's embedding, at least `model.vocab_size`.
         adds_one: whether weights of norms are stored minus 1 (`apply_layernorm_1p`).
-        notes: log lines on differences that the import allows.
+        notes: log lines on allowed differences.
         is_hybrid: whether Megatron's is a `HybridModel`, whose sub-blocks are numbered in place of layers.
     """
 
@@ -80,12 +80,12 @@ class DescribedModel:
 
     def correspondences(self) -> list[Correspondence]:
         """Return every tensor of Megatron's model with ours."""
-        found = correspondences(self.model, self.padded_vocab_size)
-        return in_sub_blocks(found) if self.is_hybrid else found
+        tensors = correspondences(self.model, self.padded_vocab_size)
+        return in_sub_blocks(tensors) if self.is_hybrid else tensors
 
 
 def describe(
-    args: Mapping[str, Any], rows: int, layers: int, asked: ImportOptions, *, where: object, names: Iterable[str] = ()
+    args: Mapping[str, Any], rows: int, layers: int, options: ImportOptions, *, where: object, names: Iterable[str] = ()
 ) -> DescribedModel:
     """Return the model that `args` describe.
 
@@ -95,62 +95,62 @@ def describe(
     Args:
         args: the attributes of `args`; empty if the checkpoint has none.
         rows: rows of the embedding in the checkpoint, with padding.
-        layers: layers that the checkpoint has tensors of, and no model may exceed.
-        names: of the tensors, which tell a `HybridModel`.
+        layers: layers with tensors in the checkpoint; no model may have more.
+        names: of the tensors; by them a `HybridModel` is recognized.
 
     Raises:
-        MismatchError: listing every option that our models do not have, and every field that nothing names.
+        MismatchError: listing every option our models lack, and every field without a value.
     """
     pattern = pattern_of(names)
     args, problems = as_gpt(args, pattern)
     if args.get("use_rotary_position_embeddings"):  # the older spelling
         args = {**args, POSITIONS: "rope"}
-    family, unnamed = _family(args, asked, where=where)
+    family, unnamed = _family(args, options, where=where)
     problems += unnamed
     problems += _out_of_range(args)
     problems += _unsupported(args, family)
-    problems += _unnamed(args, asked)
-    problems += _vocabulary(args, rows, asked)
+    problems += _unnamed(args, options)
+    problems += _vocabulary(args, rows, options)
     if problems or family is None:
         raise _refused(problems, where=where)
     notes = list[str]()
-    vocab_size = _vocab_size(args, rows, asked, notes)
+    vocab_size = _vocab_size(args, rows, options, notes)
     model = replace(
-        asked.config.model,
+        options.config.model,
         family=family,
-        **{ours: args[theirs] for ours, theirs in (_SIZES | _NUMBERS).items() if args.get(theirs) is not None},
-        **_heads(args, asked.config.model),
-        **_positions(args, family, asked),
+        **{key: args[argument] for key, argument in (_SIZES | _NUMBERS).items() if args.get(argument) is not None},
+        **_heads(args, options.config.model),
+        **_positions(args, family, options),
         vocab_size=vocab_size,
     )
     if args.get("untie_embeddings_and_output_weights") is not None:
         model = replace(model, tie_word_embeddings=not args["untie_embeddings_and_output_weights"])
     if "n_kv_head" in spec_of(model).follows:
         model = replace(model, n_kv_head=_groups(args, model))
-    activation = _activation(args, asked, notes) if has_field(family, "activation") else default_of("activation")
+    activation = _activation(args, options, notes) if has_field(family, "activation") else default_of("activation")
     model = replace(model, activation=activation)
     if not has_field(family, "head_dim"):
         model = replace(model, head_dim=default_of("head_dim"))
-    notes += _invisible(args, model, asked)
-    model = _tokens(_dropout(model, args, asked, notes), asked, notes)
+    notes += _invisible(args, model, options)
+    model = _tokens(_dropout(model, args, options, notes), options, notes)
     if model.n_layer > layers:
         raise _refused([f"num_layers={model.n_layer}: the checkpoint has {layers}"], where=where)
-    if found := [*families.problems(model), *_width(args, model)]:
-        raise _refused(found, where=where)
+    if contradictions := [*families.problems(model), *_width(args, model)]:
+        raise _refused(contradictions, where=where)
     return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes), pattern is not None)
 
 
-def _family(args: Mapping[str, Any], asked: ImportOptions, *, where: object) -> tuple[Family | None, list[str]]:
-    """Return the family that an override names, or else the family with the arguments of `args`, and the problems.
+def _family(args: Mapping[str, Any], options: ImportOptions, *, where: object) -> tuple[Family | None, list[str]]:
+    """Return the family of an override, or else the family with the arguments of `args`, and the problems.
 
-    `_unsupported` has the arguments that contradict an override.
+    `_unsupported` has the arguments against an override.
 
     Raises:
         MismatchError: if the override names a family without Megatron names.
     """
-    if _is_named(asked, "family"):
-        names_of(asked.config.model.family, where=where)
-        return asked.config.model.family, []
+    if _is_named(options, "family"):
+        names_of(options.config.model.family, where=where)
+        return options.config.model.family, []
     tables = {family: spec.megatron.arguments for family, spec in FAMILIES.items() if spec.megatron is not None}
     positions = args.get(POSITIONS)
     expected = " or ".join(dict.fromkeys(str(table[POSITIONS][0]) for table in tables.values()))
@@ -166,13 +166,13 @@ def _family(args: Mapping[str, Any], asked: ImportOptions, *, where: object) -> 
 
 
 def _fit(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> tuple[int, int]:
-    """Return the number of arguments of a family that `args` contradict, and of those that `args` do not confirm."""
+    """Return the number of arguments of a family contradicted by `args`, and of those not confirmed by `args`."""
     values = {name: args.get(name) in allowed for name, allowed in table.items()}
     return sum(name in args and not fits for name, fits in values.items()), sum(not fits for fits in values.values())
 
 
 def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments that are no numbers that can be computed with."""
+    """Yield the arguments outside the range of usable numbers."""
     checks: dict[str, Callable[[object], object]] = {
         **dict.fromkeys(_INTEGERS, integer),
         **dict.fromkeys(_FRACTIONS, finite_number),
@@ -189,57 +189,57 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
     names = None if family is None else FAMILIES[family].megatron
     for name, allowed in {**_LACKING, **({} if names is None else names.arguments)}.items():
         if name in args and args[name] not in allowed:
-            wanted = "none of our models has it"
+            reason = "none of our models has it"
             if family is not None and name not in _LACKING:
-                wanted = f"{family.value} has {allowed[0]}"
-            yield f"{name}={shown(args[name])}: {wanted}"
+                reason = f"{family.value} has {allowed[0]}"
+            yield f"{name}={shown(args[name])}: {reason}"
 
 
-def _unnamed(args: Mapping[str, Any], asked: ImportOptions) -> Iterator[str]:
-    """Yield the fields that neither `args` nor overrides name."""
-    rest = {"norm_eps": "norm_epsilon", "tie_word_embeddings": "untie_embeddings_and_output_weights"}
-    for ours, theirs in (_SIZES | rest).items():
-        if args.get(theirs) is None and not _is_named(asked, ours):
-            yield f"args have no {theirs}: set model.{ours}"
+def _unnamed(args: Mapping[str, Any], options: ImportOptions) -> Iterator[str]:
+    """Yield the fields named neither by `args` nor by overrides."""
+    switches = {"norm_eps": "norm_epsilon", "tie_word_embeddings": "untie_embeddings_and_output_weights"}
+    for key, argument in (_SIZES | switches).items():
+        if args.get(argument) is None and not _is_named(options, key):
+            yield f"args have no {argument}: set model.{key}"
 
 
-def _vocabulary(args: Mapping[str, Any], rows: int, asked: ImportOptions) -> Iterator[str]:
-    """Yield the line on a vocabulary that the embedding has no room for, unless an override names another."""
-    named = args.get("vocab_size")
-    if isinstance(named, int) and not 0 < named <= rows and not _is_set(asked, "vocab_size"):
+def _vocabulary(args: Mapping[str, Any], rows: int, options: ImportOptions) -> Iterator[str]:
+    """Yield a line if the vocabulary exceeds the rows of the embedding, unless an override names another size."""
+    vocab_size = args.get("vocab_size")
+    if isinstance(vocab_size, int) and not 0 < vocab_size <= rows and not _is_set(options, "vocab_size"):
         yield (
-            f"vocab_size={named}: the embedding has {rows} rows; model.vocab_size=N names another number of tokens, "
-            f"at most {rows}"
+            f"vocab_size={vocab_size}: the embedding has {rows} rows; model.vocab_size=N names another "
+            f"number of tokens, at most {rows}"
         )
 
 
-def _invisible(args: Mapping[str, Any], model: ModelConfig, asked: ImportOptions) -> Iterator[str]:
-    """Yield lines on fields that args lack and no shape of a tensor shows, unless an override names the field."""
+def _invisible(args: Mapping[str, Any], model: ModelConfig, options: ImportOptions) -> Iterator[str]:
+    """Yield lines on fields missing in `args` and in every shape of a tensor, unless an override names them."""
     fields = {"n_head": "num_attention_heads", "norm_eps": "norm_epsilon"}
     if spec_of(model).is_rotary:
         fields["rope_theta"] = "rotary_base"
-    for ours, theirs in fields.items():
-        if args.get(theirs) is None and not _is_set(asked, ours):
-            yield f"args have no {theirs}, and no tensor shows it: taken as model.{ours}={getattr(model, ours)}"
+    for key, argument in fields.items():
+        if args.get(argument) is None and not _is_set(options, key):
+            yield f"args have no {argument}, and no tensor shows it: taken as model.{key}={getattr(model, key)}"
 
 
-def _is_named(asked: ImportOptions, key: str) -> bool:
+def _is_named(options: ImportOptions, key: str) -> bool:
     """Return whether an override names a field of the model, or a whole model."""
-    names = {override.partition("=")[0].lstrip("+") for override in asked.overrides}
+    names = {override.partition("=")[0].lstrip("+") for override in options.overrides}
     return "model" in names or f"model.{key}" in names
 
 
-def _is_set(asked: ImportOptions, key: str) -> bool:
+def _is_set(options: ImportOptions, key: str) -> bool:
     """Return whether an override names this field of the model itself."""
-    return any(override.partition("=")[0].lstrip("+") == f"model.{key}" for override in asked.overrides)
+    return any(override.partition("=")[0].lstrip("+") == f"model.{key}" for override in options.overrides)
 
 
-def _vocab_size(args: Mapping[str, Any], rows: int, asked: ImportOptions, notes: list[str]) -> int:
-    """Return the tokens of our vocabulary, and note the rows that are padding."""
-    named = args.get("vocab_size")
-    true = named if isinstance(named, int) else None
-    if _is_set(asked, "vocab_size"):
-        chosen = asked.config.model.vocab_size
+def _vocab_size(args: Mapping[str, Any], rows: int, options: ImportOptions, notes: list[str]) -> int:
+    """Return the tokens of our vocabulary, and note the padded rows."""
+    saved = args.get("vocab_size")
+    true = saved if isinstance(saved, int) else None
+    if _is_set(options, "vocab_size"):
+        chosen = options.config.model.vocab_size
         size = chosen if 0 < chosen <= rows else rows  # another one is refused where the two models are compared
     elif true is None:
         notes.append(
@@ -259,21 +259,21 @@ def _vocab_size(args: Mapping[str, Any], rows: int, asked: ImportOptions, notes:
 
 
 def _heads(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    found = dict[str, Any]()
+    fields = dict[str, Any]()
     if (heads := args.get("num_attention_heads")) is not None:
         groups = args.get("num_query_groups")
-        found["n_kv_head"] = groups if groups and args.get("group_query_attention", True) else heads
+        fields["n_kv_head"] = groups if groups and args.get("group_query_attention", True) else heads
     if args.get("kv_channels") is not None:
-        found["head_dim"] = args["kv_channels"]
+        fields["head_dim"] = args["kv_channels"]
     elif args.get("hidden_size") and heads:
-        found["head_dim"] = args["hidden_size"] // heads
+        fields["head_dim"] = args["hidden_size"] // heads
     else:
-        found["head_dim"] = model.head_dim
-    return found
+        fields["head_dim"] = model.head_dim
+    return fields
 
 
 def _groups(args: Mapping[str, Any], model: ModelConfig) -> int:
-    """Return the query groups of a model that must have one for each head; `problems` refuses any other number."""
+    """Return the query groups of a model with a group for each head; `problems` refuses any other number."""
     return model.n_kv_head if args.get("num_attention_heads") is not None else model.n_head
 
 
@@ -283,29 +283,29 @@ def _width(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
         yield f"kv_channels={channels}: {model.family.value} has hidden_size / num_attention_heads={model.head_width}"
 
 
-def _positions(args: Mapping[str, Any], family: Family, asked: ImportOptions) -> dict[str, Any]:
+def _positions(args: Mapping[str, Any], family: Family, options: ImportOptions) -> dict[str, Any]:
     if not FAMILIES[family].is_rotary:
         return {"rope_scaling": None}
-    found = dict[str, Any]()
+    fields = dict[str, Any]()
     if args.get("rotary_base") is not None:
-        found["rope_theta"] = float(args["rotary_base"])
-    elif not _is_named(asked, "rope_theta"):
-        found["rope_theta"] = _ROTARY_BASE
+        fields["rope_theta"] = float(args["rotary_base"])
+    elif not _is_named(options, "rope_theta"):
+        fields["rope_theta"] = _ROTARY_BASE
     if "use_rope_scaling" in args:
         scaled = RopeScaling(factor=float(args.get("rope_scaling_factor") or 8.0))
-        found["rope_scaling"] = scaled if args["use_rope_scaling"] else None
-    return found
+        fields["rope_scaling"] = scaled if args["use_rope_scaling"] else None
+    return fields
 
 
-def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> Activation:
+def _activation(args: Mapping[str, Any], options: ImportOptions, notes: list[str]) -> Activation:
     """Return the form of the GELU.
 
     Megatron-Core computes the tanh form where it fuses it with the bias. Megatron-LM's own models do so for
     `openai_gelu` too.
     """
     if "bias_gelu_fusion" not in args and "openai_gelu" not in args:
-        chosen = asked.config.model.activation
-        if not _is_set(asked, "activation"):
+        chosen = options.config.model.activation
+        if not _is_set(options, "activation"):
             notes.append(
                 f"args do not name the form of the GELU: taken as model.activation={chosen.value}. Megatron computes "
                 "gelu_tanh where it fuses bias and GELU (its default), else gelu"
@@ -315,14 +315,14 @@ def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str])
     return Activation.gelu_tanh if is_tanh else Activation.gelu
 
 
-def _dropout(model: ModelConfig, args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> ModelConfig:
-    """Return the model with Megatron's dropout, or with that of an override."""
+def _dropout(model: ModelConfig, args: Mapping[str, Any], options: ImportOptions, notes: list[str]) -> ModelConfig:
+    """Return the model with Megatron's dropout, or with the override's."""
     hidden, attention = args.get("hidden_dropout"), args.get("attention_dropout")
     if not has_field(model.family, "dropout"):
         if hidden or attention:
             notes.append(f"hidden_dropout={hidden}, attention_dropout={attention} are not carried: {_NO_DROPOUT}")
         return replace(model, dropout=0.0)
-    if hidden is None or _is_set(asked, "dropout"):
+    if hidden is None or _is_set(options, "dropout"):
         return model
     if attention not in (None, hidden):
         notes.append(f"model.dropout={hidden} is hidden_dropout; attention_dropout={attention} is not carried")
@@ -334,14 +334,14 @@ _NO_DROPOUT = "the family has no dropout here"
 _TOKENS = {128256: (128000, 128001)}
 
 
-def _tokens(model: ModelConfig, asked: ImportOptions, notes: list[str]) -> ModelConfig:
-    """Return the model with tokens of its vocabulary that begin and end a document: those of overrides, or the last."""
+def _tokens(model: ModelConfig, options: ImportOptions, notes: list[str]) -> ModelConfig:
+    """Return the model with its first and last token of a document: those of overrides, or the vocabulary's last."""
     begin, end = _TOKENS.get(model.vocab_size, (model.vocab_size - 1,) * 2)
     chosen: dict[str, Any] = {
-        "bos_token_id": asked.config.model.bos_token_id if _is_set(asked, "bos_token_id") else begin,
-        "eos_token_id": asked.config.model.eos_token_id if _is_set(asked, "eos_token_id") else end,
+        "bos_token_id": options.config.model.bos_token_id if _is_set(options, "bos_token_id") else begin,
+        "eos_token_id": options.config.model.eos_token_id if _is_set(options, "eos_token_id") else end,
     }
-    if not (_is_set(asked, "bos_token_id") and _is_set(asked, "eos_token_id")):
+    if not (_is_set(options, "bos_token_id") and _is_set(options, "eos_token_id")):
         listed = " ".join(f"model.{name}={token}" for name, token in chosen.items())
         notes.append(f"args do not name the tokens that begin and end a document: taken as {listed}")
     return replace(model, **chosen)

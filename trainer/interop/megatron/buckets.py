@@ -1,8 +1,8 @@
 """Finds parameters in the flat buffers of Megatron's distributed optimizer, which have no names.
 
 A buffer holds the parameters of a stage in the reverse order of `model.parameters()`, in buckets. A parameter begins at
-a multiple of 64 elements of its bucket, or right behind the one before it in older versions. Buckets are stored one by
-one or end to end, with the padding at their ends or without it. Their size is that of a run's settings, so no offset is
+a multiple of 64 elements of its bucket, or right behind its predecessor in older versions. Buckets are stored singly or
+end to end, with or without the padding at their ends. Their size follows from a run's settings, so no offset is
 computed here: the master weights in the buffer, rounded, must be the model's own weights, parameter by parameter.
 Moments lie at the offsets of the master weights.
 
@@ -48,12 +48,12 @@ class _End:
     def next(self, buckets: Sequence[torch.Tensor]) -> list[_End]:
         """Return the places where the next parameter may begin."""
         aligned = self.offset + (self.base - self.offset) % _ALIGNMENT
-        found = [_End(self.bucket, aligned, self.base)]
+        starts = [_End(self.bucket, aligned, self.base)]
         if aligned != self.offset:  # a bucket of the run ends here, or nothing is aligned
-            found.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
+            starts.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
         if self.bucket + 1 < len(buckets) and self.offset:
-            found.append(_End(self.bucket + 1, 0, 0))
-        return found
+            starts.append(_End(self.bucket + 1, 0, 0))
+        return starts
 
 
 def locate(
@@ -64,11 +64,11 @@ def locate(
     Args:
         parameters: the parameters of a stage on one rank, in the order of `model.parameters()`.
         buckets: 1-d tensors of float32 master weights, in order; of one buffer.
-        is_padded: whether numbers that belong to no parameter may follow the last one.
+        is_padded: whether numbers of no parameter may follow the last parameter.
 
     Raises:
         CheckpointError: if the numbers at each possible place of a parameter are not its weights.
-        MismatchError: if several places have its weights, so that its moments are not certain.
+        MismatchError: if several places have its weights: its moments are uncertain then.
     """
     backwards = list(parameters.items())[::-1]
     reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}
@@ -78,8 +78,8 @@ def locate(
         for end, slots in reached.items():
             for start in end.next(buckets):
                 begun.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
-        found = {start: slots for start, slots in begun.items() if _holds(buckets, start, weights)}
-        if not found:
+        fitting = {start: slots for start, slots in begun.items() if _holds(buckets, start, weights)}
+        if not fitting:
             require_finite(weights, where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's buffer does not hold the weights of a parameter where it has to",
@@ -88,10 +88,10 @@ def locate(
                 fix="The files are of several saves, or of a version that lays the buffer out in another way. Take the "
                 "weights alone with --weights-only.",
             )
-        if any(len(slots) > 1 for slots in found.values()):
+        if any(len(slots) > 1 for slots in fitting.values()):
             raise _not_certain(where, name)
         count = weights.numel()
-        reached = {_End(s.bucket, s.offset + count, s.base): slots[0] for s, slots in found.items()}
+        reached = {_End(s.bucket, s.offset + count, s.base): slots[0] for s, slots in fitting.items()}
     ends = [slots for end, slots in reached.items() if is_padded or _is_end(buckets, end)]
     if not ends:
         raise CheckpointError(
@@ -107,8 +107,8 @@ def locate(
 
 
 def _holds(buckets: Sequence[torch.Tensor], start: _End, weights: torch.Tensor) -> bool:
-    found = buckets[start.bucket][start.offset : start.offset + weights.numel()]
-    return found.numel() == weights.numel() and torch.equal(found.to(weights.dtype), weights)
+    stored = buckets[start.bucket][start.offset : start.offset + weights.numel()]
+    return stored.numel() == weights.numel() and torch.equal(stored.to(weights.dtype), weights)
 
 
 def _is_end(buckets: Sequence[torch.Tensor], end: _End) -> bool:

@@ -48,21 +48,21 @@ def state_of_data_ranks(
         chunks: the rank's weights, a chunk for each virtual stage.
 
     Raises:
-        CheckpointError: if a rank's entries are not parts of the parameters that it has to have.
+        CheckpointError: if a rank's entries are not its parts of the parameters.
     """
-    found: list[dict[str, dict[str, list[torch.Tensor]]]] = [{} for _ in chunks]
+    state: list[dict[str, dict[str, list[torch.Tensor]]]] = [{} for _ in chunks]
     for rank, table in enumerate(tables):
         where_rank = f"{where}, data-parallel rank {rank}"
         parts = list(_parts(chunks, rank, len(tables)))
         for part, tensors in _entries(table, parts, chunks, where=where_rank):
             for key, tensor in tensors.items():
-                found[part.chunk].setdefault(key, {}).setdefault(part.name, []).append(tensor)
+                state[part.chunk].setdefault(key, {}).setdefault(part.name, []).append(tensor)
     return [
         {
             key: {name: _joined(parts, chunk[name].shape) for name, parts in tensors.items()}
             for key, tensors in of_chunk.items()
         }
-        for of_chunk, chunk in zip(found, chunks, strict=True)
+        for of_chunk, chunk in zip(state, chunks, strict=True)
     ]
 
 
@@ -89,9 +89,9 @@ def _entries(
     numbers = [number for group in groups for number in group["params"]]
     flat = [copy for group in copies for copy in group]
     decayed = [part for part in parts if decays(part.name, chunks[part.chunk][part.name])]
-    others = [part for part in parts if not decays(part.name, chunks[part.chunk][part.name])]
+    undecayed = [part for part in parts if not decays(part.name, chunks[part.chunk][part.name])]
     # Both orders of the groups are tried.
-    for ordered in ([*decayed, *others], [*others, *decayed]):
+    for ordered in ([*decayed, *undecayed], [*undecayed, *decayed]):
         tensors = [{key: state[number].get(key) for key in MOMENTS} for number in numbers]
         if flat and len(flat) == len(tensors):
             tensors = [{**moments, MASTERS: copy} for moments, copy in zip(tensors, flat, strict=True)]
@@ -105,7 +105,7 @@ def _entries(
     raise CheckpointError(
         "A data-parallel rank's optimizer does not hold its parts of the parameters",
         where=where,
-        expected=f"{len(decayed)} parts of matrices, {len(others)} of biases and vectors",
+        expected=f"{len(decayed)} parts of matrices, {len(undecayed)} of biases and vectors",
         found=f"groups of {' and '.join(str(len(group['params'])) for group in groups)}, or of other sizes",
         fix="Files of data-parallel ranks are missing or of several saves, or the optimizer is not Adam. Take the "
         "weights alone with --weights-only.",

@@ -1,4 +1,4 @@
-"""Writes a folder that megatron-core's `dist_checkpointing` loads into a `GPTModel` and its distributed optimizer."""
+"""Writes a folder for megatron-core's `dist_checkpointing`, which loads it into a `GPTModel` and its optimizer."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ _EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear
 _Place = tuple[str, tuple[int, ...]]  # a key, and the offset of a chunk
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     """Write `out`, a folder of Megatron-LM with one iteration, atomically and with one file's tensors in memory.
 
     Weights and moments are float32, stacked by layer, without padded vocabulary rows: `load` fills a padded table from
-    the first row on. The optimizer is that of `--use-distributed-optimizer`, in the fully reshardable form.
+    the first row on. The optimizer has the fully reshardable form of `--use-distributed-optimizer`.
 
     Raises:
         ConfigError: if a dtype other than float32, or a tokenizer, is requested.
         MismatchError: if Megatron has no such model, or the optimizer is not AdamW.
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    if wanted.dtype is not torch.float32 or wanted.tokenizer is not None:
+    if options.dtype is not torch.float32 or options.tokenizer is not None:
         raise ConfigError(
             "A Megatron folder is written in float32 and without a tokenizer",
             where=out,
@@ -108,17 +108,17 @@ _METADATA = {
 
 def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
     scaling = model.rope_scaling
-    found = scaling and (
+    constants = scaling and (
         scaling.low_freq_factor,
         scaling.high_freq_factor,
         scaling.original_max_position_embeddings,
     )
-    if found and found != _SCALED_FROM:
+    if constants and constants != _SCALED_FROM:
         raise MismatchError(
             "Megatron has no rotary scaling of this form",
             where=where,
             expected=f"model.rope_scaling with the constants of LLaMA 3.1, {_SCALED_FROM}",
-            found=found,
+            found=constants,
         )
 
 
@@ -141,16 +141,16 @@ class _Planner(StreamingPlanner):
         return self.plan
 
     def _planned(self, model: ModelConfig, kinds: tuple[str, ...]) -> Iterator[WriteItem]:
-        found = correspondences(model)
+        tensors = correspondences(model)
         for kind in ("", *kinds):
             root = f"optimizer.state.{kind}." if kind else ""
-            for one in found:
-                layer, shape = one.tensor.layer, one.tensor.shape
+            for correspondence in tensors:
+                layer, shape = correspondence.tensor.layer, correspondence.tensor.shape
                 first = () if layer is None else (layer,)
                 offset = (*first, *(0 for _ in shape))
                 full = shape if layer is None else (model.n_layer, *shape)
-                key = root + one.tensor.stacked
-                self._places[key, offset] = kind, one
+                key = root + correspondence.tensor.stacked
+                self._places[key, offset] = kind, correspondence
                 yield _item(key, offset, (*(1 for _ in first), *shape), full)
         for layer in range(model.n_layer):
             for module in _EXTRA:
@@ -161,9 +161,9 @@ class _Planner(StreamingPlanner):
         if index.offset is None:
             return [None]
         offset = tuple(index.offset)
-        kind, one = self._places[index.fqn, offset]
-        tensor = one.join([self._ours(kind, name) for name in one.names])
-        return tensor.reshape(1, *tensor.shape) if one.tensor.layer is not None else tensor
+        kind, correspondence = self._places[index.fqn, offset]
+        tensor = correspondence.join([self._ours(kind, name) for name in correspondence.names])
+        return tensor.reshape(1, *tensor.shape) if correspondence.tensor.layer is not None else tensor
 
     def _ours(self, kind: str, name: str) -> torch.Tensor:
         if kind in ("", _MASTERS):
@@ -180,13 +180,13 @@ def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple
 
 
 def _steps(source: StateSource, adam: SavedAdam) -> float:
-    """Return the optimizer's steps, of which Megatron keeps one number: those of most parameters."""
+    """Return the optimizer's steps, a single number in Megatron: those of most parameters."""
     trained = [name for name in stored_tensors(source.model) if name not in adam.frozen]
     counts = Counter(float(source.read(f"step.{name}")) for name in trained)
     listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
     if len(listed) > 1:
-        made = ", ".join(f"{steps:.0f} of {counts[steps]} parameters" for steps in listed)
-        _log.warning(f"AdamW's numbers of steps differ: {made}. Megatron keeps one, and the first is written")
+        text = ", ".join(f"{steps:.0f} of {counts[steps]} parameters" for steps in listed)
+        _log.warning(f"AdamW's numbers of steps differ: {text}. Megatron keeps one, and the first is written")
     return listed[0] if listed else 0.0
 
 
@@ -199,21 +199,21 @@ def _common(
         steps: of the optimizer, which need not be the iteration.
     """
     iteration, samples = counters["iteration"], counters["consumed_samples"]
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "args": argparse.Namespace(**arguments_of(model), iteration=iteration, consumed_train_samples=samples),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
     if adam is None:
-        return found
-    found["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
-    found["optimizer"] = {
+        return content
+    content["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
+    content["optimizer"] = {
         "optimizer": {"param_groups": [_group(adam, schedule, steps, multiple) for multiple in (1.0, 0.0)]},
         "param_state_sharding_type": _SHARDING,
     }
     in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
-    found["opt_param_scheduler"] = {
+    content["opt_param_scheduler"] = {
         "max_lr": schedule.lr,
         "min_lr": schedule.min_lr,
         "lr_warmup_steps": round(schedule.warmup * in_samples),
@@ -225,7 +225,7 @@ def _common(
         "wd_incr_steps": 0,
         "wd_incr_style": "constant",
     }
-    return found
+    return content
 
 
 def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) ->
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM that describe a model; `arguments.describe` reads them back."""
+    """Return the arguments of Megatron-LM for a model; `arguments.describe` reads them back."""
     names, scaling = names_of(model.family, where="the model"), model.rope_scaling
     fuses_gelu = has_field(model.family, "activation") and model.activation is Activation.gelu_tanh
     return {

@@ -1,8 +1,8 @@
-"""Reads a `HybridModel` of attention and MLP in turn as the `GPTModel` that computes the same. Pure.
+"""Reads a `HybridModel` of attention and MLP in turn as the equivalent `GPTModel`. Pure.
 
 Megatron-LM advises `HybridModel` for new runs. Its decoder is a pattern of sub-blocks: `*` is attention, `-` an MLP,
 and other letters are Mamba, experts and more. `*-*-` computes as a `GPTModel` of two layers. The tensors have the same
-names with two differences: the number is that of the sub-block, and the last norm is `final_norm`. Sources:
+names with two differences: they are numbered by sub-block, and the last norm is `final_norm`. Sources:
 `megatron/core/models/hybrid` and `dist_checkpointing/gpt_checkpoint_interop.py` of Megatron-LM at commit `d98e8a6`.
 """
 
@@ -28,45 +28,45 @@ _PAIR = "*-"
 
 
 def pattern_of(names: Iterable[str]) -> str | None:
-    """Return the sub-blocks that tensors are of, in Megatron's letters; None for the tensors of a `GPTModel`."""
+    """Return the sub-blocks of the tensors, in Megatron's letters; None for the tensors of a `GPTModel`."""
     blocks = dict[int, set[str]]()
     for name in names:
         if match := _BLOCK.fullmatch(name):
-            found = (letter for start, letter in _LETTERS.items() if match[2].startswith(start))
-            blocks.setdefault(int(match[1]), set()).update(found)
+            letters_of_name = (letter for start, letter in _LETTERS.items() if match[2].startswith(start))
+            blocks.setdefault(int(match[1]), set()).update(letters_of_name)
     if not blocks or any(len(letters) > 1 for letters in blocks.values()):
         return None
     return "".join("".join(letters) or _OTHER for _, letters in sorted(blocks.items()))
 
 
 def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the arguments of the `GPTModel` that computes as a model does, and problems if there is none.
+    """Return the arguments of the equivalent `GPTModel`, and problems if there is none.
 
     Args:
         pattern: the sub-blocks of a `HybridModel`; None if the model is a `GPTModel`.
     """
-    named = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
-    if pattern is None and not named:
+    argument = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if pattern is None and not argument:
         return args, []
     layers = len(pattern or "") // len(_PAIR)
-    given = (str(named).replace("|", "") if named else pattern, pattern)
+    patterns = (str(argument).replace("|", "") if argument else pattern, pattern)
     problem = (
-        f"HybridModel with the pattern {str(named or pattern)!r}: ours are attention and MLP in turn, as in '*-*-'"
+        f"HybridModel with the pattern {str(argument or pattern)!r}: ours are attention and MLP in turn, as in '*-*-'"
     )
-    problems = [] if layers and given == (_PAIR * layers,) * 2 else [problem]
+    problems = [] if layers and patterns == (_PAIR * layers,) * 2 else [problem]
     # A HybridModel has no rotary scaling, whatever the argument says.
-    others = {"is_hybrid_model": None, "hybrid_override_pattern": None, "use_rope_scaling": False}
-    return {**args, **others, "num_layers": layers}, problems
+    changes = {"is_hybrid_model": None, "hybrid_override_pattern": None, "use_rope_scaling": False}
+    return {**args, **changes, "num_layers": layers}, problems
 
 
 def in_sub_blocks(tensors: Sequence[Correspondence]) -> list[Correspondence]:
     """Return the tensors of a `GPTModel` with the numbers of a `HybridModel`'s sub-blocks in place of layers."""
-    return [replace(one, tensor=replace(one.tensor, layer=_sub_block(one))) for one in tensors]
+    return [replace(tensor, tensor=replace(tensor.tensor, layer=_sub_block(tensor))) for tensor in tensors]
 
 
-def _sub_block(one: Correspondence) -> int | None:
-    layer = one.tensor.layer
-    return None if layer is None else len(_PAIR) * layer + one.tensor.name.startswith("mlp.")
+def _sub_block(correspondence: Correspondence) -> int | None:
+    layer = correspondence.tensor.layer
+    return None if layer is None else len(_PAIR) * layer + correspondence.tensor.name.startswith("mlp.")
 
 
 def stored_name(name: str) -> str:

@@ -23,7 +23,7 @@ Pieces = Mapping[str, Sequence[RankPiece]]
 
 def joined_state(
     weights: Pieces,
-    kept: Mapping[str, Pieces],
+    optimizer: Mapping[str, Pieces],
     described: DescribedModel,
     *,
     step: float,
@@ -32,16 +32,16 @@ def joined_state(
     copies: RankCopies,
     where: object,
 ) -> MegatronState:
-    """Return the state that is in pieces; they are read one tensor at a time.
+    """Return a state from its pieces, which are read tensor by tensor.
 
     Args:
-        kept: the parts of the optimizer's copies (`MASTERS`) and of each moment; empty for weights alone.
-        copies: compares tensors that several ranks hold whole.
+        optimizer: the parts of the optimizer's copies (`MASTERS`) and of each moment; empty for weights alone.
+        copies: compares tensors held in full by several ranks.
 
     Raises:
         MismatchError: listing tensors that are missing, unexpected or of another shape than the model's.
     """
-    for kind, pieces in {"weights": weights, **kept}.items():
+    for kind, pieces in {"weights": weights, **optimizer}.items():
         _check(pieces, described, where=f"{where}, {kind}")
 
     def read(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
@@ -51,12 +51,12 @@ def joined_state(
 
     def read_copied(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
         if tensor.name == EMBEDDING and described.model.tie_word_embeddings and OUTPUT in pieces:
-            for rank, (one, other) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
+            for rank, (first, last) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
                 where_rank = f"{where}, {kind} of {EMBEDDING} of tensor-parallel rank {rank}"
-                copies.compare(one.read(), other.read(), what="the first and the last stage", where=where_rank)
+                copies.compare(first.read(), last.read(), what="the first and the last stage", where=where_rank)
         return read(pieces, tensor, kind)
 
-    masters, moments = kept.get(MASTERS), {kind: pieces for kind, pieces in kept.items() if kind != MASTERS}
+    masters, moments = optimizer.get(MASTERS), {kind: pieces for kind, pieces in optimizer.items() if kind != MASTERS}
     read_masters: Callable[[MegatronTensor], torch.Tensor] | None = None
     if masters is not None:
         read_masters = partial(read_copied, masters, kind=MASTERS)
@@ -73,7 +73,7 @@ def joined_state(
 def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
     """Refuse pieces of another model; a tied output layer may be there twice."""
     model = described.model
-    expected = {one.tensor.numbered: one.tensor for one in described.correspondences()}
+    expected = {correspondence.tensor.numbered: correspondence.tensor for correspondence in described.correspondences()}
     problems = [f"missing: {name}" for name in expected if name not in pieces]
     allowed = expected.keys() | ({OUTPUT} if model.tie_word_embeddings else set())
     problems += [f"not of the model: {name}" for name in pieces if name not in allowed]
@@ -82,9 +82,9 @@ def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
         if shape != tensor.shape:
             problems.append(f"{name} is {list(shape)}, expected {list(tensor.shape)}")
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
+        lines = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         raise MismatchError(
             "A Megatron checkpoint holds another model than its arguments describe",
             where=where,
-            found=f"{len(problems)} differences:\n{shown}{' ...' if problems[_MOST_NAMED:] else ''}",
+            found=f"{len(problems)} differences:\n{lines}{' ...' if problems[_MOST_NAMED:] else ''}",
         )

@@ -34,7 +34,7 @@ from trainer.interop.megatron.shards import (
     layers_of,
     stage_order,
 )
-from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, signs_of_moments, tell
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, log_omissions, signs_of_moments
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
 
 _log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The files of a rank: its model file, and the buffers of the distributed optimizer if it wrote any.
+    """The files of a rank: its model file, and the buffers of the distributed optimizer, if any.
 
     Args:
         chunks: the parameters of each virtual stage, in the order of `model.parameters()`, as the file has them.
-        of_data_ranks: the entry `optimizer` that each data-parallel rank saved, before May 2023.
+        of_data_ranks: the entry `optimizer` of each data-parallel rank, before May 2023.
     """
 
     path: Path
@@ -68,39 +68,40 @@ class _Rank:
 
 
 def is_legacy(path: Path) -> bool:
-    """Return whether a folder is one of an iteration in the format `torch`."""
+    """Return whether a folder holds an iteration in the format `torch`."""
     return path.is_dir() and any(_RANK.match(child.name) for child in path.iterdir())
 
 
-def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
-    """Open the folder of one iteration in the format `torch`. The files are mapped.
+def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+    """Open the folder of an iteration in the format `torch`. The files are mapped.
 
     Raises:
         CheckpointError: if files are missing, damaged, or of several saves.
         MismatchError: if the model is none of ours, or moments cannot be assigned with certainty.
     """
-    ranks = _ranks(path, asked)
+    ranks = _ranks(path, options)
     first = ranks[0][0].model
     args = _arguments(first)
     stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
     weights = by_global_name(stages, where=path)
     if EMBEDDING not in weights:
-        found = ", ".join(list(weights)[:_MOST_NAMED])
-        raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=found)
+        names = ", ".join(list(weights)[:_MOST_NAMED])
+        raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=names)
     described = describe(
-        args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), asked, where=path, names=weights
+        args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), options, where=path, names=weights
     )
-    kept, step = ({}, None) if asked.weights_only else _optimizer(ranks, asked, path)
-    iteration = _iteration(first, path) if kept else 0
-    if kept and step is None:
+    optimizer, step = ({}, None) if options.weights_only else _optimizer(ranks, options, path)
+    iteration = _iteration(first, path) if optimizer else 0
+    if optimizer and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
     model, version = described.model, first.get("checkpoint_version")
     fixed = {
-        key: in_newest_order_of_all(pieces, version, model, where=path) for key, pieces in {"": weights, **kept}.items()
+        key: in_newest_order_of_all(pieces, version, model, where=path)
+        for key, pieces in {"": weights, **optimizer}.items()
     }
-    _tell(ranks, path, has_optimizer=bool(kept))
-    tell(first, described, args)
+    _log_layout(ranks, path, has_optimizer=bool(optimizer))
+    log_omissions(first, described, args)
     samples = consumed_samples(first, args)
     state = joined_state(
         fixed.pop(""),
@@ -109,7 +110,7 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
         step=step or 0.0,
         iteration=iteration,
         consumed_samples=samples,
-        copies=RankCopies(asked.from_rank0),
+        copies=RankCopies(options.from_rank0),
         where=path,
     )
     return state, described
@@ -125,7 +126,7 @@ def _iteration(table: Table, path: Path) -> int:
 # ---- files
 
 
-def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
+def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return the ranks of each stage, by tensor-parallel rank."""
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
     # Before May 2023, a rank of the distributed optimizer had a folder of its own beside that of the model.
@@ -138,29 +139,34 @@ def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
             expected="mp_rank_TT or mp_rank_TT_PPP",
             fix="Experts, whose ranks have a third number, are not read.",
         )
-    found = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
-    opened = {
-        place: _open(path / name, () if asked.weights_only else of_data_ranks, with_optimizer=not asked.weights_only)
-        for place, name in found.items()
+    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
+    opened_ranks = {
+        place: _open(
+            path / name, () if options.weights_only else of_data_ranks, with_optimizer=not options.weights_only
+        )
+        for place, name in names_of_places.items()
     }
-    args = _arguments(opened[(0, 0)].model) if (0, 0) in opened else {}
+    args = _arguments(opened_ranks[(0, 0)].model) if (0, 0) in opened_ranks else {}
     sizes = [
-        max(integer(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
+        max(
+            integer(args.get(f"{kind}_model_parallel_size") or 1),
+            1 + max((place[axis] for place in names_of_places), default=0),
+        )
         for axis, kind in enumerate(("tensor", "pipeline"))
     ]
-    places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened)
+    places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened_ranks)
     if lacking := list(itertools.islice(places, _MOST_NAMED + 1)):
-        shown = ", ".join(
+        listed = ", ".join(
             f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking[:_MOST_NAMED]
         )
         raise CheckpointError(
             "Files of a Megatron checkpoint are missing",
             where=path,
             expected=f"those of {sizes[0]} tensor-parallel ranks in each of {sizes[1]} stages",
-            found=f"no {shown}{', ...' if lacking[_MOST_NAMED:] else ''}",
+            found=f"no {listed}{', ...' if lacking[_MOST_NAMED:] else ''}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )
-    ranks = [[opened[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
+    ranks = [[opened_ranks[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
     _check_one_save(ranks, path)
     return ranks
 
@@ -217,41 +223,41 @@ def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
 
 
 def _arguments(table: Table) -> dict[str, Any]:
-    """Return the attributes of `args`, with the defaults of versions that did not have an argument yet."""
+    """Return the attributes of `args`, with the defaults of versions from before an argument."""
     args = table.get("args")
-    found = dict(args.attributes) if isinstance(args, PlainObject) else {}
-    if not found:
+    arguments = dict(args.attributes) if isinstance(args, PlainObject) else {}
+    if not arguments:
         return {}
-    if "norm_epsilon" not in found and "layernorm_epsilon" in found:
-        found["norm_epsilon"] = found["layernorm_epsilon"]
+    if "norm_epsilon" not in arguments and "layernorm_epsilon" in arguments:
+        arguments["norm_epsilon"] = arguments["layernorm_epsilon"]
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
     older["use_legacy_models"] = any(_OWN in table[key] for key in ("model", "model0") if key in table)
-    return {**older, **found}
+    return {**older, **arguments}
 
 
 # ---- the optimizer
 
 
 def _optimizer(
-    ranks: Sequence[Sequence[_Rank]], asked: ImportOptions, path: Path
+    ranks: Sequence[Sequence[_Rank]], options: ImportOptions, path: Path
 ) -> tuple[dict[str, Pieces], float | None]:
     """Return the pieces of master weights and moments by global name, and the number of steps."""
     first = ranks[0][0]
     if first.model.get("optimizer") is None and first.flat is None and not first.of_data_ranks:
-        require_moments(signs_of_moments(first.model, path), asked, where=path)
+        require_moments(signs_of_moments(first.model, path), options, where=path)
         _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
         return {}, None
-    found = [[_of_rank(rank) for rank in stage] for stage in ranks]
+    states = [[_of_rank(rank) for rank in stage] for stage in ranks]
     steps = {_step(rank) for stage in ranks for rank in stage}
     if len(steps) > 1:
         raise CheckpointError(
             "The ranks' optimizers made other numbers of steps", where=path, found=sorted(map(str, steps))
         )
-    kept = dict[str, Pieces]()
-    for key in found[0][0][0]:
-        stages = [[of_rank[chunk].get(key, {}) for of_rank in found[stage]] for stage, chunk in _stages(ranks)]
-        kept[key] = by_global_name(stages, where=f"{path}, {key}")
-    return kept, steps.pop()
+    pieces = dict[str, Pieces]()
+    for key in states[0][0][0]:
+        stages = [[of_rank[chunk].get(key, {}) for of_rank in states[stage]] for stage, chunk in _stages(ranks)]
+        pieces[key] = by_global_name(stages, where=f"{path}, {key}")
+    return pieces, steps.pop()
 
 
 def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
@@ -273,20 +279,20 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
 
 
 def _entry(table: Table, where: Path) -> Table:
-    found = table.get("optimizer")
-    if not isinstance(found, Mapping):
+    entry = table.get("optimizer")
+    if not isinstance(entry, Mapping):
         raise MismatchError(
             "The optimizer's state is not one that is read",
             where=where,
             expected="a dictionary",
-            found=type(found).__name__,
+            found=type(entry).__name__,
             fix="Several chained optimizers are not read. Take the weights alone with --weights-only.",
         )
-    return found
+    return entry
 
 
 def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
-    """Return the pieces in the flat buffers: one buffer for each chunk."""
+    """Return the pieces in the flat buffers; each chunk has a buffer."""
     assert rank.flat is not None
     where = rank.path / _FLAT
     buffers = [value for key, value in sorted((k, v) for k, v in rank.flat.items() if isinstance(k, int))]
@@ -298,28 +304,28 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
             found=len(buffers),
             fix="Parameters of several dtypes are not read. Take the weights alone with --weights-only.",
         )
-    found = []
+    state = []
     for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
         flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
         masters = flats.pop(_MASTER_KEY)
-        for key, others in flats.items():
-            if [b.numel() for b in others] != [b.numel() for b in masters]:
+        for key, moments in flats.items():
+            if [b.numel() for b in moments] != [b.numel() for b in masters]:
                 raise CheckpointError("A buffer of moments is not as long as that of weights", where=f"{where}, {key}")
         slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
-        one = {MASTERS: masters, **flats}
-        found.append(
+        buckets_by_key = {MASTERS: masters, **flats}
+        state.append(
             {
                 key: {name: RankPiece.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
-                for key, buckets in one.items()
+                for key, buckets in buckets_by_key.items()
             }
         )
-    return found
+    return state
 
 
 def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
     """Return a buffer's buckets, or what has all of them end to end."""
-    found = buffer.get(key)
-    every = list(found) if isinstance(found, list) else [found]
+    content = buffer.get(key)
+    every = list(content) if isinstance(content, list) else [content]
     tensors = [tensor for tensor in every if is_plain(tensor) and tensor.dim() == 1]
     if len(tensors) != len(every):
         raise CheckpointError(
@@ -338,11 +344,13 @@ def _step(rank: _Rank) -> float | None:
         inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
         state = inner.get("state")
         groups += groups_of(inner, where=rank.path)
-        entries += [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
+        entries += (
+            [values for values in state.values() if isinstance(values, Mapping)] if isinstance(state, Mapping) else []
+        )
     return step_of(groups, entries, where=rank.path)
 
 
-def _tell(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
+def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
     """Log the layout of the checkpoint."""
     chunks = len(ranks[0][0].chunks)
     virtual = f", {chunks} virtual stages each" if chunks > 1 else ""

@@ -44,8 +44,8 @@ _NOT_PARAMETERS = re.compile(r"(_extra_state|rotary_pos_emb\.inv_freq)$")
 
 def core_name(name: str) -> str:
     """Return the name of a parameter in Megatron-Core, with fused norms."""
-    for pattern, other in _RENAMED:
-        name = pattern.sub(other, name)
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
     return name
 
 
@@ -56,9 +56,9 @@ def stage_of(model: Mapping[Any, Any], *, where: object, renames: bool = True) -
         renames: whether to return the names of Megatron-Core.
 
     Raises:
-        CheckpointError: if an entry is no dense tensor of floating point, or two are one parameter.
+        CheckpointError: if an entry is no dense tensor of floating point, or two entries are the same parameter.
     """
-    found = dict[str, RankPiece]()
+    pieces = dict[str, RankPiece]()
     for name, tensor in _flat(model, ""):
         if _NOT_PARAMETERS.search(name):
             continue
@@ -67,10 +67,10 @@ def stage_of(model: Mapping[Any, Any], *, where: object, renames: bool = True) -
                 "A weight is no dense tensor of floating point", where=f"{where}, {name}", found=type(tensor).__name__
             )
         core = core_name(name) if renames else name
-        if core in found:
+        if core in pieces:
             raise CheckpointError("Two entries are one parameter", where=f"{where}, {name}", found=core)
-        found[core] = RankPiece.of(tensor.detach())
-    return found
+        pieces[core] = RankPiece.of(tensor.detach())
+    return pieces
 
 
 def _flat(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -85,7 +85,7 @@ def in_newest_order(stage: Stage, version: object, head_width: int, *, where: ob
     """Return the tensors of a stage with the rows of fused projections as version 2 and later have them.
 
     Of a rank's heads, each with D rows of q, k and v: version 0 has all q, all k, all v; version 1 has the three rows
-    of each of the D numbers of a head one after the other; version 2 has q, k, v of each head.
+    of each of the D numbers of a head in a row; version 2 has q, k, v of each head.
 
     Args:
         version: `checkpoint_version` of the file; None if it has none, which is version 0.
@@ -116,7 +116,7 @@ def in_newest_order_of_all(
     """Return `in_newest_order` of the pieces of every tensor-parallel rank.
 
     Raises:
-        MismatchError: for an unknown version, or one before 2 of a model whose heads share keys and values.
+        MismatchError: for an unknown version, or a version before 2 of a model whose heads share keys and values.
     """
     count = max(map(len, pieces.values()), default=0)
     ranks = [
@@ -140,9 +140,9 @@ def _is_fused(name: str) -> bool:
 
 def _regrouped(piece: RankPiece, head_width: int, is_first: bool) -> RankPiece:
     def read() -> torch.Tensor:
-        tensor, rest = piece.read(), piece.shape[1:]
+        tensor, columns = piece.read(), piece.shape[1:]
         if is_first:
-            return tensor.reshape(3, -1, head_width, *rest).transpose(0, 1).reshape(piece.shape)
-        return tensor.reshape(-1, head_width, 3, *rest).transpose(1, 2).reshape(piece.shape)
+            return tensor.reshape(3, -1, head_width, *columns).transpose(0, 1).reshape(piece.shape)
+        return tensor.reshape(-1, head_width, 3, *columns).transpose(1, 2).reshape(piece.shape)
 
     return RankPiece(piece.shape, read)

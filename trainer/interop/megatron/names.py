@@ -1,7 +1,7 @@
 """Megatron-Core's tensors and ours: names, fused projections, orientation, padded vocabulary. Pure.
 
-A mapping applies to a weight and to its moments alike. Every tensor here is that of the whole model, joined over the
-ranks of tensor and pipeline parallelism. Sources: `megatron/core/models/gpt/gpt_model.py`, `transformer/attention.py`
+A mapping applies to a weight and to its moments alike. Every tensor here is whole: joined over the ranks of tensor and
+pipeline parallelism. Sources: `megatron/core/models/gpt/gpt_model.py`, `transformer/attention.py`
 (`SelfAttention.get_query_key_value_tensors`) and `transformer/mlp.py` of megatron-core 0.16.
 
 Letters in shapes: H hidden size, F width of the MLP, A heads, G query groups, D width of a head, V tokens.
@@ -28,15 +28,15 @@ LAYERS = "decoder.layers"
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """A tensor of a `GPTModel`, or one layer of it.
+    """A tensor of a `GPTModel`, or a layer of it.
 
     Args:
         name: within the model; of a tensor of a layer, within the layer.
         layer: the number of the layer in the whole model, from 0; None outside the layers.
-        shape: of the full tensor of one layer, with padded vocabulary rows.
+        shape: of the full tensor of a layer, with padded vocabulary rows.
         cut: the dimension along which tensor parallelism cuts it; None if every rank holds all of it.
-        is_gated: whether it is gate above up, of which each rank holds its part of both: ranks' tensors, one after the
-            other, are gate 0, up 0, gate 1, up 1.
+        is_gated: whether it is gate above up, of which each rank holds its part of both: ranks' tensors, end to end,
+            are gate 0, up 0, gate 1, up 1.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MegatronTensor:
 
     @property
     def stacked(self) -> str:
-        """Return the name in a file where the layers are dimension 0 of one tensor."""
+        """Return the name in a file whose layers are dimension 0 of a single tensor."""
         return self.name if self.layer is None else f"{LAYERS}.{self.name}"
 
     @property
@@ -58,7 +58,7 @@ class MegatronTensor:
 
 @dataclass(frozen=True, slots=True)
 class Correspondence:
-    """A tensor of Megatron's and those of ours that it holds.
+    """A tensor of Megatron's and our tensors in it.
 
     Args:
         names: our stored names, several where projections are fused.
@@ -99,7 +99,7 @@ def supported_families() -> list[str]:
 
 
 def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -> list[Correspondence]:
-    """Return every tensor of a model in the order of `GPTModel.sharded_state_dict`; each of our tensors is in one.
+    """Return every tensor of a model in the order of `GPTModel.sharded_state_dict`; each of ours is in exactly one.
 
     Args:
         padded_vocab_size: rows of Megatron's embedding and output layer; those beyond `config.vocab_size` are dropped
@@ -123,9 +123,9 @@ def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -
     return tensors
 
 
-def by_our_name(found: Sequence[Correspondence]) -> Mapping[str, Correspondence]:
-    """Return the correspondence that holds each of our tensors, by our name."""
-    return {name: one for one in found for name in one.names}
+def by_our_name(tensors: Sequence[Correspondence]) -> Mapping[str, Correspondence]:
+    """Return the correspondence of each of our tensors, by our name."""
+    return {name: tensor for tensor in tensors for name in tensor.names}
 
 
 def is_norm(tensor: MegatronTensor) -> bool:
@@ -141,7 +141,7 @@ def _correspondence(
     layer: int | None = None,
     prefix: str = "",
 ) -> Correspondence:
-    """Return a part of a whole model, or of one of its layers.
+    """Return a part of a whole model, or of a layer.
 
     Args:
         stored: the tensors of the model, or of a block.
@@ -190,8 +190,8 @@ def _fused(tensor: MegatronTensor, names: tuple[str, ...], config: ModelConfig) 
         joined = heads.transpose(0, 1).reshape(fused.shape)
         return (joined.T if joined.dim() == 2 else joined,)
 
-    def join(ours: Sequence[torch.Tensor]) -> torch.Tensor:
-        rows_first = ours[0].T if ours[0].dim() == 2 else ours[0]
+    def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows_first = tensors[0].T if tensors[0].dim() == 2 else tensors[0]
         return join_groups(rows_first.chunk(3), config)
 
     return Correspondence(tensor, names, split, join)

@@ -1,7 +1,7 @@
 """Names the state of Megatron's optimizer without `--use-distributed-optimizer`, which goes by numbers.
 
-A rank's parameters are in two groups: with weight decay, and without, which has biases and vectors. Within a group the
-order is that of `model.parameters()`, chunk by chunk. Source: `_get_param_groups` of `megatron/core/optimizer`.
+A rank's parameters are in two groups: with weight decay, and without, which has biases and vectors. A group has the
+order of `model.parameters()`, chunk by chunk. Source: `_get_param_groups` of `megatron/core/optimizer`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
         raise _damaged(where, "state", type(state).__name__)
     every = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
     ordered = _ordered(groups, state, every, chunks, where=where)
-    found: list[dict[str, dict[str, RankPiece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
+    state_of_chunks: list[dict[str, dict[str, RankPiece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
     for number, (chunk, name) in ordered.items():
         for key in MOMENTS:
-            found[chunk][key][name] = RankPiece.of(state[number][key])
+            state_of_chunks[chunk][key][name] = RankPiece.of(state[number][key])
     masters = next((optimizer[key] for key in _MASTERS if key in optimizer), None)
     if masters is not None:
         copies = _copies(masters, groups, where=where)
-        for one in found:
-            one[MASTERS] = {}
+        for chunk_state in state_of_chunks:
+            chunk_state[MASTERS] = {}
         for number, (chunk, name) in ordered.items():
             copy = copies.get(number)
             # A parameter that is float32 itself has no copy.
-            found[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
-    return found
+            state_of_chunks[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
+    return state_of_chunks
 
 
 def groups_of(inner: Table, *, where: object) -> list[Table]:
@@ -75,18 +75,18 @@ def step_of(groups: Sequence[Table], entries: Sequence[Table], *, where: object)
     Raises:
         CheckpointError: if there are several.
     """
-    found = set()
+    steps = set()
     for table in (*groups, *entries):
         step = table.get(_STEP)
         if step is None:
             continue
         try:
-            found.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
+            steps.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
         except (ValueError, RuntimeError) as error:
             raise _damaged(where, _STEP, shown(step)) from error
-    if len(found) > 1:
-        raise _damaged(where, _STEP, f"several: {sorted(found)}")
-    return found.pop() if found else None
+    if len(steps) > 1:
+        raise _damaged(where, _STEP, f"several: {sorted(steps)}")
+    return steps.pop() if steps else None
 
 
 def _ordered(
@@ -100,20 +100,20 @@ def _ordered(
     """Return the chunk and name of every numbered parameter: the only order that fits groups and shapes."""
     numbers = [list(group.get("params", ())) for group in groups]
     entries = {n: state.get(n) for group in numbers for n in group}
-    if odd := [n for n, entry in entries.items() if not _is_adam(entry)]:
+    if incomplete := [n for n, entry in entries.items() if not _is_adam(entry)]:
         raise MismatchError(
             "The optimizer has no moments of some parameters, or is not Adam",
             where=where,
             expected=" and ".join(MOMENTS),
-            found=f"{len(odd)} of {len(entries)} without them, the first is number {odd[0]}",
+            found=f"{len(incomplete)} of {len(entries)} without them, the first is number {incomplete[0]}",
             fix="Take the weights alone with --weights-only.",
         )
-    decayed = [one for one in every if decays(one[1], chunks[one[0]][one[1]])]
-    others = [one for one in every if not decays(one[1], chunks[one[0]][one[1]])]
+    decayed = [parameter for parameter in every if decays(parameter[1], chunks[parameter[0]][parameter[1]])]
+    undecayed = [parameter for parameter in every if not decays(parameter[1], chunks[parameter[0]][parameter[1]])]
     filled = [members for members in numbers if members]
     # Both orders of the groups occur; a matrix and a vector never have one shape.
-    for groupings in ([decayed, others], [others, decayed], [every]):
-        order = dict(zip(entries, (one for group in groupings for one in group), strict=False))
+    for groupings in ([decayed, undecayed], [undecayed, decayed], [every]):
+        order = dict(zip(entries, (parameter for group in groupings for parameter in group), strict=False))
         sizes = [len(group) for group in groupings if group]
         if sizes == [len(members) for members in filled] and all(
             tuple(state[number][key].shape) == chunks[chunk][name].shape
@@ -124,7 +124,8 @@ def _ordered(
     raise MismatchError(
         "It is not certain which moments belong to which parameter: Megatron keeps them by number",
         where=where,
-        expected=f"two groups: {len(decayed)} matrices, {len(others)} biases and vectors, in the shapes of the model",
+        expected=f"two groups: {len(decayed)} matrices, {len(undecayed)} biases and vectors, in the shapes of the "
+        "model",
         found=f"groups of {' and '.join(str(len(members)) for members in numbers)}",
         fix="Parameters were frozen or grouped in another way. Take the weights alone with --weights-only.",
     )
@@ -143,19 +144,19 @@ def _copies(masters: object, groups: Sequence[Table], *, where: object) -> dict[
     """Return the master weights by number."""
     if not isinstance(masters, list) or len(masters) != len(groups):
         raise _damaged(where, _MASTERS[0], "not as many groups as the optimizer has")
-    found = dict[int, torch.Tensor]()
+    copies = dict[int, torch.Tensor]()
     for group, tensors in zip(groups, masters, strict=True):
         numbers = list(group.get("params", ()))
         if len(tensors) not in (0, len(numbers)) or not all(map(is_plain, tensors)):
             raise _damaged(where, _MASTERS[0], f"{len(tensors)} copies of {len(numbers)} parameters")
-        found |= dict(zip(numbers, (tensor.detach() for tensor in tensors), strict=False))
-    return found
+        copies |= dict(zip(numbers, (tensor.detach() for tensor in tensors), strict=False))
+    return copies
 
 
-def _damaged(where: object, key: str, found: str) -> CheckpointError:
+def _damaged(where: object, key: str, content: str) -> CheckpointError:
     return CheckpointError(
         "An entry of Megatron's optimizer makes no sense",
         where=f"{where}, {key}",
-        found=found,
+        found=content,
         fix="Take the weights alone with --weights-only.",
     )

@@ -18,20 +18,20 @@ def refuse_megatron(path: Path) -> None:
     """Refuse a Megatron checkpoint, or a folder of them, recognized by its files alone: no pickle is read.
 
     Raises:
-        MismatchError: if it is one, with the command that imports it.
+        MismatchError: if it is a Megatron checkpoint, with the command of the import.
     """
     if not path.is_dir():
         return
-    own = _form(path)
-    below = {} if own else {child.name: form for child in sorted(path.iterdir()) if (form := _form(child))}
-    named = [own] if own else [f"{name}: {form}" for name, form in below.items()]
-    if not named:
+    form_of_folder = _form(path)
+    below = {} if form_of_folder else {child.name: form for child in sorted(path.iterdir()) if (form := _form(child))}
+    forms = [form_of_folder] if form_of_folder else [f"{name}: {form}" for name, form in below.items()]
+    if not forms:
         return
-    more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    more = f"; and {len(forms) - _MOST_NAMED} more" if len(forms) > _MOST_NAMED else ""
     raise MismatchError(
         "The folder holds a Megatron checkpoint, which has to be imported first",
         where=path,
-        found="; ".join(named[:_MOST_NAMED]) + more,
+        found="; ".join(forms[:_MOST_NAMED]) + more,
         fix=f"Run `reprise convert import megatron {path} FOLDER --trust-pickle`, and load FOLDER.",
     )
 

@@ -3,9 +3,8 @@
 For each rank of tensor and pipeline parallelism, and for each chunk of a virtual pipeline, a buffer holds the
 parameters of the stage, in buckets. They lie in the reverse order of `model.parameters()`, each from a multiple of 64
 elements on. The sizes of the buckets are known, so the offsets follow from the order of the parameters, of which there
-are two: that of the local modules, and that of TransformerEngine's, whose norms are part of the linear layers behind
-them. The order is the one whose master weights, rounded, are the model's own; every other parameter is compared when it
-is read.
+are two: the local modules', and TransformerEngine's, whose norms are part of the linear layers behind them. In the
+right order the master weights, rounded, are the model's own; every other parameter is compared when it is read.
 
 Source: `sharded_param_state_dp_reshardable` of `megatron/core/optimizer/distrib_optimizer.py`, and
 `megatron/core/distributed/param_and_grad_buffer.py`.
@@ -38,7 +37,7 @@ _TABLE, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key is that of a bucket."""
+    """Return whether a key names a bucket."""
     return _KEY.fullmatch(key) is not None
 
 
@@ -78,7 +77,7 @@ class Buckets:
             tensors: all tensors of the model, in the order of the local modules.
 
         Raises:
-            MismatchError: if the buckets do not hold the model's parameters in one of the known orders.
+            MismatchError: if the buckets do not hold the model's parameters in a known order.
         """
         table = next(key for key in dcp.tensors if key.endswith(_TABLE))
         tp = dcp.fragments(table)[0]
@@ -89,10 +88,10 @@ class Buckets:
         tried = list[str]()
         for order in (_local_order, _fused_order):
             for alignment in _ALIGNMENTS:
-                found = _places(buffers, order(tensors), tp=tp, stages=stages, alignment=alignment)
-                if found is None:
+                places = _places(buffers, order(tensors), tp=tp, stages=stages, alignment=alignment)
+                if places is None:
                     continue
-                buckets = cls(dcp, copies, found)
+                buckets = cls(dcp, copies, places)
                 problem = next(filter(None, (buckets._problem(t, weights) for t in _samples(tensors))), None)
                 if problem is None:
                     return buckets
@@ -121,15 +120,15 @@ class Buckets:
         """Return a problem if the master weights of a parameter do not round to the model's own."""
         try:
             masters = partial(self._joined, _MASTERS, tensor, self.copies.silent())
-            found = rounding_to(partial(weights, tensor), masters)
+            master = rounding_to(partial(weights, tensor), masters)
         except CheckpointError:  # at a wrong offset too
             return f"copies that differ at {tensor.numbered}"
-        return f"other values at {tensor.numbered}" if found is None else None
+        return f"other values at {tensor.numbered}" if master is None else None
 
 
 def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
-    """Return the buffers of each model-parallel rank, one for each chunk of a virtual pipeline."""
-    found = dict[tuple[int, int], dict[int, tuple[str, int]]]()
+    """Return the buffers of each model-parallel rank by chunk of its virtual pipeline."""
+    buckets_of_buffer = dict[tuple[int, int], dict[int, tuple[str, int]]]()
     for key, stored in dcp.tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or match["kind"] != _MASTERS:
@@ -138,9 +137,12 @@ def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
         lacking = [kind for kind in ("exp_avg", "exp_avg_sq") if f"{root}.{kind}" not in dcp.tensors]
         if lacking or len(stored.shape) != 1:
             raise _unknown_layout(dcp, f"{root} without {' and '.join(lacking) or 'a flat shape'}")
-        found.setdefault((int(match["group"]), int(match["buffer"])), {})[int(match["bucket"])] = root, stored.shape[0]
+        buckets_of_buffer.setdefault((int(match["group"]), int(match["buffer"])), {})[int(match["bucket"])] = (
+            root,
+            stored.shape[0],
+        )
     groups = list[list[_Buffer]]()
-    for (group, buffer), buckets in sorted(found.items()):
+    for (group, buffer), buckets in sorted(buckets_of_buffer.items()):
         if group == len(groups):
             groups.append([])
         if group != len(groups) - 1 or buffer != len(groups[-1]) or sorted(buckets) != list(range(len(buckets))):
@@ -156,17 +158,17 @@ def _local_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
 
 def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
     """Return the order of TransformerEngine's modules: the first norm of a layer is behind the output projection."""
-    found = list[MegatronTensor]()
+    ordered = list[MegatronTensor]()
     norms = list[MegatronTensor]()
     for tensor in tensors:
         if tensor.name.startswith("self_attention.linear_qkv.layer_norm_"):
             norms.append(tensor)
             continue
         if norms and tensor.name == "self_attention.linear_qkv.weight":
-            found += norms
+            ordered += norms
             norms = []
-        found.append(tensor)
-    return found
+        ordered.append(tensor)
+    return ordered
 
 
 def _places(
@@ -178,7 +180,7 @@ def _places(
     alignment: int,
 ) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
     """Return the place of every parameter, or None if the sizes of the buckets are not those of this order."""
-    first, found = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
+    first, places = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
     n_layer = 1 + max(tensor.layer or 0 for tensor in tensors)
     order = stage_order(stages, len(buffers[0]))
     for number, (stage, chunk) in enumerate(order):
@@ -194,35 +196,35 @@ def _places(
         else:
             return None
         for tensor, slot in zip(reversed(members), slots, strict=True):
-            found.setdefault(tensor.numbered, (ranks, slot))
+            places.setdefault(tensor.numbered, (ranks, slot))
         first += layers
-    return found
+    return places
 
 
 def _stage(
     tensors: Sequence[MegatronTensor], layers: range, ends: tuple[bool, bool], *, is_cut: bool
 ) -> list[MegatronTensor]:
-    """Return the parameters of a stage; the last one of several has a copy of a tied embedding as its output layer."""
-    found = list[MegatronTensor]()
+    """Return the parameters of a stage; the last of several has a copy of a tied embedding as its output layer."""
+    members = list[MegatronTensor]()
     for tensor in tensors:
         if tensor.layer is not None:
             is_here = tensor.layer in layers
         else:
             is_here = ends[0] if tensor.name.startswith("embedding.") else ends[1]
         if is_here:
-            found.append(tensor)
+            members.append(tensor)
     if is_cut and ends[1] and not any(tensor.name == _OUTPUT for tensor in tensors):
-        found.append(next(tensor for tensor in tensors if tensor.name == _TABLE))
-    return found
+        members.append(next(tensor for tensor in tensors if tensor.name == _TABLE))
+    return members
 
 
 def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> list[Slot] | None:
-    """Return the place of each parameter, from the last to the first, or None if the buckets do not end where one does.
+    """Return the place of each parameter, from the last to the first; None if a bucket ends within a parameter.
 
     Args:
         counts: elements of the parameters in the order of `model.parameters()`.
     """
-    found, bucket, at = list[Slot](), 0, 0
+    slots, bucket, at = list[Slot](), 0, 0
     for count in reversed(counts):
         begin = -(-at // alignment) * alignment
         if begin + count > buckets[bucket]:
@@ -231,14 +233,14 @@ def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> lis
             bucket, begin = bucket + 1, 0
             if count > buckets[bucket]:
                 return None
-        found.append(Slot(bucket, begin))
+        slots.append(Slot(bucket, begin))
         at = begin + count
     aligned = -(-at // alignment) * alignment
-    return found if bucket == len(buckets) - 1 and buckets[bucket] in (at, aligned) else None
+    return slots if bucket == len(buckets) - 1 and buckets[bucket] in (at, aligned) else None
 
 
 def _shard(tensor: MegatronTensor, tp: int) -> Shape:
-    """Return the shape of a tensor on one rank of tensor parallelism."""
+    """Return the shape of a tensor on a rank of tensor parallelism."""
     return tuple(size // tp if dim == tensor.cut else size for dim, size in enumerate(tensor.shape))
 
 
@@ -248,13 +250,13 @@ def _samples(tensors: Sequence[MegatronTensor]) -> Iterator[MegatronTensor]:
     return (tensor for tensor in tensors if tensor.layer in (0, last, None))
 
 
-def _unknown_layout(dcp: DcpFolder, found: str) -> MismatchError:
+def _unknown_layout(dcp: DcpFolder, content: str) -> MismatchError:
     return MismatchError(
         "The buckets of Megatron's optimizer do not hold the parameters of the model in a known order",
         where=dcp.path,
         expected="master weights that round to the model's own, in the order of the local or of TransformerEngine's "
         "modules",
-        found=found,
+        found=content,
         fix="Save it with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --weights-only. If the "
         "ranks of tensor parallelism drifted apart, --from-rank0 takes the first copies.",
     )

@@ -30,7 +30,7 @@ class RankPiece:
 
     Args:
         shape: of the part.
-        read: returns it; a view of a mapped file where possible, so that nothing stays in memory.
+        read: returns it; a view of a mapped file where possible, to keep nothing in memory.
     """
 
     shape: Shape
@@ -38,16 +38,16 @@ class RankPiece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> RankPiece:
-        """Return a piece that is a tensor, usually one of a mapped file."""
+        """Return a piece from a tensor, usually of a mapped file."""
         return cls(tuple(tensor.shape), lambda: tensor)
 
 
 @dataclass(slots=True)
 class RankCopies:
-    """Compares copies of a tensor that several ranks hold. The sign of a zero does not count.
+    """Compares the copies of a tensor on several ranks. The sign of a zero does not count.
 
-    Megatron's ranks compute the gradient of a norm or a bias each for itself, so kernels that add in another order each
-    time make the copies drift apart. Megatron-Core's own `torch_dist` stores the first copy without a comparison.
+    Megatron's ranks compute the gradient of a norm or a bias each for itself, so kernels with a changing order of
+    additions make the copies drift apart. Megatron-Core's own `torch_dist` stores the first copy without a comparison.
 
     Args:
         takes_first: whether the first copy is taken where others differ, with a line in the log; else they are refused.
@@ -62,39 +62,41 @@ class RankCopies:
         """Return the same without lines in the log."""
         return RankCopies(self.takes_first, is_silent=True)
 
-    def compare(self, one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
+    def compare(self, first: torch.Tensor, second: torch.Tensor, *, what: str, where: object) -> None:
         """Compare two copies.
 
         Raises:
             CheckpointError: naming the number of differences, unless the first copy is to be taken; always for another
                 shape or dtype.
         """
-        has_one_form = one.shape == other.shape and one.dtype == other.dtype
+        has_one_form = first.shape == second.shape and first.dtype == second.dtype
         if not has_one_form:
-            found = f"{list(one.shape)} of {one.dtype}, {list(other.shape)} of {other.dtype}"
-        elif torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()):
+            difference = f"{list(first.shape)} of {first.dtype}, {list(second.shape)} of {second.dtype}"
+        elif torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num()):
             return
         else:
-            found = f"{int((one != other).count_nonzero())} of {one.numel()} numbers differ"
+            difference = f"{int((first != second).count_nonzero())} of {first.numel()} numbers differ"
         if not has_one_form or not self.takes_first:
             raise CheckpointError(
                 f"The copies of a tensor on {what} differ",
                 where=where,
                 expected="the same bits on each",
-                found=found,
+                found=difference,
                 fix="The ranks of that run drifted apart, or the files are of several saves. --from-rank0 takes the "
                 "first copy, as Megatron-Core's torch_dist does.",
             )
         if not self.is_silent:
-            self._tell(found, one, other, what=what, where=str(where))
+            self._log_difference(difference, first, second, what=what, where=str(where))
 
-    def _tell(self, found: str, one: torch.Tensor, other: torch.Tensor, *, what: str, where: str) -> None:
+    def _log_difference(
+        self, difference: str, first: torch.Tensor, second: torch.Tensor, *, what: str, where: str
+    ) -> None:
         if where in self._named:  # a tensor may be read several times
             return
         self._named.add(where)
         if len(self._named) <= _MOST_NAMED:
-            most = float((one.double() - other.double()).abs().max())
-            _log.warning(f"{where}: {found} on {what}, by at most {most:.2g}: the first copy is taken")
+            most = float((first.double() - second.double()).abs().max())
+            _log.warning(f"{where}: {difference} on {what}, by at most {most:.2g}: the first copy is taken")
         elif len(self._named) == _MOST_NAMED + 1:
             _log.warning("copies of more tensors differ, which are not named: the first copy of each is taken")
 
@@ -104,7 +106,7 @@ Stage = Mapping[str, RankPiece]
 
 
 def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
-    """Return the pairs of a pipeline rank and its chunk in the order of the layers that they hold."""
+    """Return the pairs of a pipeline rank and its chunk in the order of their layers."""
     return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
 
 
@@ -116,17 +118,18 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
             Megatron-Core's `GPTModel`, whose layers are `decoder.layers.N`.
 
     Raises:
-        CheckpointError: if the ranks of a stage hold other tensors, layers are missing, or two stages hold one tensor.
+        CheckpointError: if the ranks of a stage hold other tensors, layers are missing, or two stages hold the same
+            tensor.
     """
-    found, first = dict[str, list[RankPiece]](), 0
+    pieces, first = dict[str, list[RankPiece]](), 0
     for number, ranks in enumerate(stages):
         names = set(ranks[0])
-        for rank, other in enumerate(ranks):
-            if odd := sorted(names ^ set(other)):
+        for rank, tensors in enumerate(ranks):
+            if differences := sorted(names ^ set(tensors)):
                 raise CheckpointError(
                     "Two tensor-parallel ranks of a stage hold other tensors",
                     where=f"{where}, stage {number}, ranks 0 and {rank}",
-                    found=", ".join(odd[:_MOST_NAMED]),
+                    found=", ".join(differences[:_MOST_NAMED]),
                     fix="The files are of several saves.",
                 )
         layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
@@ -137,11 +140,11 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
         for name in ranks[0]:
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
-            if full in found:
+            if full in pieces:
                 raise CheckpointError("Two stages hold one tensor", where=f"{where}, stage {number}", found=full)
-            found[full] = [rank[name] for rank in ranks]
+            pieces[full] = [rank[name] for rank in ranks]
         first += len(layers)
-    return found
+    return pieces
 
 
 def layers_of(names: Iterable[str]) -> int:
@@ -160,12 +163,12 @@ def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
 def join(
     pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
 ) -> torch.Tensor:
-    """Return a whole tensor from the parts of the tensor-parallel ranks; a view of the first if one part is all of it.
+    """Return a whole tensor from the parts of the tensor-parallel ranks; a single whole part is returned as a view.
 
     Args:
         cut: the dimension along which it is cut; None if every rank holds all of it.
-        is_gated: whether each part is a part of the gate above one of the up projection.
-        copies: compares the ranks that hold all of it.
+        is_gated: whether each part is a part of the gate above a part of the up projection.
+        copies: compares the ranks with the full tensor.
 
     Raises:
         CheckpointError: if `copies` refuses them, or parts do not fit together.
@@ -181,7 +184,7 @@ def join(
 
 
 def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: object) -> torch.Tensor:
-    """Return all first halves of the parts, then all second ones; one part is in memory beside the whole."""
+    """Return all first halves of the parts, then all second halves; a single part is in memory beside the whole."""
     shape, joined = joined_shape(pieces, cut), None
     begins = [half * (shape[cut] // halves) for half in range(halves)]
     for rank, piece in enumerate(pieces):

@@ -15,10 +15,10 @@ from trainer.interop.megatron.torch_dist import METADATA, read_torch_dist
 from trainer.interop.source import StateSource
 
 
-def read_source(path: Path, asked: ImportOptions) -> StateSource:
+def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a Megatron checkpoint.
 
-    The model is the one that the saved arguments describe; fields that they lack are those of the overrides.
+    The saved arguments describe the model; fields they lack are those of the overrides.
 
     Args:
         path: an `iter_` folder, or a folder of them, for the iteration named in `latest_checkpointed_iteration.txt`.
@@ -29,7 +29,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         MismatchError: if it holds another model, or was saved in an unsupported way.
     """
     folder = newest(path)
-    if not asked.trusts_pickle:
+    if not options.trusts_pickle:
         raise ConfigError(
             "Megatron's files are pickles",
             where=folder,
@@ -37,7 +37,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         )
     try:
         read = read_legacy if is_legacy(folder) else read_torch_dist
-        state, described = read(folder, asked)
+        state, described = read(folder, options)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             "A Megatron checkpoint has a form that is not known",
@@ -49,7 +49,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
 
 
 def newest(path: Path) -> Path:
-    """Return the folder of the iteration that a tracker file names, or `path` itself where there is none.
+    """Return the folder of the iteration in the tracker file, or `path` itself without such a file.
 
     Raises:
         CheckpointError: if there is no such folder.

@@ -34,7 +34,7 @@ class MegatronState:
     Args:
         weights: returns a weight in the model's dtype.
         masters: returns the optimizer's copy of a weight; None if it has none.
-        moments: returns a moment of a weight by its kind, one of `MOMENTS`; None without the state of an optimizer.
+        moments: returns a moment of a weight by its kind in `MOMENTS`; None without the state of an optimizer.
         step: of the optimizer, the same for all parameters.
         consumed_samples: samples trained on; None if the checkpoint does not name it.
     """
@@ -48,25 +48,25 @@ class MegatronState:
 
 
 def as_source(state: MegatronState, described: DescribedModel, *, where: object) -> StateSource:
-    """Return a state of Megatron as one of ours.
+    """Return a state of Megatron as a source of ours.
 
-    Weights are the optimizer's copies, which must round to the model's own. One of Megatron's tensors is in
-    memory at a time, beside ours.
+    Weights are the optimizer's copies, which must round to the model's own. A single tensor of Megatron's is in memory
+    at a time, beside ours.
     """
     model = described.model
-    found = by_our_name(described.correspondences())
+    tensors = by_our_name(described.correspondences())
     names = stored_tensors(model)
 
     def read(name: str) -> torch.Tensor:
         if name in names:
-            one = found[name]
-            weight = one.take(name, _weight(state, one.tensor, where=where))
-            return weight.to(torch.float32) + 1 if described.adds_one and is_norm(one.tensor) else weight
-        kind, _, rest = name.partition(".")
+            correspondence = tensors[name]
+            weight = correspondence.take(name, _weight(state, correspondence.tensor, where=where))
+            return weight.to(torch.float32) + 1 if described.adds_one and is_norm(correspondence.tensor) else weight
+        kind, _, weight_name = name.partition(".")
         if kind == _STEP:
             return torch.tensor(float(state.step))
         assert state.moments is not None
-        return found[rest].take(rest, state.moments(kind, found[rest].tensor))
+        return tensors[weight_name].take(weight_name, state.moments(kind, tensors[weight_name].tensor))
 
     if state.moments is None:
         return StateSource(model, 0, has_optimizer=False, read=read)
@@ -78,17 +78,17 @@ def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> t
     if state.masters is None:
         return state.weights(tensor)
     weights, masters = partial(state.weights, tensor), partial(state.masters, tensor)
-    found = rounding_to(weights, masters)
-    if found is not None:
-        return found
-    own, master, name = weights(), masters(), f"{where}, {tensor.numbered}"
+    rounded = rounding_to(weights, masters)
+    if rounded is not None:
+        return rounded
+    weight, master, name = weights(), masters(), f"{where}, {tensor.numbered}"
     require_finite(master, where=name)  # NaN is never equal to itself
-    require_finite(own, where=name)
+    require_finite(weight, where=name)
     raise CheckpointError(
         "The optimizer's copy of a weight differs from the model's",
         where=name,
-        expected=f"the same numbers, rounded to {own.dtype}",
-        found=f"{int((master.to(own.dtype) != own).count_nonzero())} of {own.numel()} differ",
+        expected=f"the same numbers, rounded to {weight.dtype}",
+        found=f"{int((master.to(weight.dtype) != weight).count_nonzero())} of {weight.numel()} differ",
         fix="The files are of several saves, or the optimizer's state is laid out in another way.",
     )
 
@@ -96,15 +96,15 @@ def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> t
 def rounding_to(weights: Callable[[], torch.Tensor], masters: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Return the optimizer's copy of a weight; None if it does not round to the model's own.
 
-    The two are compared by digests, so that one of them is in memory.
+    The two are compared by digests, so only one of them is in memory.
 
     Args:
         weights: reads the weight in the model's dtype.
         masters: reads the optimizer's copy.
     """
-    own = weights()
-    digest, dtype = _digest(own), own.dtype
-    del own
+    weight = weights()
+    digest, dtype = _digest(weight), weight.dtype
+    del weight
     master = masters()
     # The zeros of the two may differ in sign.
     return master if _digest(master.to(dtype)) == digest or torch.equal(master.to(dtype), weights()) else None
@@ -119,11 +119,11 @@ def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int |
     """Return the samples trained on: those of the arguments, otherwise those of the schedule, which counts samples."""
     schedule = table.get("opt_param_scheduler")
     counted = schedule.get("num_steps") if isinstance(schedule, Mapping) else None
-    named = [args.get("consumed_train_samples"), counted]
-    return next((count for count in named if type(count) is int and count >= 0), None)
+    counts = [args.get("consumed_train_samples"), counted]
+    return next((count for count in counts if type(count) is int and count >= 0), None)
 
 
-def tell(
+def log_omissions(
     table: Mapping[str, Any],
     described: DescribedModel,
     args: Mapping[str, Any],
@@ -164,17 +164,17 @@ def _group(group: Mapping[str, Any]) -> str:
 
 
 def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return what says that a checkpoint was saved with moments: its optimizer, and an iteration of training.
+    """Return the signs of a checkpoint with moments: its optimizer, and an iteration of training.
 
     Args:
-        table: the unsharded part of a checkpoint, as for `tell`.
-        folder: of the iteration; that of a release has weights alone.
+        table: the unsharded part of a checkpoint, as for `log_omissions`.
+        folder: of the iteration; a release's has weights alone.
     """
-    found = ["the settings of an optimizer"] if table.get("optimizer") is not None else []
+    signs = ["the settings of an optimizer"] if table.get("optimizer") is not None else []
     iteration = table.get("iteration")
     if type(iteration) is int and iteration > 0 and folder.name != RELEASE:
-        found.append(f"iteration {iteration}")
-    return found
+        signs.append(f"iteration {iteration}")
+    return signs
 
 
 def parameter_groups(optimizer: object) -> list[Mapping[str, Any]]:

@@ -1,8 +1,8 @@
 """Reads the format `torch_dist` of megatron-core's `dist_checkpointing`: a DCP folder.
 
-What is not sharded is an object of that folder, or before release 0.19 a file `common.pt`. Tensors are joined over
+The unsharded state is an object in the folder, or before release 0.19 a file `common.pt`. Tensors are joined over
 tensor and pipeline parallelism in the folder. The state of the optimizer is under the names of the parameters, as full
-tensors or, of older versions, as flattened ones; or it is in buckets without names (`reshardable`). Sources:
+tensors or, of older versions, as flattened tensors; or it is in buckets without names (`reshardable`). Sources:
 `megatron/core/dist_checkpointing` and `optimizer/distrib_optimizer.py`, releases 0.16 and 0.19.
 """
 
@@ -33,9 +33,9 @@ from trainer.interop.megatron.state import (
     MOMENTS,
     MegatronState,
     consumed_samples,
+    log_omissions,
     parameter_groups,
     signs_of_moments,
-    tell,
 )
 from trainer.interop.torch_file import PlainObject, open_torch_file
 
@@ -51,7 +51,7 @@ _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _MOST_NAMED = 20
 
 
-def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
     """Open an `iter_` folder.
 
     Raises:
@@ -67,17 +67,17 @@ def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, 
             found=backend,
             fix=f"Save it with --ckpt-format {TORCH_DIST}.",
         )
-    dcp = open_folder(folder, trust_pickle=asked.trusts_pickle, with_plans=True)
+    dcp = open_folder(folder, trust_pickle=options.trusts_pickle, with_plans=True)
     common = _common(dcp)
     args = common["args"].attributes if isinstance(common.get("args"), PlainObject) else {}
     prefix = _prefix(dcp)
     rows, layers = dcp.tensors[prefix + _TABLE].shape[0], _layers(dcp, prefix)
-    described = describe(args, rows, layers, asked, where=folder, names=dcp.tensors)
+    described = describe(args, rows, layers, options, where=folder, names=dcp.tensors)
     files = _Files(dcp, prefix, _is_stacked(dcp, prefix), described.is_hybrid)
-    tensors = [one.tensor for one in described.correspondences()]
+    tensors = [correspondence.tensor for correspondence in described.correspondences()]
     _check_model(files, tensors)
-    masters, moments, groups = _optimizer(files, tensors, common, asked)
-    tell(common, described, args, groups)
+    masters, moments, groups = _optimizer(files, tensors, common, options)
+    log_omissions(common, described, args, groups)
     iteration = _iteration(common, folder)
     state = MegatronState(
         files.weight,
@@ -102,15 +102,15 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
             found="neither",
             fix=f"If that folder was copied, copy {COMMON} too; otherwise take another checkpoint.",
         )
-    found = dcp.read_value(_COMMON_OBJECT, PlainObject)
-    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], Mapping)):
+    state = dcp.read_value(_COMMON_OBJECT, PlainObject)
+    if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], Mapping)):
         raise CheckpointError(
             "The unsharded state of a Megatron checkpoint has another form",
             where=f"{dcp.path}, {_COMMON_OBJECT}",
             expected="a list of one dictionary",
-            found=type(found).__name__,
+            found=type(state).__name__,
         )
-    return found[0]
+    return state[0]
 
 
 def _iteration(common: Mapping[str, Any], folder: Path) -> int:
@@ -126,7 +126,7 @@ class _Files:
 
     Args:
         prefix: of the model's names, such as `module.`.
-        is_stacked: whether all layers of a name are one tensor.
+        is_stacked: whether all layers of a name are a single tensor.
         is_hybrid: whether the names are those of a `HybridModel`.
     """
 
@@ -146,17 +146,17 @@ class _Files:
         return (layers, *tensor.shape) if self.is_stacked and tensor.layer is not None else tensor.shape
 
     def read(self, root: str, tensor: MegatronTensor) -> torch.Tensor:
-        """Return a tensor, one layer of it where layers are stacked, joined from flattened parts where it has such."""
+        """Return a tensor, or its layer where layers are stacked, joined from flattened parts where it has such."""
         key = self.key(root, tensor)
         is_layer = self.is_stacked and tensor.layer is not None
         stored = self.dcp.tensors[key].shape
         if is_layer:
             assert tensor.layer is not None
             inner = stored[1:]
-            found = self.dcp.read_box(key, (tensor.layer, *(0 for _ in inner)), (1, *inner)).reshape(inner)
+            values = self.dcp.read_box(key, (tensor.layer, *(0 for _ in inner)), (1, *inner)).reshape(inner)
         else:
-            inner, found = stored, self.dcp.read_tensor(key)
-        return found if inner == tensor.shape else _unflattened(found, tensor.shape)
+            inner, values = stored, self.dcp.read_tensor(key)
+        return values if inner == tensor.shape else _unflattened(values, tensor.shape)
 
 
 def _unflattened(parts: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -180,16 +180,18 @@ def _is_flattened(stored: Shape, shape: Shape) -> bool:
 
 def _prefix(dcp: DcpFolder) -> str:
     """Return the prefix of the model's names."""
-    found = sorted(key.removesuffix(_TABLE) for key in dcp.tensors if key.endswith(_TABLE) and not _is_optimizers(key))
-    if len(found) != 1:
+    prefixes = sorted(
+        key.removesuffix(_TABLE) for key in dcp.tensors if key.endswith(_TABLE) and not _is_optimizers(key)
+    )
+    if len(prefixes) != 1:
         listed = ", ".join(sorted(dcp.tensors)[:5])
         raise MismatchError(
-            "A Megatron checkpoint holds several models" if found else "A Megatron checkpoint holds no GPT model",
+            "A Megatron checkpoint holds several models" if prefixes else "A Megatron checkpoint holds no GPT model",
             where=dcp.path,
             expected=f"one tensor {_TABLE}, with any prefix",
-            found=", ".join(f"{prefix}{_TABLE}" for prefix in found) or f"{len(dcp.tensors)} tensors: {listed} ...",
+            found=", ".join(f"{prefix}{_TABLE}" for prefix in prefixes) or f"{len(dcp.tensors)} tensors: {listed} ...",
         )
-    return found[0]
+    return prefixes[0]
 
 
 def _is_optimizers(key: str) -> bool:
@@ -250,11 +252,11 @@ def _optimizer(
     files: _Files,
     tensors: Sequence[MegatronTensor],
     common: Mapping[str, Any],
-    asked: ImportOptions,
+    options: ImportOptions,
 ) -> tuple[Any, Any, list[Mapping[str, Any]]]:
     """Return the readers of master weights and of moments, and the parameter groups; None for what there is not."""
     dcp = files.dcp
-    if asked.weights_only:
+    if options.weights_only:
         if any(map(_is_optimizers, dcp.tensors)):
             _log.warning("not carried, as --weights-only asks: the optimizer's state; the weights are the model's own")
         return None, None, []
@@ -273,50 +275,50 @@ def _optimizer(
             parameter_groups(common.get("optimizer")),
         )
     if any(is_bucket(key) for key in dcp.tensors):
-        buckets = Buckets.open(dcp, files.weight, tensors, RankCopies(asked.from_rank0))
+        buckets = Buckets.open(dcp, files.weight, tensors, RankCopies(options.from_rank0))
         return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
     _refuse_others(dcp)
-    require_moments(signs_of_moments(common, dcp.path), asked, where=dcp.path)
+    require_moments(signs_of_moments(common, dcp.path), options, where=dcp.path)
     _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
     return None, None, []
 
 
 def _saved_groups(dcp: DcpFolder) -> list[Mapping[str, Any]]:
     """Return the parameter groups of an optimizer whose settings are stored for each model-parallel rank."""
-    found = list[Mapping[str, Any]]()
+    groups = list[Mapping[str, Any]]()
     for key in sorted(dcp.values):
         if re.fullmatch(r"optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1", key):
             value = dcp.read_value(key)
             for table in value if isinstance(value, list) else [value]:
-                found += parameter_groups(table)
-    return found
+                groups += parameter_groups(table)
+    return groups
 
 
 def _refuse_others(dcp: DcpFolder) -> None:
-    """Refuse the state of an optimizer in a form that is not read."""
-    others = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
-    if others:
-        raise _partial_optimizer(dcp.path, f"{len(others)} entries: {', '.join(others[:5])} ...")
+    """Refuse the state of an optimizer in an unsupported form."""
+    keys = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
+    if keys:
+        raise _partial_optimizer(dcp.path, f"{len(keys)} entries: {', '.join(keys[:5])} ...")
 
 
-def _partial_optimizer(path: Path, found: str) -> MismatchError:
+def _partial_optimizer(path: Path, content: str) -> MismatchError:
     return MismatchError(
         "A Megatron checkpoint holds the state of its optimizer in a form that is not read",
         where=path,
         expected="exp_avg and exp_avg_sq of every parameter by name, or buckets of dp_reshardable",
-        found=found,
+        found=content,
         fix="Save it with --dist-ckpt-optim-fully-reshardable and one Adam for all parameters, or take the weights "
         "alone with --weights-only.",
     )
 
 
 def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iteration: int, *, where: object) -> float:
-    """Return the optimizer's steps: one number for all parameters."""
-    found = [group["step"] for group in groups if group.get("step") is not None] + _common_steps(common)
+    """Return the optimizer's steps, the same for all parameters."""
+    values = [group["step"] for group in groups if group.get("step") is not None] + _common_steps(common)
     try:
-        steps = {step_count(value.item() if isinstance(value, torch.Tensor) else value) for value in found}
+        steps = {step_count(value.item() if isinstance(value, torch.Tensor) else value) for value in values}
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError("A step is no natural number", where=where, found=shown(found)) from error
+        raise CheckpointError("A step is no natural number", where=where, found=shown(values)) from error
     if len(steps) > 1:
         raise MismatchError("The steps of a Megatron optimizer differ", where=where, found=sorted(steps))
     if not steps:
@@ -325,9 +327,9 @@ def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iterat
 
 
 def _common_steps(table: object) -> list[Any]:
-    """Return `common_step` of an optimizer that is not distributed."""
+    """Return `common_step` of an undistributed optimizer."""
     if not isinstance(table, Mapping):
         return []
     state = table.get("state")
-    own = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
-    return own or _common_steps(table.get("optimizer"))
+    steps = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
+    return steps or _common_steps(table.get("optimizer"))
