@@ -79,7 +79,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check every byte of checkpoints against their digests; of the folder of one host, the pieces that it holds."""
+    """Check every byte of checkpoints against their digests; of the folder of one host, its pieces."""
     with _progress_bar() as progress:
         results = reprise.verify(*options.checkpoints, progress=progress)
     part = f"{_PART}: the pieces that it holds are whole"
@@ -138,7 +138,7 @@ def _report(
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show the content of one checkpoint."""
+    """Show the content of a checkpoint."""
     contents = reprise.show(options.checkpoint)
     tensors = [
         {
@@ -152,14 +152,14 @@ def show(options: argparse.Namespace) -> int:
     ]
     files = [{"file": file.name, "bytes": file.total_bytes} for file in contents.files]
     hosts = [_row(pieces) for pieces in contents.share.hosts] if contents.share else []
-    held = str(contents.share or "")
+    share = str(contents.share or "")
     if options.json:
         document = {"state": contents.state, "files": files, "tensors": tensors, "aliases": contents.aliases}
-        print(dumps({**document, "hosts": hosts, "held": held} if hosts else document))
+        print(dumps({**document, "hosts": hosts, "held": share} if hosts else document))
         return FINE
     print(f"{contents.path}\n")
     if hosts:
-        print(f"The folder of one host, {held}\n")
+        print(f"The folder of one host, {share}\n")
         print_rows(hosts, as_json=False)
         print()
     print_rows([{"field": name, "value": value} for name, value in flat(contents.state)], as_json=False)
@@ -205,7 +205,7 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def gather(options: argparse.Namespace) -> int:
-    """Write the checkpoint that the folders of several hosts hold together into one folder, whole."""
+    """Join the folders of several hosts into a single folder with the whole checkpoint."""
     with _progress_bar() as progress:
         report = reprise.gather(
             options.hosts, options.out, iteration=options.iteration, progress=progress, terms=_GATHER_TERMS
@@ -246,7 +246,7 @@ def prune(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
-    """Yield a function that shows the progress of a call on a terminal, in a bar for each name."""
+    """Yield a function to show the progress of a call on a terminal, in a bar for each name."""
     with contextlib.ExitStack() as stack:
         bars: list[tqdm[NoReturn]] = []
 
@@ -308,7 +308,7 @@ def _notes(summary: CheckpointSummary) -> list[str]:
 
 
 def _topology(state: Mapping[str, Any]) -> str:
-    """Return the number of ranks and the axes longer than one, in words; an unknown topology is shown as it is."""
+    """Return the number of ranks and the axes longer than 1, in words; an unknown topology is shown as it is."""
     topology = state.get("topology", {})
     if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
         return _short(topology)

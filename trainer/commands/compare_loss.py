@@ -1,8 +1,8 @@
-"""Compare the training losses of runs with those of one: `reprise compare-loss BASE TEST [TEST ...]`.
+"""Compare the training losses of runs with a base: `reprise compare-loss BASE TEST [TEST ...]`.
 
 Each argument is a run folder, a metrics.jsonl or a text log; or BASE and TEST are two folders of logs, which are
-compared by name. The exit status is 0 when all curves are equal to BASE, 1 when one differs, 2 when an input cannot be
-used.
+compared by name. The exit status is 0 when all curves are equal to BASE, 1 when a curve differs, 2 when an input cannot
+be used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare how fast runs were and what saving cost them: `reprise compare-speed RUN [RUN ...]`.
 
 Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0 when no run is slower
-than the first by more than --threshold, 1 when one is, 2 when an input cannot be used.
+than the first by more than --threshold, 1 when a run is, 2 when an input cannot be used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describe the keys of the configuration: `reprise options [KEY]`.
 
-The exit status is 0, or 2 for a name that no key begins with.
+The exit status is 0, or 2 for a name that begins no key.
 """
 
 from __future__ import annotations

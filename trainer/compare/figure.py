@@ -1,4 +1,4 @@
-"""Creates and saves figures, with matplotlib, which is imported with the first one."""
+"""Creates and saves figures, with matplotlib, which is imported with the first figure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Verify(Enum):
 
 
 class NewRows(Enum):
-    """The values of rows of a table that the loaded weights do not have."""
+    """The values of rows of a table beyond those of the loaded weights."""
 
     initial = "initial"
     mean = "mean"
@@ -78,7 +78,7 @@ class LoadKeys:
 
     Args:
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
-            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
+            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, an iteration or, with
             `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
             launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
             command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
@@ -94,13 +94,13 @@ class LoadKeys:
 
 @dataclass
 class FinetuneKeys:
-    """The use of weights that another run trained.
+    """The use of another run's weights.
 
     Args:
         finetune: load the weights only and start at iteration 0.
-        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model
-            folder of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume
-            needs the same weights, at any path.
+        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, an iteration, a model folder
+            of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume needs
+            the same weights, at any path.
         resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings` than that of the
             loaded weights: rows of the tables are kept by number.
         new_rows: with `resize`, the values of rows beyond the loaded ones: `initial` for those of a fresh run, `mean`
@@ -118,11 +118,11 @@ class FinetuneKeys:
 
 @dataclass
 class ResumeKeys:
-    """Differences from the saved run that a resume allows, and digests that it checks.
+    """Differences from the saved run allowed by a resume, and the digests checked.
 
     Args:
-        reshard: allow another topology than the one that saved (number of ranks, parallel sizes, ZeRO stage), or
-            another micro_batch_size.
+        reshard: allow another topology than the saving run's (number of ranks, parallel sizes, ZeRO stage), or another
+            micro_batch_size.
         override_scheduler: allow another learning-rate schedule, other optimizer settings or another clip_grad than the
             saved ones.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
@@ -130,10 +130,10 @@ class ResumeKeys:
         override_data: allow other data or another seed than the saved ones.
         override_dropout: allow other dropout rates than the saved ones.
         override_dtype: allow another dtype of activations and matrix products than the saved one.
-        override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
-            begin with zero moments.
-        verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
-            read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
+        override_freeze: allow other frozen parameters than the saved ones; newly trained parameters begin with zero
+            moments.
+        verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks read,
+            `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
     """
 
     reshard: bool = False
@@ -149,17 +149,17 @@ class ResumeKeys:
 
 @dataclass
 class WriteKeys:
-    """How a save is written, and the reaction to a save that fails.
+    """How a save is written, and the reaction to a failed save.
 
     Args:
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save is aborted.
-        async_save: write in the background while training continues; the next optimizer step copies what is not written
-            by then.
+        async_save: write in the background while training continues; the next optimizer step copies the tensors not
+            written by then.
         staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
             rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.
-        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
-        check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; a difference commits
+        stall_timeout_s: seconds this step waits for a stalled disk before the save is aborted.
+        check_replicas: compare the bits of ranks with the same tensor at every so many saves; a difference commits
             nothing and ends the run. 0 never compares.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
@@ -175,14 +175,14 @@ class WriteKeys:
 
 @dataclass
 class LocalSection:
-    """Local checkpoints: each host saves what its ranks hold into a folder of its own, often, and loads it from there.
+    """Local checkpoints: each host saves its ranks' pieces into a folder of its own, often, and loads them from there.
 
     Args:
         dir: a folder of each host's own, at the same path on all: a local disk, or memory such as /dev/shm; null saves
             no local checkpoints.
         save_interval: iterations between local saves; 0 saves only when the run stops.
-        keep: number of newest local checkpoints that are kept, beside the newest that is copied to all hosts.
-        copies: number of hosts, those that follow in a ring, to which each host copies what it saved.
+        keep: number of newest local checkpoints that are kept, beside the newest copied to all hosts.
+        copies: number of hosts, the next in a ring, to which each host copies its saves.
         adopt: take the local checkpoints for the run's own where nothing else is left of it, neither its folder nor a
             shared checkpoint; false refuses them.
         flush_on_exit: also save into `checkpoint.save` when a signal, a time limit or an exit interval stops the run.
@@ -223,7 +223,7 @@ _OF_LOCAL = ("save_interval", "keep", "copies", "flush_on_exit")
 
 
 def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
-    """Return lines that name the keys that are set although nothing is saved."""
+    """Return a line for each key set without use, as nothing is saved."""
     lines = []
     for table, defaults, prefix, folder, names in (
         (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
@@ -237,7 +237,7 @@ def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
 
 
 def checkpoint_problems(section: CheckpointSection) -> list[str]:
-    """Return every key of the section that is out of its range, or contradicts another one."""
+    """Return every key of the section outside its range, or in contradiction to another key."""
     return [*_save_problems(section), *_local_problems(section), *_load_problems(section)]
 
 

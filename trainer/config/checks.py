@@ -34,9 +34,9 @@ def validate(config: Config, world_size: int) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
 
     Raises:
-        ConfigError: one message that lists every problem with its key.
+        ConfigError: lists every problem with its key, in a single message.
     """
-    found = [*number_problems(config), *type_problems(config)] or [  # comparisons with NaN are always false
+    problems = [*number_problems(config), *type_problems(config)] or [  # comparisons with NaN are always false
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
@@ -50,13 +50,13 @@ def validate(config: Config, world_size: int) -> None:
         *_save_needs(config),
         *logging_problems(config.logging),
     ]
-    if found:
-        lines = "\n".join(f"  {problem}" for problem in found)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
 
 
 def require_ranks(config: Config, world_size: int, words: Sequence[str]) -> None:
-    """Refuse one process where the parallel layout needs several.
+    """Refuse a single process where the parallel layout needs several.
 
     Args:
         words: those of the command.
@@ -75,7 +75,7 @@ def require_ranks(config: Config, world_size: int, words: Sequence[str]) -> None
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return lines that name the keys that are set although another key leaves them without use."""
+    """Return a line for each key set without use because of another key."""
     train, lines = config.train, []
     if train.train_samples is not None and train.train_iters != TrainSection().train_iters:
         lines.append(
@@ -86,7 +86,7 @@ def unused_keys(config: Config) -> list[str]:
 
 
 def loose_threads(config: Config) -> list[str]:
-    """Return a line about `train.threads` if the bits that `invariant_ranks` keeps depend on it and it is not set."""
+    """Return a line about an unset `train.threads` if the bits kept by `invariant_ranks` depend on it."""
     lanes, train = config.parallel.invariant_ranks, config.train
     if lanes == 0 or train.threads > 0 or train.device in ACCELERATORS:
         return []
@@ -105,39 +105,43 @@ def _size_problems(model: ModelConfig) -> list[str]:
 
 
 def _trained_problems(config: Config) -> list[str]:
-    """Return why the choice of what is trained, and what is frozen, cannot run."""
+    """Return the problems of the choice of trained and frozen parameters."""
     model, section = config.model, config.checkpoint
-    found = adapter_problems(model) or freeze_problems(model, config.train.freeze)
-    if found or not is_adapted(model):
-        return found
+    problems = adapter_problems(model) or freeze_problems(model, config.train.freeze)
+    if problems or not is_adapted(model):
+        return problems
     if config.optimizer.name is not OptimizerName.adamw:
-        found.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
+        problems.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
     if section.resize or section.partial:
-        found.append("checkpoint.resize and checkpoint.partial: not with model.lora.rank, a base is loaded as a whole")
+        problems.append(
+            "checkpoint.resize and checkpoint.partial: not with model.lora.rank, a base is loaded as a whole"
+        )
     if model.lora.dropout and config.train.compile:
-        found.append(f"model.lora.dropout={model.lora.dropout}: not with train.compile, set one of them to 0 or false")
+        problems.append(
+            f"model.lora.dropout={model.lora.dropout}: not with train.compile, set one of them to 0 or false"
+        )
     if section.base is None and not section.finetune and not config.train.dry_run:
-        found.append(
+        problems.append(
             f"model.lora.rank={model.lora.rank}: needs the weights beneath the adapters: checkpoint.base=PATH, or "
             "checkpoint.load=PATH checkpoint.finetune=true"
         )
-    return found
+    return problems
 
 
 def _data_needs(config: Config) -> list[str]:
-    """Return the keys of the section `train` that the model or the data cannot serve."""
-    train, found = config.train, []
+    """Return the problems of keys of the section `train` with the model or the data."""
+    train, problems = config.train, []
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
-        found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
+        problems.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
-        found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
+        problems.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
     if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:
-        found.append(
+        problems.append(
             f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
             "token files, or bytes; or set it to 0"
         )
-    return found
+    return problems
 
 
 def _length_problems(config: Config) -> list[str]:
@@ -149,49 +153,49 @@ def _length_problems(config: Config) -> list[str]:
         sizes = batch_schedule_of(train)
     except ValueError as error:
         return [f"train.batch_schedule={train.batch_schedule}: {error}"]
-    found = []
+    problems = []
     if sizes.last != train.global_batch_size:
-        found.append(
+        problems.append(
             f"train.global_batch_size={train.global_batch_size}: must be {sizes.last}, the last size of "
             f"train.batch_schedule={train.batch_schedule}"
         )
     if len(sizes.sizes) > 1 and config.parallel.invariant_ranks:
-        found.append(
+        problems.append(
             f"train.batch_schedule={train.batch_schedule}: not with parallel.invariant_ranks="
             f"{config.parallel.invariant_ranks}, whose lanes divide one size"
         )
     if train.train_samples is not None and train.train_samples < sizes.at(0):
-        found.append(
+        problems.append(
             f"train.train_samples={train.train_samples}: must be at least the {sizes.at(0)} samples of one iteration"
         )
-    return found or schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
+    return problems or schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
 
 
 def _parallel_problems(config: Config, world_size: int) -> list[str]:
     parallel, model = config.parallel, config.model
-    if found := parallel_problems(parallel):
-        return found
+    if problems := parallel_problems(parallel):
+        return problems
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if world_size % (tp * pp):
-        found.append(
+        problems.append(
             f"{world_size} ranks: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
             f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
         )
     for name in ("n_head", "n_kv_head", "intermediate_size"):
         if getattr(model, name) % tp:
             size = getattr(model, name)
-            found.append(f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}")
+            problems.append(f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}")
     if parallel.sequence_parallel and (tp == 1 or config.train.seq_length % tp):
-        found.append(
+        problems.append(
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
     if pp * vpp > max(1, model.n_layer):
-        found.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
+        problems.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
     if vpp > 1 and pp == 1:
-        found.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
-    return found
+        problems.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
+    return problems
 
 
 def _first_known_position(config: Config) -> int:
@@ -226,42 +230,42 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> li
 
 
 def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: str) -> list[str]:
-    """Return why iterations of a size cannot be.
+    """Return the problems of a global batch size.
 
     Args:
         key: the key that gives the size, with a place for it.
     """
-    train, found = config.train, list[str]()
+    train, problems = config.train, list[str]()
     divisor = train.micro_batch_size * topology.dp
     if size % divisor:
-        found.append(
+        problems.append(
             f"{key.format(size)}: must be a multiple of train.micro_batch_size="
             f"{train.micro_batch_size} times the {topology.dp} data-parallel ranks, that is of {divisor}"
         )
-        return found
+        return problems
     count = size // divisor
     lanes = config.parallel.invariant_ranks
-    found += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=count * topology.dp)
+    problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=count * topology.dp)
     name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
-        found.append(
+        problems.append(
             f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
             f"{name} or lower train.micro_batch_size"
         )
     elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
         # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
         where = "" if train.batch_schedule is None else f" ({name})"
-        found.append(f"{count} micro batches per iteration{where}: interleaved stages need a multiple of {rounds}")
-    return found
+        problems.append(f"{count} micro batches per iteration{where}: interleaved stages need a multiple of {rounds}")
+    return problems
 
 
 def _save_needs(config: Config) -> list[str]:
-    """Return the keys of the section `checkpoint` that other sections leave without use."""
-    section, found = config.checkpoint, []
+    """Return the keys of the section `checkpoint` without use because of other sections."""
+    section, problems = config.checkpoint, []
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
-        found.append(
+        problems.append(
             f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
         )
     if section.base is not None and not is_adapted(config.model):
-        found.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
-    return found
+        problems.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
+    return problems

@@ -58,7 +58,7 @@ def compose(overrides: Sequence[str]) -> Config:
     """Return the configuration composed from these overrides, without validation.
 
     Raises:
-        ConfigError: for an override that cannot be parsed, an unknown key, or a value that cannot be resolved.
+        ConfigError: for a malformed override, an unknown key, or a value without resolution.
     """
     return resolve(_composed(readable(overrides))).config
 
@@ -89,37 +89,37 @@ def compose_command() -> DictConfig | None:
             fix="Start one command per configuration, each with its own run.name.",
         )
     _refuse_hydra_keys(arguments.overrides)
-    found: list[DictConfig] = []
-    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(found.append)
+    configs: list[DictConfig] = []
+    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(configs.append)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         _reported(command, arguments.overrides)
     except BrokenPipeError:  # the reader of `--help` has seen enough
         sys.stdout = None
-    return found[0] if found else None
+    return configs[0] if configs else None
 
 
 def over_saved(raw: DictConfig) -> DictConfig:
-    """Return the configuration of a command that loads a checkpoint and names no model, over the checkpoint's own.
+    """Return the configuration of a command without a model, over that of the checkpoint to load.
 
-    Keys that the command sets keep its values, and so do sections whose group it names.
+    The command's keys keep its values, and so do sections whose group it names.
     """
     _refuse_unknown_keys(raw)
     arguments, section = get_args_parser().parse_args(), raw.checkpoint
-    named = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
-    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
-    is_whole = arguments.config_name or arguments.config_path or named & {"model", "experiment"}
+    named_keys = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
+    load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
+    is_whole = arguments.config_name or arguments.config_path or named_keys & {"model", "experiment"}
     if load in ("auto", "none") or is_whole:
         return raw
     from trainer.config.load_saved import find_saved
 
-    saved = find_saved(Path(load), iteration=step, own=None if own is None else Path(own))
+    saved = find_saved(Path(load), iteration=step, save=None if save is None else Path(save))
     if saved is None:
         return raw
-    taken = {key: value for key, value in saved.values.items() if not _is_named(key, named)}
+    values = {key: value for key, value in saved.values.items() if not _is_named(key, named_keys)}
 
     def update() -> None:
-        for key, value in taken.items():
+        for key, value in values.items():
             # A nested section of the schema takes members only; a dict in its place would be of another type.
             is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
             OmegaConf.update(raw, key, escape(value), merge=is_section)
@@ -129,9 +129,9 @@ def over_saved(raw: DictConfig) -> DictConfig:
     return raw
 
 
-def _is_named(key: str, named: Collection[str]) -> bool:
-    """Return whether a command names a key, the mapping that it is in, or one of its members."""
-    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in named)
+def _is_named(key: str, names: Collection[str]) -> bool:
+    """Return whether a command names a key, its mapping, or a member of it."""
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
 
 
 def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
@@ -142,10 +142,10 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
     try:
         return call()
     except (HydraException, OmegaConfBaseException) as error:
-        said = _error_text(error)
+        text = _error_text(error)
         several = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
-        fix = several if "--multirun" in said else _suggestion(error)
-        raise ConfigError("The configuration cannot be composed", found=said, fix=fix) from error
+        fix = several if "--multirun" in text else _suggestion(error)
+        raise ConfigError("The configuration cannot be composed", found=text, fix=fix) from error
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -154,18 +154,18 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
 
 
 def _suggestion(error: BaseException) -> str | None:
-    """Return the key, or the choice of a group or a key, that a misspelled one may stand for."""
+    """Return the key, or the choice of a group or a key, most like a misspelled name."""
     below = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        near = closest(choice, error.options or ())
-        return near and f"Did you mean {group}={near}?"
+        suggestion = closest(choice, error.options or ())
+        return suggestion and f"Did you mean {group}={suggestion}?"
     if isinstance(below, ConfigKeyError | ConfigAttributeError):
-        near = closest(str(below.full_key), keys())
-        return near and f"Did you mean {near}?"
+        suggestion = closest(str(below.full_key), keys())
+        return suggestion and f"Did you mean {suggestion}?"
     if wrong := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", str(below)):
-        near = closest(wrong[1], wrong[2].split(", "), cutoff=0.5)
-        return near and f"Did you mean {getattr(below, 'full_key', 'KEY')}={near}?"
+        suggestion = closest(wrong[1], wrong[2].split(", "), cutoff=0.5)
+        return suggestion and f"Did you mean {getattr(below, 'full_key', 'KEY')}={suggestion}?"
     return None
 
 
@@ -183,7 +183,7 @@ def resolve(raw: DictConfig) -> Resolved:
     """Return a composed configuration with every interpolation resolved.
 
     Raises:
-        ConfigError: for an unknown key, a value of another type, or an interpolation that cannot be resolved.
+        ConfigError: for an unknown key, a value of another type, or an interpolation without resolution.
     """
     _refuse_unknown_keys(raw)
     _refuse_clocks(raw)
@@ -201,8 +201,8 @@ def _refuse_unknown_keys(raw: DictConfig) -> None:
     added = list(_unknown_keys(raw))
     removed = [field.name for field in fields(Config) if field.name not in raw]
     if added or removed:
-        near = closest(added[0], keys()) if added else None
-        hint = f"Did you mean {near}? " if near else "Correct the key; "
+        suggestion = closest(added[0], keys()) if added else None
+        hint = f"Did you mean {suggestion}? " if suggestion else "Correct the key; "
         raise ConfigError(
             "The configuration has unknown or missing keys",
             found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is removed" for key in removed)]),
@@ -211,10 +211,10 @@ def _refuse_unknown_keys(raw: DictConfig) -> None:
 
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    known = {field.name for field in fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
+    members = {field.name for field in fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
     for key in node:
         name = f"{prefix}{key!s}"
-        if key not in known:
+        if key not in members:
             yield name
             continue
         is_set = not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key))
@@ -223,10 +223,10 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return Hydra's message and its cause in one line; for a value, Hydra's message names only the key."""
+    """Return Hydra's message and its cause in a line; for a value, Hydra's message names only the key."""
     below = error.__cause__
-    said = _one_line(str(error)) or type(error).__name__
-    return said if below is None else f"{said.removesuffix('.')}: {_one_line(str(below))}"
+    text = _one_line(str(error)) or type(error).__name__
+    return text if below is None else f"{text.removesuffix('.')}: {_one_line(str(below))}"
 
 
 def _one_line(text: str) -> str:

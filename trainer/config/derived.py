@@ -15,7 +15,7 @@ from trainer.schedules.lr import RunLength
 
 
 def rounded_itemsize(section: CheckpointSection) -> int:
-    """Return the bytes of each element that a rank rounds into host memory for saves of the weights alone, or 0."""
+    """Return the bytes of an element rounded into host memory for saves of the weights alone, or 0."""
     saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
     match section.weights_dtype:
         case WeightsDtype.bfloat16:
@@ -26,13 +26,13 @@ def rounded_itemsize(section: CheckpointSection) -> int:
 
 
 def save_folder(section: CheckpointSection) -> Path | None:
-    """Return the folder that the run saves to, the shared one if there are two; None if it saves nothing."""
+    """Return the folder of the run's saves, the shared folder if there are two; None if it saves nothing."""
     folder = section.save if section.save is not None else section.local.dir
     return None if folder is None else Path(folder)
 
 
 def command_line(words: str, ranks: int) -> str:
-    """Return the command that trains on so many ranks of one host, with these words after it."""
+    """Return the command to train on so many ranks of one host, followed by these words."""
     launcher = f"torchrun --no-python --nproc-per-node {ranks} " if ranks > 1 else ""
     return f"{launcher}reprise train {words}"
 
@@ -53,7 +53,7 @@ def batch_schedule_of(train: TrainSection) -> BatchSchedule:
 
 
 def length_of(train: TrainSection) -> RunLength:
-    """Return the length of a run that begins at its first sample."""
+    """Return the length of a run from its first sample."""
     sizes = batch_schedule_of(train)
     if train.train_samples is None:
         return RunLength(train.train_iters, sizes.consumed_after(train.train_iters), False, sizes.last)

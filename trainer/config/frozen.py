@@ -1,4 +1,4 @@
-"""The parameters that a run leaves unchanged, by their stored names: those of `train.freeze`, or a base. Pure."""
+"""The frozen parameters of a run, by their stored names: those of `train.freeze`, or a base. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.families import aliases, stored_tensors
 
 
 def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the stored tensors that stay unchanged: those whose names fit a pattern, or all beneath adapters.
+    """Return the frozen stored tensors: those whose names fit a pattern, or all beneath adapters.
 
     Args:
         patterns: shell patterns, those of `train.freeze`.
@@ -21,19 +21,19 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
 
 
 def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
-    """Return the patterns that fit nothing, and whether nothing is left to train."""
+    """Return the problems of patterns: those without a match, and a match of all parameters."""
     if is_adapted(model):
         reason = f"model.lora.rank={model.lora.rank} freezes all but the adapters, leave the key out"
         return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []
     stored, second = stored_tensors(model), aliases(model)
-    found = []
+    problems = []
     for pattern in patterns:
         if any(fnmatchcase(name, pattern) for name in stored):
             continue
         tied = next(
             (f"; {alias} is tied, name {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
         )
-        found.append(f"train.freeze: {pattern!r} fits no parameter; a name is {next(iter(stored))}{tied}")
+        problems.append(f"train.freeze: {pattern!r} fits no parameter; a name is {next(iter(stored))}{tied}")
     if len(frozen_names(model, patterns)) == len(stored):
-        found.append("train.freeze: fits every parameter, so that nothing would be trained")
-    return found
+        problems.append("train.freeze: fits every parameter, so that nothing would be trained")
+    return problems

@@ -1,4 +1,4 @@
-"""Finds the configuration in the checkpoint that a command loads, under its digest."""
+"""Finds the configuration in the checkpoint to load, under its digest."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class SavedConfig:
     values: dict[str, object]
 
 
-def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedConfig | None:
-    """Return the configuration in the checkpoint that `load` names; None if that is none of ours, or carries none.
+def find_saved(load: Path, *, iteration: int | None, save: Path | None) -> SavedConfig | None:
+    """Return the configuration in the checkpoint at `load`; None if it is not ours, or has no configuration.
 
-    Of a run, it is that of the newest checkpoint that can be opened. Where `load` is gone, it is that of the newest
-    checkpoint of the run itself, which began there.
+    Of a run, the newest readable checkpoint is taken. Where `load` is gone, the newest checkpoint of the run itself is
+    taken, which began there.
 
     Args:
         load: `checkpoint.load`, a path.
         iteration: `checkpoint.ckpt_step`.
-        own: `checkpoint.save`.
+        save: `checkpoint.save`.
 
     Raises:
-        TrainerError: if a checkpoint that is named exactly is damaged, or its configuration is no valid one.
+        TrainerError: if an exactly named checkpoint is damaged, or its configuration is invalid.
     """
     files = PatientFiles(Files(), Patience())
     try:
-        checkpoint = _open(load if own is None or load.exists() else own, iteration, files)
+        checkpoint = _open(load if save is None or load.exists() else save, iteration, files)
     except OSError as error:
         raise failed_read("A path cannot be read", error, where=load, fix="Correct checkpoint.load.") from error
     if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
@@ -55,7 +55,7 @@ def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedC
 
 
 def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
-    """Return advice: the command that takes the configuration of a checkpoint; empty if the checkpoint has none."""
+    """Return advice: the command with the configuration of a checkpoint; empty if the checkpoint has none."""
     if RUN_CONFIG not in checkpoint.manifest.files:
         return ""
     folder = checkpoint.path.parent

@@ -17,8 +17,8 @@ class LoggingSection:
     Args:
         log_interval: iterations between lines of the log.
         tensorboard: write TensorBoard files into the run's folder.
-        sinks: further outputs of metrics, by their names in `trainer/config/logging.py`; an output that fails does not
-            end the run.
+        sinks: further outputs of metrics, by their names in `trainer/config/logging.py`; a failing output does not end
+            the run.
     """
 
     log_interval: int = 1
@@ -32,7 +32,7 @@ def sink_names(section: LoggingSection) -> list[str]:
 
 
 def logging_problems(section: LoggingSection) -> list[str]:
-    """Return every key of the section that is out of its range."""
+    """Return every key of the section outside its range."""
     problems = []
     if section.log_interval < 1:
         problems.append(f"logging.log_interval={section.log_interval}: must be at least 1")

@@ -24,8 +24,8 @@ class OptimizerSection:
         adam_beta1: decay rate of the first moment, per iteration.
         adam_beta2: decay rate of the second moment, per iteration.
         adam_eps: term added to the denominator of the update.
-        muon_momentum: share of the momentum that a step keeps, in Nesterov's form.
-        muon_ns_steps: Newton-Schulz iterations that orthogonalize an update.
+        muon_momentum: share of the momentum kept by a step, in Nesterov's form.
+        muon_ns_steps: Newton-Schulz iterations to orthogonalize an update.
         muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
             `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
             matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
@@ -43,7 +43,7 @@ class OptimizerSection:
 
 
 def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
-    """Return every key of the section that is out of its range."""
+    """Return every key of the section outside its range."""
     problems = [
         f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0"
         for name in ("lr", "weight_decay", "adam_eps")

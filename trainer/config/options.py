@@ -20,7 +20,7 @@ _NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", l
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of the configuration with its description, in Markdown."""
+    """A key of the configuration with its description, in Markdown."""
 
     key: str
     kind: str
@@ -41,7 +41,7 @@ def sections() -> Iterator[Section]:
     """Yield the sections of the schema.
 
     Raises:
-        KeyError: for a key that the docstring of its section does not explain.
+        KeyError: for a key without an explanation in the docstring of its section.
     """
     hints = get_type_hints(Config)
     for field in fields(Config):
@@ -105,7 +105,7 @@ def _summary(section: Any) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Return the entries of the lists `Args:` in the docstrings of a class and its bases, each in one line."""
+    """Return the entries of the lists `Args:` in the docstrings of a class and its bases, each as a line."""
     entries = list[tuple[str, str]]()
     for base in section.__mro__:
         _, _, listed = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")

@@ -16,16 +16,16 @@ _MEMBER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,:\[\]{}'"](?:[
 
 
 def readable(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with quotes around text that Hydra's grammar refuses; all others stay as they are.
+    """Return overrides with quotes around text outside Hydra's grammar; all others stay as they are.
 
     Raises:
-        ConfigError: for an override that is not valid UTF-8.
+        ConfigError: for an override of invalid UTF-8.
     """
     return [_readable(word) for word in overrides]
 
 
 def text_value(text: str) -> str:
-    """Return the value that an override needs to give a key this text: quoted where Hydra would read another value.
+    """Return the value of an override for this text: quoted where Hydra would read another value.
 
     OmegaConf has no form for the text ``???``, its mark of a missing value.
     """
@@ -36,7 +36,7 @@ def text_value(text: str) -> str:
 
 
 def escape(value: object) -> object:
-    """Return a value for OmegaConf that stands for `value` itself: no text in it is an interpolation."""
+    """Return `value` escaped for OmegaConf: no text in it is an interpolation."""
     if isinstance(value, dict):
         return {key: escape(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -48,8 +48,8 @@ def _readable(word: str) -> str:
     try:
         word.encode()
     except UnicodeEncodeError as error:
-        shown = word.encode("utf-8", "backslashreplace").decode()
-        raise ConfigError("An override is not valid UTF-8", found=shown, fix="Rename the file or folder.") from error
+        escaped = word.encode("utf-8", "backslashreplace").decode()
+        raise ConfigError("An override is not valid UTF-8", found=escaped, fix="Rename the file or folder.") from error
     key, equals, value = word.partition("=")
     if not equals or _parse(word) is not None:
         return word

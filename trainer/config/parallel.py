@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ParallelSection:
-    """Distribution of the state over ranks; ranks that tensor and pipeline parallelism leave over are data parallel.
+    """Distribution of the state over ranks; ranks beyond tensor and pipeline parallelism are data parallel.
 
     Args:
         tensor_model_parallel_size: ranks over which each weight matrix is split.
@@ -39,7 +39,7 @@ PARALLEL_SIZES = (
 
 
 def parallel_problems(parallel: ParallelSection) -> list[str]:
-    """Return every key of the section that is out of its range."""
+    """Return every key of the section outside its range."""
     problems = []
     if parallel.zero_stage not in range(4):
         problems.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")

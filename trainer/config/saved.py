@@ -1,8 +1,8 @@
-"""The configuration that a checkpoint carries, `run_config.json`: written by a run, and the base of one that loads it.
+"""The configuration in a checkpoint, `run_config.json`: written by a run, and the base of a run from it.
 
-It holds the settings of the run alone. Left out are the places of a machine, which say where a run writes and what it
-loads, the keys that act once at a start, and secrets. The parallel layout is not in it either: `trainer_state.json` has
-that as `topology`. So the file has the same bytes at every topology and in every folder.
+It holds the settings of the run alone. Left out are the paths of a machine, to write to and to load from, the keys with
+effect at a single start, and secrets. The parallel layout is left out too: it is `topology` of `trainer_state.json`. So
+the file has the same bytes at every topology and in every folder.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ _PARALLEL = {
 
 
 def is_secret(key: str) -> bool:
-    """Return whether the name of a key, dotted or not, is that of a secret."""
+    """Return whether the name of a key, dotted or not, names a secret."""
     return _SECRET.search(key.rpartition(".")[2]) is not None
 
 
 def saved_config(config: Config) -> Json:
     """Return the settings of a run by section and key, as JSON.
 
-    `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have the values that they stand for, so
-    that a run of another length, or with other batches, keeps the schedule.
+    `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have their resolved values: a run of
+    another length, or with other batches, keeps the schedule.
     """
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     resolved = replace(config.schedule)
@@ -87,11 +87,11 @@ def saved_config(config: Config) -> Json:
     else:
         resolved.lr_decay_iters = schedule.decay
     config = replace(config, schedule=resolved)
-    found: Json = {}
+    sections: Json = {}
     for section, key, value in _settings(config):
         if not is_secret(key):
-            found.setdefault(section, {})[key] = _plain(value)
-    return found
+            sections.setdefault(section, {})[key] = _plain(value)
+    return sections
 
 
 def without_keys(document: Json, keys: Collection[str]) -> Json:
@@ -104,19 +104,19 @@ def without_keys(document: Json, keys: Collection[str]) -> Json:
 
 
 def with_schedule(config: Config, schedule: Schedule) -> Config:
-    """Return a configuration whose section `schedule` resolves to `schedule`, and whose peak rate is that one's."""
+    """Return a configuration whose section `schedule`, with the peak rate, resolves to `schedule`."""
     return replace(config, schedule=section_of(schedule), optimizer=replace(config.optimizer, lr=schedule.lr))
 
 
 def saved_values(document: Json, state: Json, *, where: object) -> dict[str, object]:
-    """Return the values that a checkpoint gives to dotted keys of a configuration, `parallel` among them.
+    """Return a checkpoint's values for dotted keys of a configuration, `parallel` among them.
 
     Args:
         document: `run_config.json`.
         state: `trainer_state.json`, which has the parallel layout.
 
     Raises:
-        MismatchError: for another format, or a key that this version does not have.
+        MismatchError: for another format, or a key unknown to this version.
         CheckpointError: for a malformed document.
     """
     if document.get("format") != FORMAT:
@@ -130,8 +130,8 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
     config = document.get("config")
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise CheckpointError("A checkpoint's configuration is malformed", where=where, expected="sections of keys")
-    found = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
-    unknown = found.keys() - _known_keys()
+    values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    unknown = values.keys() - _known_keys()
     if unknown:
         raise MismatchError(
             "A checkpoint's configuration has a key that this version does not have",
@@ -141,14 +141,14 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         )
     topology = state.get("topology")
     table = topology if isinstance(topology, dict) else {}
-    return found | {f"parallel.{key}": table[name] for name, key in _PARALLEL.items() if name in table}
+    return values | {f"parallel.{key}": table[name] for name, key in _PARALLEL.items() if name in table}
 
 
 _OTHER_WAY = "Name the configuration on the command line, with model= or experiment=: nothing is taken from this file."
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of every setting that a checkpoint carries."""
+    """Yield section, key and value of every setting in a checkpoint."""
     for field in fields(config):
         section = getattr(config, field.name)
         if field.name in _LEFT_OUT or not is_dataclass(section):
@@ -159,10 +159,10 @@ def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
 
 
 def _known_keys() -> set[str]:
-    """Return the dotted keys that a checkpoint may carry."""
+    """Return the dotted keys allowed in a checkpoint."""
     kinds = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-    known = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _LEFT_OUT for field in fields(kind)}
-    return known - set(_LEFT_OUT)
+    keys = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _LEFT_OUT for field in fields(kind)}
+    return keys - set(_LEFT_OUT)
 
 
 def _plain(value: Any) -> Any:

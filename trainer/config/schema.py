@@ -20,7 +20,7 @@ from trainer.schedules.lr import ScheduleSection
 
 @dataclass
 class Config:
-    """Everything that defines a run."""
+    """The definition of a run."""
 
     model: ModelConfig
     data: DataSection = field(default_factory=DataSection)

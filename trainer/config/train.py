@@ -32,16 +32,17 @@ class TrainSection:
 
     Args:
         train_iters: iterations of the whole run, including those before a resume; not used with `train_samples`.
-        train_samples: samples of the whole run instead: it ends before the iteration that would pass them. null counts
+        train_samples: samples of the whole run instead: it ends before the iteration in excess of them. null counts
             iterations.
         global_batch_size: samples per iteration, over all ranks and micro-batches.
         batch_schedule: sizes of the global batch by consumed samples, as in ``0:8 4k:16 16k:32``: 8 samples per
-            iteration, 16 from the first iteration on that begins after 4,000 samples or more, then 32. The last size
-            must be `global_batch_size`, which is the size of evaluations. null keeps one size.
-        micro_batch_size: samples per forward pass on one data-parallel rank.
+            iteration, 16 from the first iteration after 4,000 samples or more, then 32. The last size must be
+            `global_batch_size`, which is the size of evaluations. null keeps a single size.
+        micro_batch_size: samples per forward pass on a data-parallel rank.
         seq_length: tokens per sample.
-        freeze: shell patterns over the names of stored tensors, which are those of transformers, as in
-            `["transformer.h.0.*"]`: parameters that fit one stay unchanged, without gradients and optimizer state.
+        freeze: shell patterns over the names of stored tensors, named as in transformers, such as
+            `["transformer.h.0.*"]`: parameters with a matching name stay unchanged, without gradients and optimizer
+            state.
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
@@ -54,22 +55,22 @@ class TrainSection:
         eval_iters: global batches per evaluation.
         sample_interval: iterations between texts sampled from the model, shown in the log and in TensorBoard; 0 never
             samples. Sampling changes no bit of the training.
-        sample_prompt: text that a sample begins with; empty begins a document.
+        sample_prompt: beginning of a sample's text; empty begins a document.
         sample_tokens: most tokens of a sample beyond its prompt; each costs a forward pass, in a pipeline an iteration.
         exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
-        exit_signal_save_seconds: seconds that a run has to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any
-            rank; a process that needs longer exits with status 1. torchrun kills 30 s after SIGTERM.
-        on_nonfinite: reaction to a loss or gradient norm that is not finite: `stop` ends the run and saves nothing of
-            that iteration, `skip` continues without its optimizer step.
-        check_replicas_interval: iterations between comparisons of the bits of ranks that hold the same tensor, in
-            addition to those at saves; a difference ends the run. 0 never compares.
-        distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
-            after which a silent rank counts as lost.
+        exit_signal_save_seconds: seconds for a run to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any rank;
+            a slower process exits with status 1. torchrun kills 30 s after SIGTERM.
+        on_nonfinite: reaction to a nonfinite loss or gradient norm: `stop` ends the run and saves nothing of that
+            iteration, `skip` continues without its optimizer step.
+        check_replicas_interval: iterations between comparisons of the bits of ranks with the same tensor, in addition
+            to those at saves; a difference ends the run. 0 never compares.
+        distributed_timeout_minutes: minutes of a rank's wait for the others in a collective or for a message; a rank
+            silent for longer counts as lost.
         device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
-        profile_steps: first and last iteration of a trace by torch.profiler, as in `[10,13]`; one per rank is written.
+        profile_steps: first and last iteration of a trace by torch.profiler, as in `[10,13]`; each rank writes its own.
         dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
-        dry_run_ranks: number of ranks that a dry run describes.
+        dry_run_ranks: number of ranks of a dry run.
     """
 
     train_iters: int = 100
@@ -104,7 +105,7 @@ class TrainSection:
 
 
 def train_problems(train: TrainSection) -> list[str]:
-    """Return every key of the section that is out of its range."""
+    """Return every key of the section outside its range."""
     problems = [
         f"train.{name}={getattr(train, name)}: must be at least 1" for name in _COUNTS if getattr(train, name) < 1
     ]

@@ -29,47 +29,47 @@ MOST_SECONDS = 1e9
 
 
 def number_problems(config: object) -> list[str]:
-    """Return every number of a configuration that is not finite, or not a signed integer of 64 bits."""
-    found = []
+    """Return every number of a configuration that is nonfinite, or no signed integer of 64 bits."""
+    problems = []
     for key, value in _leaves(config):
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{key}={value}: must be a finite number")
+            problems.append(f"{key}={value}: must be a finite number")
         elif isinstance(value, int) and not -_INT64 <= value < _INT64:
-            found.append(f"{key}={value}: must fit into a signed integer of 64 bits")
-    return found
+            problems.append(f"{key}={value}: must fit into a signed integer of 64 bits")
+    return problems
 
 
 def type_problems(config: object, prefix: str = "") -> list[str]:
     """Return every section and list of a configuration with a value of another type, such as an interpolation."""
-    found = []
+    problems = []
     hints = get_type_hints(type(config))
     for field in fields(config):  # type: ignore[arg-type]
         key, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
         sections = tuple(kind for kind in get_args(hint) or (hint,) if is_dataclass(kind))
         if is_dataclass(value):
-            found += type_problems(value, f"{key}.")
+            problems += type_problems(value, f"{key}.")
         elif sections and value is not None:
-            found.append(f"{key}={value}: must be a section of keys")
+            problems.append(f"{key}={value}: must be a section of keys")
         elif get_origin(hint) is list:
             (kind,) = get_args(hint)
             if not isinstance(value, list) or not all(type(member) is kind for member in value):
-                found.append(f"{key}={value}: must be a list of {kind.__name__}")
-    return found
+                problems.append(f"{key}={value}: must be a list of {kind.__name__}")
+    return problems
 
 
 def path_problems(config: object) -> list[str]:
-    """Return every path of a configuration that is empty, a URL, or not valid UTF-8."""
-    found = []
+    """Return every path of a configuration that is empty, a URL, or invalid UTF-8."""
+    problems = []
     for key, value in _leaves(config):
         if not isinstance(value, str):
             continue
         if not _is_utf8(value):
-            found.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
+            problems.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
         elif key in _PATHS and not value.strip():
-            found.append(f"{key}={value}: is empty; omit it to use the default")
+            problems.append(f"{key}={value}: is empty; omit it to use the default")
         elif key in _PATHS and is_url(value):
-            found.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
-    return found
+            problems.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
+    return problems
 
 
 def from_environment(table: object) -> set[str]:
@@ -79,14 +79,14 @@ def from_environment(table: object) -> set[str]:
         table: the configuration as nested dictionaries, with its interpolations as they are written.
     """
     texts = dict(_interpolated(table))
-    found = {key for key, text in texts.items() if "oc.env" in text}
-    while more := {k for k, text in texts.items() if k not in found and any(f"{{{key}}}" in text for key in found)}:
-        found |= more
-    return found
+    keys = {key for key, text in texts.items() if "oc.env" in text}
+    while more := {k for k, text in texts.items() if k not in keys and any(f"{{{key}}}" in text for key in keys)}:
+        keys |= more
+    return keys
 
 
 def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the text of every value that is interpolated."""
+    """Yield the dotted key and the text of every interpolated value."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield from _interpolated(value, f"{prefix}{key}.")
         if isinstance(value, str) and "${" in value:

@@ -136,10 +136,10 @@ def new_source_lines(
 ) -> list[str]:
     """Return a line for each new source of a resumed run: where it begins.
 
-    A run that has consumed no sample has none.
+    A run without consumed samples has none.
 
     Args:
-        origin: what `origin_after` returned.
+        origin: result of `origin_after`.
         consumed_samples: of the resumed run.
         files: the first file and the number of samples of each source, in the order of the blend.
     """

@@ -1,1 +1,1 @@
-"""The numbers that follow the progress of a run: learning rate, batch size, samples."""
+"""Functions of the progress of a run: learning rate, batch size, samples."""

@@ -1,4 +1,4 @@
-"""The global batch size as a function of the consumed samples, so that a resume needs no state of its own. Pure."""
+"""The global batch size as a function of the consumed samples: a resume needs no other state. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """The global batch sizes of a run. Megatron-LM's `--rampup-batch-size` is one with equal steps.
+    """The global batch sizes of a run. Megatron-LM's `--rampup-batch-size` has equal steps.
 
-    An iteration has the size that is in force at its first sample. So a size takes effect at the first iteration that
-    begins at or after its border, and no iteration is cut.
+    The size at its first sample holds for all of an iteration. So a size takes effect at the first iteration at or
+    after its border, and no iteration is cut.
 
     Args:
         steps: (first sample, size) in ascending order; the first begins at sample 0.
@@ -35,7 +35,7 @@ class BatchSchedule:
         return self.steps[-1][1]
 
     def at(self, consumed_samples: int) -> int:
-        """Return the size of the iteration that begins after so many samples."""
+        """Return the size of the iteration after so many samples."""
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
 
     def steps_from(self, consumed_samples: int) -> tuple[tuple[int, int], ...]:
@@ -43,22 +43,22 @@ class BatchSchedule:
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1 :]
 
     def consumed_after(self, iterations: int) -> int:
-        """Return the samples that so many iterations from the beginning of a run consume."""
+        """Return the samples consumed by so many iterations from the beginning of a run."""
         consumed = 0
         for count, size in self._segments(0):
-            taken = iterations if count is None else min(count, iterations)
-            consumed, iterations = consumed + taken * size, iterations - taken
+            completed = iterations if count is None else min(count, iterations)
+            consumed, iterations = consumed + completed * size, iterations - completed
         return consumed
 
     def iterations(self, consumed_samples: int, end: int) -> int:
         """Return how many whole iterations fit between two counts of consumed samples, 0 if `end` is passed."""
-        found = 0
+        total = 0
         for count, size in self._segments(consumed_samples):
             fitting = max(0, end - consumed_samples) // size
             if count is None or fitting < count:
-                return found + fitting
-            found, consumed_samples = found + count, consumed_samples + count * size
-        return found
+                return total + fitting
+            total, consumed_samples = total + count, consumed_samples + count * size
+        return total
 
     def _segments(self, consumed: int) -> Iterator[tuple[int | None, int]]:
         """Yield how many iterations of each size follow, from a count of consumed samples on; None for the last."""

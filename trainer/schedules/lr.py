@@ -25,15 +25,15 @@ class ScheduleSection:
 
     Args:
         lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
-        lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of `lr_decay_iters`
-            where that is below 10.
+        lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of an
+            `lr_decay_iters` below 10.
         lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
         min_lr: learning rate from the end of the decay on.
-        lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of that.
+        lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of these.
         lr_warmup_samples: samples over which the rate rises; null is 10 times `train.global_batch_size`, or half of
-            `lr_decay_samples` where that is below.
+            a smaller `lr_decay_samples`.
         lr_decay_samples: consumed samples at which `min_lr` is reached; null is the length of the run.
-        lr_wsd_decay_samples: with `wsd`: samples of the decay before `lr_decay_samples`; null is a tenth of that.
+        lr_wsd_decay_samples: with `wsd`: samples of the decay before `lr_decay_samples`; null is a tenth of these.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
@@ -152,7 +152,7 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
 
 
 def section_of(schedule: Schedule) -> ScheduleSection:
-    """Return a section that resolves to a schedule, whatever the length of the run and its unit."""
+    """Return a section for a schedule, independent of the length of the run and its unit."""
     wsd = schedule.wsd_decay if schedule.style is DecayStyle.wsd else None
     wsd = None if wsd == schedule.decay // 10 else wsd
     section = ScheduleSection(lr_decay_style=schedule.style, min_lr=schedule.min_lr)
@@ -173,7 +173,7 @@ def section_of(schedule: Schedule) -> ScheduleSection:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """The counts of a section in one unit, `iters` or `samples`; those of the run's length in it too."""
+    """The counts of a section in a unit, `iters` or `samples`, and the run's length in this unit."""
 
     unit: str
     length: int
@@ -190,12 +190,12 @@ class _Counts:
         )
         unit = "samples" if is_in_samples else "iters"
         warmup, decay, wsd = (getattr(section, f"lr_{name}_{unit}") for name in COUNTS)
-        whole = length.samples if is_in_samples else length.iters
-        end = whole if decay is None else decay
+        run_length = length.samples if is_in_samples else length.iters
+        end = run_length if decay is None else decay
         default = _WARMUP_ITERS * (length.batch_size if is_in_samples else 1)
         default = default if end >= default else max(0, end // 2)
         begin = default if warmup is None else warmup
-        return _Counts(unit, whole, begin, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
+        return _Counts(unit, run_length, begin, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
 
 
 def _set_keys(section: ScheduleSection, unit: str) -> list[str]:
@@ -205,11 +205,13 @@ def _set_keys(section: ScheduleSection, unit: str) -> list[str]:
 
 def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str]:
     """Return every problem of a section, each with its key and value."""
-    found = []
+    lines = []
     in_samples, in_iters = (_set_keys(section, unit) for unit in ("samples", "iters"))
     if in_iters and in_samples:
-        other = f"schedule.{in_samples[0]}"
-        return [f"schedule.{key}: counts iterations, while {other} counts samples; set one unit" for key in in_iters]
+        samples_key = f"schedule.{in_samples[0]}"
+        return [
+            f"schedule.{key}: counts iterations, while {samples_key} counts samples; set one unit" for key in in_iters
+        ]
     if in_iters and length.is_in_samples and section.lr_decay_iters is None:
         return [
             f"schedule.{key}: counts iterations, while train.train_samples counts samples; set schedule.lr_decay_iters "
@@ -219,26 +221,26 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
     counts = _Counts.of(section, length)
     decay, warmup, wsd = (f"schedule.lr_{name}_{counts.unit}" for name in ("decay", "warmup", "wsd_decay"))
     if counts.has_decay and counts.decay < 1:
-        found.append(f"{decay}={counts.decay}: must be at least 1")
+        lines.append(f"{decay}={counts.decay}: must be at least 1")
     if counts.warmup < 0:
-        found.append(f"{warmup}={counts.warmup}: must be 0 or more")
+        lines.append(f"{warmup}={counts.warmup}: must be 0 or more")
     if counts.has_warmup and counts.warmup > counts.length:
-        found.append(f"{warmup}={counts.warmup}: longer than the run, {_length_text(length, counts)}")
+        lines.append(f"{warmup}={counts.warmup}: longer than the run, {_length_text(length, counts)}")
     elif counts.warmup > counts.decay:
-        found.append(f"{warmup}={counts.warmup}: longer than {decay}={counts.decay}")
+        lines.append(f"{warmup}={counts.warmup}: longer than {decay}={counts.decay}")
     if not 0 <= section.min_lr <= lr:
-        found.append(f"schedule.min_lr={section.min_lr}: must be between 0 and optimizer.lr={lr}")
+        lines.append(f"schedule.min_lr={section.min_lr}: must be between 0 and optimizer.lr={lr}")
     if counts.wsd_decay is not None and section.lr_decay_style is not DecayStyle.wsd:
-        found.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
+        lines.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
     elif counts.wsd_decay is not None and not 0 < counts.wsd_decay <= counts.decay - max(counts.warmup, 0):
         end = decay.removeprefix("schedule.")
-        found.append(f"{wsd}={counts.wsd_decay}: must fit between warm-up and {end}={counts.decay}")
-    return found
+        lines.append(f"{wsd}={counts.wsd_decay}: must fit between warm-up and {end}={counts.decay}")
+    return lines
 
 
 def _length_text(length: RunLength, counts: _Counts) -> str:
-    """Return the length of a run in the unit of a schedule, with the key that gives it."""
-    own = "samples" if length.is_in_samples else "iters"
-    if counts.unit == own:
-        return f"train.train_{own}={counts.length}"
-    return f"the {counts.length} {'samples' if counts.unit == 'samples' else 'iterations'} of train.train_{own}"
+    """Return the length of a run in the unit of a schedule, with its key."""
+    unit = "samples" if length.is_in_samples else "iters"
+    if counts.unit == unit:
+        return f"train.train_{unit}={counts.length}"
+    return f"the {counts.length} {'samples' if counts.unit == 'samples' else 'iterations'} of train.train_{unit}"

@@ -1,4 +1,4 @@
-"""The progress of a run in integers: all that a resume needs besides the tensors."""
+"""The progress of a run in integers: a resume needs nothing else besides the tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress:
     owes_evaluation: bool = False
 
     def after_iteration(self, samples: int, tokens: int) -> Progress:
-        """Return the progress after one more iteration with these numbers of samples and tokens."""
+        """Return the progress after an iteration with these numbers of samples and tokens."""
         return Progress(
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
@@ -37,7 +37,7 @@ class Progress:
         return replace(self, owes_evaluation=True)
 
     def after_evaluation(self, loss: float) -> Progress:
-        """Return the progress after an evaluation; a loss that is not finite never becomes the best."""
+        """Return the progress after an evaluation; a nonfinite loss never becomes the best."""
         best = self.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             best = loss
@@ -57,7 +57,7 @@ class Progress:
 
     @staticmethod
     def from_record(record: Mapping[str, object]) -> Progress:
-        """Return the progress that a `trainer_state.json` holds."""
+        """Return the progress in a `trainer_state.json`."""
         return Progress(
             integer(record["iteration"]),
             integer(record["consumed_samples"]),
