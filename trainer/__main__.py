@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line configures it and return 0; exit with status 1 and one paragraph if that cannot be.
+    """Train as the command line configures it and return 0; on an error, exit with status 1 and a paragraph.
 
     Args:
         arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.

@@ -1,4 +1,4 @@
-"""The former name of `reprise.errors`, for programs that import it in a checkout; until 0.3."""
+"""The former name of `reprise.errors`, for programs in a checkout; until 0.3."""
 
 import warnings
 from typing import Any

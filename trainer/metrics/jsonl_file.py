@@ -1,4 +1,4 @@
-"""Reads, cuts and appends to `metrics.jsonl`, one JSON object per line."""
+"""Reads, cuts and appends to `metrics.jsonl`, a JSON object per line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JsonlFile:
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
-        """Append an object as one line; NaN and infinity become null."""
+        """Append an object as a line; NaN and infinity become null."""
         self._waiting += f"{dumps(members)}\n".encode()
         self._try(self._write)
 
@@ -35,7 +35,7 @@ class JsonlFile:
         self._try(self._write, lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+        """Write the pending lines, and close the file."""
         self._try(self._write)
         if self._waiting:
             _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
@@ -43,8 +43,8 @@ class JsonlFile:
 
     def _write(self) -> None:
         while self._waiting:
-            written = os.write(self._descriptor, self._waiting)
-            del self._waiting[:written]
+            count = os.write(self._descriptor, self._waiting)
+            del self._waiting[:count]
 
     def _try(self, *calls: Callable[[], None]) -> None:
         try:
@@ -61,8 +61,8 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> s
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
-    both, and the next cut rewrites the side file. `path` is always replaced by a new file, so an older process that was
-    suspended and continues keeps appending to the old, unlinked one.
+    both, and the next cut rewrites the side file. `path` is always replaced by a new file, so an older, suspended
+    process appends to the old, unlinked file when it continues.
 
     Args:
         owes_evaluation: also move the evaluation of `iteration`, because it will run again.
@@ -72,28 +72,28 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> s
     """
     if not path.exists():
         return set()
-    files, kept, cut, recorded = Files(), list[str](), list[str](), set[int]()
+    files, retained, cut, recorded = Files(), list[str](), list[str](), set[int]()
     for line in _read_lines(path):
         number, event = _parsed(line)
         is_kept = number is not None and number <= iteration
         if owes_evaluation and number == iteration:
             is_kept = event != "evaluation"
-        (kept if is_kept else cut).append(line)
+        (retained if is_kept else cut).append(line)
         if number is not None and is_kept and event is None:
             recorded.add(number)
-    side, is_unfinished = _side_file(path, {*kept, *cut})
+    side, is_unfinished = _side_file(path, {*retained, *cut})
     if cut:
         replace_file(files, side, _to_bytes(cut))
-    replace_file(files, path, _to_bytes(kept))
+    replace_file(files, path, _to_bytes(retained))
     if is_unfinished and not cut:
         files.remove_file(side)
-    for left in (temporary_of(path), temporary_of(side)):
-        files.remove_file(left)
+    for temporary in (temporary_of(path), temporary_of(side)):
+        files.remove_file(temporary)
     return recorded
 
 
 def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
-    """Return the side file for lines cut from `path`, and whether it belongs to a cut that was interrupted.
+    """Return the side file for lines cut from `path`, and whether it belongs to an interrupted cut.
 
     Args:
         lines: all lines of `path`. The last side file holds only some of these if its cut was interrupted.
@@ -116,7 +116,7 @@ def last_recorded_iteration(path: Path) -> int | None:
 
 
 def last_saved_iteration(path: Path) -> int | None:
-    """Return the newest iteration that `path` records as saved, in the shared folder or on hosts, or None."""
+    """Return the newest iteration saved according to `path`, in the shared folder or on hosts, or None."""
     if not path.exists():
         return None
     parsed = [_parsed(line) for line in _read_lines(path)]
@@ -124,7 +124,7 @@ def last_saved_iteration(path: Path) -> int | None:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their line ends; bytes that are not UTF-8, left by a dying host, are kept."""
+    """Return the lines of a file with their line ends; bytes of invalid UTF-8, left by a dying host, are kept."""
     return read_regular(path).decode("utf-8", errors="surrogateescape").splitlines(keepends=True)
 
 

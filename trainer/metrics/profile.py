@@ -18,9 +18,9 @@ FOLDER = "profile"  # in the folder of the run
 
 
 class Profiler:
-    """Writes one trace per rank of the iterations `steps`, the first and the last, in Chrome's format.
+    """Writes a trace per rank of the iterations `steps`, the first and the last, in Chrome's format.
 
-    A run that ends between them writes what it has. A trace that cannot be written is logged, and training continues.
+    A run that ends between them writes a shorter trace. A failure to write is logged, and training continues.
 
     Args:
         folder: the folder of the run.
@@ -35,7 +35,7 @@ class Profiler:
 
     @contextmanager
     def around(self, iteration: int) -> Iterator[None]:
-        """Trace the block if the iteration is one of those, and write the trace after the last one."""
+        """Trace the block if its iteration is within `steps`, and write the trace after the last."""
         if self._steps and self._steps[0] <= iteration <= self._steps[1] and self._profile is None:
             from torch import profiler  # a second, that other runs do not spend
 
@@ -46,7 +46,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write the trace that is under way, if any."""
+        """Write the unfinished trace, if any."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None

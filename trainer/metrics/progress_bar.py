@@ -29,7 +29,7 @@ class RunBar:
             )
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
-        """Advance by one iteration."""
+        """Advance by an iteration."""
         if self._bar is not None:
             self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
             self._bar.update()
@@ -56,5 +56,5 @@ class _AboveBars:
 
 
 def line_handler(stream: TextIO) -> logging.Handler:
-    """Return the handler that writes log lines to a stream, above the progress bars on a terminal."""
+    """Return the handler of log lines for a stream, above the progress bars on a terminal."""
     return logging.StreamHandler(_AboveBars(stream) if stream.isatty() else stream)

@@ -35,10 +35,10 @@ def figure(
     digits: int | None = None,
     is_optional: bool = False,
 ) -> Any:
-    """Declare a field of `IterationRecord` that is logged.
+    """Declare a logged field of `IterationRecord`.
 
     Args:
-        name: key in `metrics.jsonl`, and attribute that is logged; by default the field's own name.
+        name: key in `metrics.jsonl`, and the logged attribute; by default the field's own name.
         curve: tag of its TensorBoard curve; None for no curve.
         is_exact: also write it as `<name>_hex`, which keeps every bit.
         digits: decimals in `metrics.jsonl`; None for all.
@@ -50,13 +50,13 @@ def figure(
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """The figures of one iteration. A new one takes a single line here: `metrics.jsonl` and TensorBoard follow.
+    """The figures of an iteration. A new figure takes a single line here: `metrics.jsonl` and TensorBoard follow.
 
     Args:
         seconds: duration of the iteration, without `checkpoint_seconds`.
         checkpoint_seconds: time during which a save blocked training.
         global_batch_size: samples of the iteration, in runs where they change.
-        is_skipped: whether loss or gradients were not finite, so that the parameters were not updated.
+        is_skipped: whether the parameters were not updated, because of a nonfinite loss or gradient.
     """
 
     iteration: int = figure()
@@ -78,23 +78,23 @@ class IterationRecord:
         """Return the members of its line in `metrics.jsonl`."""
         members = dict[str, object]()
         for declared in fields(self):
-            how = declared.metadata
-            name = how.get("name") or declared.name
+            settings = declared.metadata
+            name = settings.get("name") or declared.name
             value = getattr(self, name)
-            if how and value is not None:
-                members[name] = value if how["digits"] is None else round(value, how["digits"])
-                if how["is_exact"]:
+            if settings and value is not None:
+                members[name] = value if settings["digits"] is None else round(value, settings["digits"])
+                if settings["is_exact"]:
                     members[f"{name}_hex"] = value.hex()
         return members | ({"skipped": True} if self.is_skipped else {})
 
     def curves(self) -> dict[str, float]:
         """Return its points by the tags of TensorBoard's curves."""
-        found = {
+        points = {
             declared.metadata["curve"]: getattr(self, declared.metadata["name"] or declared.name)
             for declared in fields(self)
             if declared.metadata.get("curve")
         }
-        return {curve: value for curve, value in found.items() if value is not None}
+        return {curve: value for curve, value in points.items() if value is not None}
 
 
 class Slowdown:
@@ -108,7 +108,7 @@ class Slowdown:
         self._seconds, self._samples = 0.0, 0  # beside a save
 
     def add(self, seconds: float, samples: int, *, is_saving: bool) -> None:
-        """Count one iteration."""
+        """Count an iteration."""
         if is_saving:
             self._seconds, self._samples = self._seconds + seconds, self._samples + samples
         else:
@@ -122,7 +122,7 @@ class Slowdown:
 
 
 class RunLog:
-    """The log of one run, continued from a checkpoint: lines for the terminal, and records for the sinks.
+    """The log of a run, continued from a checkpoint: lines for the terminal, and records for the sinks.
 
     Args:
         sinks: names of `SINKS`, beside `metrics.jsonl`.
@@ -159,11 +159,11 @@ class RunLog:
         owes_evaluation: bool = False,
         began_elsewhere: bool = False,
     ) -> None:
-        """Begin after `iteration`; lines that other branches of the run logged beyond it move to a side file.
+        """Begin after `iteration`; lines of other branches of the run beyond it move to a side file.
 
         Args:
             config: the resolved configuration in YAML, kept as `config.yaml`.
-            owes_evaluation: whether the evaluation of that iteration is still due, or has to be repeated.
+            owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
             began_elsewhere: whether the iterations so far may be those of another run, whose lines are not in this log.
 
         Raises:
@@ -194,7 +194,7 @@ class RunLog:
         _log.info(str(times))
 
     def iteration(self, record: IterationRecord, rank_times: Sequence[RankTime] = ()) -> None:
-        """Log one iteration, and at the log interval the rank that was slowest since the line before."""
+        """Log an iteration, and at the log interval the slowest rank since the previous line."""
         self._slow_ranks.add(rank_times)
         self._write(MetricRecord(record.iteration, record.line() | self._first, record.curves()))
         self._first = {}
@@ -214,8 +214,8 @@ class RunLog:
         """Log an evaluation."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
         self._write(MetricRecord(iteration, members, {VALID_LOSS: loss}))
-        shown = "none" if best is None else f"{best:.6f}"
-        _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {shown}")
+        text = "none" if best is None else f"{best:.6f}"
+        _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {text}")
 
     def sample(self, iteration: int, text: str) -> None:
         """Log a text generated by the model."""
@@ -225,9 +225,9 @@ class RunLog:
     def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
         """Log a committed save; `slowdown_s` is how much longer iterations took while it was being written.
 
-        Of a `local_save` or a `weights_save`, which may come with every iteration, there is a short line and no curve.
+        A `local_save` or a `weights_save`, which may come with every iteration, has a short line and no curve.
 
-        It is logged as measured, so that the sum over many saves is unbiased; a negative one is shown as 0.
+        The slowdown is logged as measured, for an unbiased sum over many saves; a negative value is shown as 0.
         """
         rate = report.written_bytes / max(report.seconds, 1e-9)
         figures = {

@@ -1,6 +1,6 @@
 """The interface of an output of metrics, such as a file or a service.
 
-Another one is a module with a `MetricSink`, and its line in `SINKS` of `trainer/config/logging.py`.
+Another output is a module with a `MetricSink`, and its line in `SINKS` of `trainer/config/logging.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ VALID_LOSS = "valid/loss"  # the curve with a point for each evaluation
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """The place of a run at which its log begins, and goes on after a resume.
+    """The place of a run where its log begins, and goes on after a resume.
 
     Args:
         folder: the run's.
-        iteration: the last one before; what was written of later ones is abandoned.
-        owes_evaluation: whether the evaluation of that iteration is still due, or has to be repeated.
+        iteration: the last iteration before; lines of later iterations are abandoned.
+        owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
         began_elsewhere: whether the iterations so far may be those of another run, which are not in this log.
         config: the resolved configuration in YAML.
     """
@@ -40,10 +40,10 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """The metrics of one event of a run: an iteration of training, an evaluation, a sample or a save.
+    """The metrics of an event of a run: an iteration of training, an evaluation, a sample or a save.
 
     Args:
-        members: a line of `metrics.jsonl`; empty for an event that has none there.
+        members: a line of `metrics.jsonl`; empty for an event without a line.
         curves: points by the tags of their curves, such as `train/loss`.
         texts: texts by their tags.
     """
@@ -55,13 +55,13 @@ class MetricRecord:
 
 
 class MetricSink(ABC):
-    """An output of metrics. Rank 0 alone has sinks, and calls them from the thread that trains.
+    """An output of metrics. Rank 0 alone has sinks, and calls them from the training thread.
 
-    Its library is imported in `start`, so that runs without the sink do not need it.
+    Its library is imported in `start`, and is needed by runs with the sink alone.
     """
 
     def rewind(self, position: RunPosition) -> None:  # noqa: B027
-        """Drop what earlier launches wrote of iterations after the position; also called for a sink that is off."""
+        """Drop records of earlier launches of iterations after the position; also called for a sink that is off."""
 
     @abstractmethod
     def start(self, position: RunPosition) -> None:
@@ -69,7 +69,7 @@ class MetricSink(ABC):
 
     @abstractmethod
     def write(self, record: MetricRecord) -> None:
-        """Add the metrics of one event. Training waits, so a slow output needs a thread of its own."""
+        """Add the metrics of an event. Training waits, so a slow output needs a thread of its own."""
 
     def sync(self) -> None:  # noqa: B027
         """Make durable what was written. A checkpoint must not be newer than the metrics before it."""

@@ -1,4 +1,4 @@
-"""The seconds that every rank works alone, by which the log names the slowest one."""
+"""The seconds of each rank's own work, by which the log names the slowest rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RankTime(NamedTuple):
 
 
 class OwnTime:
-    """Measures the parts of an iteration in which this rank works alone.
+    """Measures this rank's own work in an iteration, without waits for other ranks.
 
-    On an accelerator the work is measured by events of its stream, without a wait: `take` is called where the host has
-    waited for that stream anyway.
+    On an accelerator the work is measured by events of its stream, without a wait: `take` is called after the host has
+    waited for the stream anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class OwnTime:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the block, or the work that it starts on an accelerator."""
+        """Count the block, or its work on an accelerator."""
         if self._module is None:
             start = time.perf_counter()
             yield
@@ -58,9 +58,9 @@ class OwnTime:
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1e3
-        found = RankTime(self._seconds, self._data_seconds)
+        times = RankTime(self._seconds, self._data_seconds)
         self._events, self._seconds, self._data_seconds = [], 0.0, 0.0
-        return found
+        return times
 
 
 class SlowRanks:
@@ -70,14 +70,14 @@ class SlowRanks:
         self._totals: list[RankTime] = []
 
     def add(self, times: Sequence[RankTime]) -> None:
-        """Count the times of one iteration, in order of rank."""
+        """Count the times of an iteration, in order of rank."""
         if not self._totals:
             self._totals = [RankTime(0.0, 0.0)] * len(times)
         pairs = zip(self._totals, times, strict=True)
         self._totals = [RankTime(a.seconds + b.seconds, a.data_seconds + b.data_seconds) for a, b in pairs]
 
     def take(self) -> str:
-        """Return the slowest rank beside the median, the lower one of two; empty for a single rank."""
+        """Return the slowest rank beside the median, the lower of two; empty for a single rank."""
         totals, self._totals = self._totals, []
         middle = statistics.median_low(total.seconds for total in totals) if totals else 0.0
         if len(totals) < 2 or middle <= 0.0:

@@ -1,7 +1,7 @@
 """Cuts TensorBoard's event files when a run resumes from an earlier iteration.
 
-TensorBoard itself drops points that a run writes again. For curves with few points, such as validation losses, some of
-its readers show the abandoned branch until the next point arrives, so its points are removed from the files.
+TensorBoard itself drops points a run writes again. For curves with few points, such as validation losses, some of its
+readers show the abandoned branch until the next point arrives, so its points are removed from the files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
     """Remove events after `iteration`, and truncated records, from the event files of a folder.
 
-    A process killed in here leaves every file either unchanged or cut. An older process that was suspended and
-    continues still adds its points, because TensorBoard's writer opens the file by name for every write. A file that
-    does not begin with TensorBoard's version event is left alone.
+    A process killed in here leaves every file either unchanged or cut. An older, suspended process still adds its
+    points when it continues, because TensorBoard's writer opens the file by name for every write. A file without
+    TensorBoard's version event at its begin is left alone.
 
     Args:
-        folder: TensorBoard's log folder; a missing one is fine.
+        folder: TensorBoard's log folder; it may be missing.
         iteration: the last iteration to keep.
         but: tag of a curve whose point of `iteration` is removed too.
 
@@ -46,9 +46,9 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
         data = read_regular(path)
         if not _is_ours(data):
             continue
-        kept = b"".join(_kept(data, iteration, but))
-        if kept != data:
-            replace_file(files, path, kept)
+        retained = b"".join(_kept(data, iteration, but))
+        if retained != data:
+            replace_file(files, path, retained)
 
 
 def put_before(folder: Path, second: int) -> None:
@@ -64,14 +64,14 @@ def put_before(folder: Path, second: int) -> None:
         OSError: the folder cannot be read or written.
     """
     names = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
-    found = [match for match in map(_NAME.fullmatch, names) if match]
-    for last, match in zip(range(second - len(found), second), found, strict=True):
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    for last, match in zip(range(second - len(matches), second), matches, strict=True):
         if int(match[2]) > last:
             Files().rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")
 
 
 def _kept(data: bytes, iteration: int, but: str | None) -> Iterator[bytes]:
-    """Yield the records of a file that stay; a truncated one at its end does not."""
+    """Yield the retained records of a file; a truncated record at its end is dropped."""
     for record, payload in _records(data):
         event = _parsed(payload)
         is_redone = event.step == iteration and but in {value.tag for value in event.summary.value}
@@ -84,7 +84,7 @@ def _is_ours(data: bytes) -> bool:
 
 
 def _parsed(payload: bytes) -> Any:
-    """Return the event in a record. A damaged one counts as an empty event of step 0, which stays."""
+    """Return the event in a record. A damaged record counts as an empty event of step 0, which stays."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 

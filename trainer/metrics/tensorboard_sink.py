@@ -26,7 +26,7 @@ class TensorboardSink(MetricSink):
         self._has_lost_points = False
 
     def rewind(self, position: RunPosition) -> None:
-        """Cut the event files, also those of a run that has turned them off."""
+        """Cut the event files, even if the run has turned them off."""
         self._folder = position.folder / _EVENTS
         but = VALID_LOSS if position.owes_evaluation else None
         self._plot(lambda: cut_events(self._folder, position.iteration, but=but), position.iteration)

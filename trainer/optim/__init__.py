@@ -1,1 +1,1 @@
-"""The optimizers, and sums that are exact in any order."""
+"""The optimizers, and exact sums in any order."""

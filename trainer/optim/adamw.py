@@ -34,11 +34,10 @@ def build_optimizer(
     *,
     is_invariant: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage of a model, with all that it keeps there from the start.
+    """Return the optimizer of a stage of a model, with its full state from the start.
 
     Args:
-        memory: zeros for the local part of what it keeps, by `<key>.<name>`, where that is to lie in memory that was
-            chosen for it.
+        memory: zeros for the local part of its state, by `<key>.<name>`, where the state is to lie in chosen memory.
         is_invariant: whether a step has the same bits however the parameters are cut over ranks.
     """
     module, function = OPTIMIZERS[section.name].build
@@ -101,15 +100,15 @@ def build_adamw(
     without: Collection[str] = (),
     is_invariant: bool = False,
 ) -> torch.optim.AdamW:
-    """Return a fused AdamW over the trainable parameters, with zero moments and steps for every one of them.
+    """Return a fused AdamW over the trainable parameters, with zero moments and steps for each of them.
 
     Having the state from the start makes the layout of a checkpoint a function of the model alone; the values are
-    those that torch would make at the first step.
+    torch's at the first step.
 
     Args:
         memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
-            in memory that was chosen for them.
-        without: the parameters that another optimizer changes.
+            in chosen memory.
+        without: the parameters of another optimizer.
         is_invariant: see `build_optimizer`.
     """
     memory = memory or {}
@@ -138,7 +137,7 @@ def build_adamw(
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """An optimizer that is not part of a compiled graph.
+    """An optimizer outside of compiled graphs.
 
     torch wraps methods of its optimizers for graphs, and the wrappers import torch._dynamo at their first call, 0.8 s
     of a start. These are the methods without them.
@@ -155,15 +154,15 @@ class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
 
 
 class InvariantAdamW(EagerAdamW):
-    """A fused AdamW whose step has the same bits for an element wherever a shard begins and ends.
+    """A fused AdamW whose step has the same bits for an element, however a tensor is cut into shards.
 
-    On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor one by one with other roundings
+    On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor singly with other roundings
     (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the rest is updated as a vector of its own, filled up with zeros.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient."""
+        """Step all parameters with a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
@@ -176,11 +175,14 @@ class InvariantAdamW(EagerAdamW):
             steps = [state["step"] for state in states]
             self._update(
                 group,
-                *([*map(_vectors_of, column), *rest.vectors] for column, rest in zip(columns, rests, strict=True)),
+                *(
+                    [*map(_vectors_of, column), *remainder.vectors]
+                    for column, remainder in zip(columns, rests, strict=True)
+                ),
                 steps=[*steps, *(step.clone() for step in steps)],
             )
-            for rest in rests:
-                rest.write_back()
+            for remainder in rests:
+                remainder.write_back()
 
     def _update(
         self,
@@ -204,7 +206,7 @@ _VECTOR = 16
 
 
 def _vectors_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor [n] that fill whole vectors."""
+    """Return the elements of a tensor [n] in full vectors."""
     return flat[: flat.numel() // _VECTOR * _VECTOR]
 
 
@@ -214,7 +216,9 @@ class _Rest:
     def __init__(self, flats: Sequence[torch.Tensor]) -> None:
         self.vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
         self._originals = [flat[flat.numel() // _VECTOR * _VECTOR :] for flat in flats]
-        self._copies = [vector[: rest.numel()] for vector, rest in zip(self.vectors, self._originals, strict=True)]
+        self._copies = [
+            vector[: original.numel()] for vector, original in zip(self.vectors, self._originals, strict=True)
+        ]
         torch._foreach_copy_(self._copies, self._originals)
 
     def write_back(self) -> None:
@@ -223,7 +227,7 @@ class _Rest:
 
 
 def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
-    """Return zeros that are placed as a parameter is, in the local memory that is given for them."""
+    """Return zeros with the placements of a parameter, in the local memory given for them."""
     like = parameter.detach()
     return torch.zeros_like(like) if local is None else with_memory(like, local)
 
@@ -236,15 +240,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, 0-d float64 on their device."""
-    rows, rest = list[torch.Tensor](), list[torch.Tensor]()
+    rows, remainders = list[torch.Tensor](), list[torch.Tensor]()
     for gradient in _gradients(parameters):
-        whole = gradient.numel() // _CHUNK * _CHUNK
-        flat = gradient.reshape(-1) if whole else gradient
-        if whole:
-            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1))
-        if whole < gradient.numel():
-            rest.append(flat[whole:])
-    norms = [*rows, torch.stack(torch._foreach_norm(rest))] if rest else rows
+        end = gradient.numel() // _CHUNK * _CHUNK
+        flat = gradient.reshape(-1) if end else gradient
+        if end:
+            rows.append(torch.linalg.vector_norm(flat[:end].view(-1, _CHUNK), dim=1))
+        if end < gradient.numel():
+            remainders.append(flat[end:])
+    norms = [*rows, torch.stack(torch._foreach_norm(remainders))] if remainders else rows
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
@@ -252,20 +256,20 @@ def exact_squared_norm(shares: Iterable[tuple[nn.Parameter, int, int]]) -> tuple
     """Return the sum of squares of this rank's rows of gradients as `exact_sum.parts`.
 
     Args:
-        shares: parameters, each with the number of this rank among those that hold the same rows, and their count. They
-            divide the rows among them, since no division changes an exact sum.
+        shares: parameters, each with the number of this rank among the ranks with the same rows, and their count. These
+            ranks divide the rows among them, since no division changes an exact sum.
     """
     rows = list[torch.Tensor]()
     for parameter, index, count in shares:
         for gradient in _gradients([parameter]):
             share = -(-gradient.shape[0] // count)
-            own = gradient[index * share : (index + 1) * share]
-            rows += [exact_sum.row_squares(own)] if own.shape[0] else []
+            rows_of_rank = gradient[index * share : (index + 1) * share]
+            rows += [exact_sum.row_squares(rows_of_rank)] if rows_of_rank.shape[0] else []
     return exact_sum.parts(torch.cat(rows) if rows else torch.zeros(0))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
-    """Scale gradients so that their norm, given as it is, is at most `clip_grad`; 0 leaves them."""
+    """Scale gradients of a given norm to a norm of at most `clip_grad`; 0 leaves them."""
     if clip_grad > 0 and norm > clip_grad:
         gradients = _gradients(parameters)
         if gradients:

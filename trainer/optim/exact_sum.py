@@ -1,4 +1,4 @@
-"""Sums of float32 values that do not depend on the order of the values, nor on the ranks that hold them.
+"""Sums of float32 values, independent of the order of the values and of their ranks.
 
 A sum is kept without rounding as a few float64 numbers, `parts`, which ranks exchange; `math.fsum` of the parts of all
 ranks is the exact sum, rounded once. Source of the expansion: Shewchuk 1997, "Adaptive Precision Floating-Point
@@ -20,7 +20,7 @@ _CHUNK = 1 << 18  # elements that are squared at a time, so that they stay in a 
 
 
 def parts(values: torch.Tensor) -> tuple[float, ...]:
-    """Return `PARTS` numbers whose exact sum is that of `values` [n], which float32 holds without rounding."""
+    """Return `PARTS` numbers with the same exact sum as `values` [n], which are exact in float32."""
     numbers = values.detach().double().cpu().numpy()
     if not np.isfinite(numbers).all():
         return (sum(numbers.tolist()), *(0.0,) * (PARTS - 1))
@@ -30,23 +30,23 @@ def parts(values: torch.Tensor) -> tuple[float, ...]:
     sums = np.bincount(exponents - lowest, weights=np.ldexp(significands, _SIGNIFICAND_BITS))
     used = np.flatnonzero(sums)
     terms = np.ldexp(sums[used], used + lowest - _SIGNIFICAND_BITS).tolist()
-    found: list[float] = []
+    expansion: list[float] = []
     for _ in range(PARTS):
-        found.append(math.fsum([*terms, *(-part for part in found)]))
-    return tuple(found)
+        expansion.append(math.fsum([*terms, *(-part for part in expansion)]))
+    return tuple(expansion)
 
 
 def total(parts_of_all: Iterable[float]) -> float:
-    """Return the sum of the parts of all ranks, rounded once; not finite if one of them is not."""
+    """Return the sum of the parts of all ranks, rounded once; nonfinite if a part is."""
     numbers = list(parts_of_all)
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each row, float32 [rows], added in an order that depends on the row's length alone.
+    """Return the sum of squares of each row, float32 [rows], added in an order by the row's length alone.
 
-    A library's reduction may choose another order for another number of rows. Here every addition is a kernel that
-    works element by element.
+    A library's reduction may choose another order for another number of rows. Here every addition is a kernel by
+    element.
 
     Args:
         gradient: [rows, ...]; of one dimension, every element is a row.
@@ -57,7 +57,7 @@ def row_squares(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(squares: torch.Tensor) -> torch.Tensor:
-    """Add the second half of the columns to the first until one is left."""
+    """Add the second half of the columns to the first until a single column is left."""
     columns = squares.shape[1]
     while columns > 1:
         half = (columns + 1) // 2  # of an odd number, the middle column waits for the next round

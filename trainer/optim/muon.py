@@ -1,7 +1,7 @@
-"""Muon for the matrices of the blocks, AdamW for all other parameters, as one optimizer.
+"""Muon for the matrices of the blocks, AdamW for all other parameters, as a single optimizer.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
-Scalable for LLM Training"; `torch.optim.Muon`, whose bits a step on one rank has. That class takes neither a fused
+Scalable for LLM Training"; `torch.optim.Muon`, whose bits a step on one rank has. Torch's class takes neither a fused
 weight of three dimensions nor a shard: an update is orthogonal only as a whole matrix.
 """
 
@@ -47,11 +47,11 @@ def muon(
 
 
 class Muon(EagerOptimizer):
-    """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by that.
+    """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by AdamW.
 
-    A parameter that is cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute
-    the same whole matrix, in the same order, so a step has the same bits on each of them. A fused weight is one matrix,
-    as it is stored: GPT-2's query, key and value together, [n_embd, 3 n_embd].
+    A parameter cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute the same
+    whole matrix, in the same order, so a step has the same bits on each of them. A fused weight is a single matrix, as
+    stored: GPT-2's query, key and value together, [n_embd, 3 n_embd].
     """
 
     def __init__(self, group: dict[str, Any], adamw: torch.optim.AdamW, *, lr: float) -> None:
@@ -63,7 +63,7 @@ class Muon(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient. A collective call where parameters are cut over ranks."""
+        """Step all parameters with a gradient. A collective call where parameters are cut over ranks."""
         group = self.param_groups[0]
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -75,9 +75,9 @@ def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: 
     assert parameter.grad is not None
     weight, gradient, momentum = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
     momentum.lerp_(gradient, 1 - group["momentum"])
-    whole = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
-    matrix = whole.flatten(1)
-    update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(whole.shape))
+    full = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
+    matrix = full.flatten(1)
+    update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(full.shape))
     rows, columns = matrix.shape
     scale = 0.2 * sqrt(max(rows, columns)) if group["match_rms_adamw"] else sqrt(max(1, rows / columns))
     weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -97,16 +97,16 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _gathered(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that is cut as a parameter is."""
-    whole = with_memory(parameter.detach(), local)
-    return cast(torch.Tensor, whole.full_tensor()) if is_dtensor(whole) else whole  # type: ignore[attr-defined]
+    """Return the full tensor of shards cut as a parameter is."""
+    full = with_memory(parameter.detach(), local)
+    return cast(torch.Tensor, full.full_tensor()) if is_dtensor(full) else full  # type: ignore[attr-defined]
 
 
-def _own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+def _own_part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor."""
     if not is_dtensor(parameter):
-        return whole
+        return full
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     box, _ = placed_box("", parameter, coordinate, Grid.flat(1))
-    return whole[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]
+    return full[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]

@@ -16,15 +16,14 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """All that distinguishes one optimizer from another, apart from its step.
+    """The properties of an optimizer, apart from its step.
 
     Args:
         name: as `trainer_state.json` has it.
         build: the module and the function that builds it, see `optim.build_optimizer`.
         state: the tensors it keeps of a parameter, by torch's key, given the parameter's shape and whether it is a
             matrix of a block. A tensor has the parameter's shape or is a scalar; all are float32.
-        numbers: the sections of `trainer_state.json` that hold its settings: the names there, and the keys of
-            `optimizer`.
+        numbers: the sections of `trainer_state.json` with its settings: the names there, and the keys of `optimizer`.
         options: the settings as its parameter groups have them, without `lr` and `weight_decay`.
     """
 
@@ -67,7 +66,7 @@ SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for secti
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of an optimizer as it lies on disk: the state `key` of `parameter`."""
+    """A tensor of an optimizer on disk: the state `key` of `parameter`."""
 
     key: str
     parameter: str
@@ -79,27 +78,29 @@ class StateTensor:
 
 
 def state_tensors(optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = ()) -> Iterator[StateTensor]:
-    """Yield every tensor that an optimizer keeps, in the order of the files: by key, scalars last, in model order.
+    """Yield every tensor of an optimizer's state, in the order of the files: by key, scalars last, in model order.
 
     Args:
-        frozen: the parameters that no optimizer changes.
+        frozen: the parameters no optimizer changes.
     """
     stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
-    kept = {name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen}
-    scalars = {key: not shape for shapes in kept.values() for key, shape in shapes.items()}
+    shapes_by_name = {
+        name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen
+    }
+    scalars = {key: not shape for shapes in shapes_by_name.values() for key, shape in shapes.items()}
     for key in sorted(scalars, key=lambda key: (scalars[key], key)):
-        for name, shapes in kept.items():
+        for name, shapes in shapes_by_name.items():
             if key in shapes:
                 yield StateTensor(key, name, StoredTensor.plain() if scalars[key] else stored[name])
 
 
 def no_decay_names(model: ModelConfig) -> frozenset[str]:
-    """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
+    """Return the parameters without weight decay: biases and norms, all but the matrices on disk."""
     return frozenset(name for name, tensor in stored_tensors(model).items() if len(tensor.shape) < 2)
 
 
 def settings_record(section: OptimizerSection) -> dict[str, dict[str, object]]:
-    """Return the sections of `trainer_state.json` that hold the settings."""
+    """Return the sections of `trainer_state.json` with the settings."""
     numbers = OPTIMIZERS[section.name].numbers
     return {name: {their: getattr(section, key) for their, key in keys.items()} for name, keys in numbers.items()}
 
@@ -108,7 +109,7 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
     """Return the optimizer's name and its groups: the parameters with weight decay, then those without.
 
     Args:
-        frozen: the parameters that no optimizer changes; they are in no group.
+        frozen: the parameters no optimizer changes; they are in no group.
     """
     no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
     return {
@@ -121,6 +122,6 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
 
 
 def group_options(section: OptimizerSection, group: Collection[str]) -> dict[str, object]:
-    """Return the settings, less `lr` and `weight_decay`, of a parameter group that has the keys `group`."""
+    """Return the settings, less `lr` and `weight_decay`, of a parameter group with the keys `group`."""
     options = OPTIMIZERS[section.name].options(section)
     return {key: value for key, value in options.items() if key in group}

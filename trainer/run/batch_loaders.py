@@ -25,7 +25,7 @@ def build_loaders(
     """Return the loaders of this rank's training data and, where the run evaluates, its validation data.
 
     Raises:
-        DataError: if a source has not one sample.
+        DataError: if a source has no sample.
     """
     train = config.train
     dp_rank = topology.coordinate(cluster.rank).dp

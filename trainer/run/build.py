@@ -47,8 +47,7 @@ from trainer.schedules.lr import Schedule, resolve
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    It never changes. What the source of its tensors says of it (schedule, data, description) is in the copy that
-    `start.fill` returns.
+    It never changes. `start.fill` returns a copy with the schedule, data and description of the source of its tensors.
 
     Args:
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
@@ -78,7 +77,7 @@ class Run:
 
     @property
     def train_iters(self) -> int:
-        """Return the last iteration of the run, given the samples that were consumed so far."""
+        """Return the last iteration of the run, given the samples consumed so far."""
         train, progress = self.config.train, self.state.progress
         if train.train_samples is None:
             return train.train_iters
@@ -136,7 +135,7 @@ def build(
 
 
 def describe_alone(config: Config) -> tuple[Schedule, Json]:
-    """Return the schedule and the record of a run of one process on a CPU, without building it.
+    """Return the schedule and the record of a run of a single process on a CPU, without building it.
 
     Raises:
         TrainerError: if the data does not match the model.
@@ -199,7 +198,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
 
 
 def build_log(run: Run) -> RunLog:
-    """Return the log of a run that is filled, on rank 0."""
+    """Return the log of a filled run, on rank 0."""
     config, cluster = run.config, run.cluster
     peak = peak_flops(device_name(cluster.device))
     flops = families.flops_per_token(config.model, config.train.seq_length)

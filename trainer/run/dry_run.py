@@ -42,7 +42,7 @@ Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of one coordinate, in elements and bytes.
+    """The memory of a coordinate, in elements and bytes.
 
     Args:
         state_bytes: parameters and moments at rest, float32.
@@ -64,7 +64,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The stages of one pipeline rank, built on `meta` for the first rank of `grid`."""
+    """The stages of a pipeline rank, built on `meta` for the first rank of `grid`."""
 
     pp: int
     parts: Sequence[Model]
@@ -102,14 +102,14 @@ def working_bytes_of(config: Config, topology: Topology) -> int:
 
 
 def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology: Topology) -> int:
-    held = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
-    return _working_bytes(config, simulated.parts, topology, held=held)
+    boxes_of_parts = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
+    return _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
     """Yield the stages of every pipeline rank.
 
-    This process must not be in a process group; the fake one exists while the generator runs.
+    This process must not be in a process group; a fake group exists while the generator runs.
     """
     inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
@@ -132,15 +132,15 @@ def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[
 
 
 def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> RankMemory:
-    held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
-    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
-    pieces = pieces_of(holdings_of(config, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
-    written = sum(piece.hi - piece.lo for piece in pieces)
-    working = _working_bytes(config, simulated.parts, topology, held=held)
+    boxes_of_parts = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+    parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
+    pieces = pieces_of(holdings_of(config, boxes_of_parts, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
+    written_bytes = sum(piece.hi - piece.lo for piece in pieces)
+    working = _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
     activations = _activation_bytes(config, simulated.parts, topology)
     moments = Counter(tensor.parameter for tensor in _state_tensors(config) if tensor.stored.shape)
-    state = sum(4 * box.numel * (1 + moments[name]) for boxes in held for name, (box, _) in boxes.items())
-    return RankMemory(parameters, state, working, activations, written)
+    state = sum(4 * box.numel * (1 + moments[name]) for boxes in boxes_of_parts for name, (box, _) in boxes.items())
+    return RankMemory(parameters, state, working, activations, written_bytes)
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
@@ -149,13 +149,13 @@ def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
     return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
 
 
-def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
-    """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
+def holdings_of(config: Config, boxes_of_parts: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
+    """Return the holdings a coordinate would save, in the order of a save, given its boxes of each part."""
     copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     state = list(_state_tensors(config))
     holdings = []
-    for boxes in held:
+    for boxes in boxes_of_parts:
         boxes_to_write = {
             name: placed for name, placed in boxes.items() if name in layout.places and name not in copies
         }
@@ -180,18 +180,22 @@ def _state_tensors(config: Config) -> Iterator[StateTensor]:
     return state_tensors(config.optimizer.name, config.model, frozen_names(config.model, config.train.freeze))
 
 
-def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, held: Sequence[Boxes]) -> int:
+def _working_bytes(
+    config: Config, parts: Sequence[Model], topology: Topology, *, boxes_of_parts: Sequence[Boxes]
+) -> int:
     """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
 
-    ZeRO stage 3 without a pipeline gathers one block at a time, two with the prefetched one, and keeps gradients
+    ZeRO stage 3 without a pipeline gathers a block at a time, two with the prefetched block, and keeps gradients
     sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
     without a pipeline. Frozen parameters have no gradients.
 
     Args:
-        held: the boxes of each part.
+        boxes_of_parts: the boxes of each part.
     """
-    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
-    trained = sum(boxes[name][0].numel for part, boxes in zip(parts, held, strict=True) for name, _ in _trained(part))
+    parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
+    trained = sum(
+        boxes[name][0].numel for part, boxes in zip(parts, boxes_of_parts, strict=True) for name, _ in _trained(part)
+    )
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     lanes = _lane_bytes(config, parts, topology, trained=trained)
     if topology.dp == 1 or stage == 0:
@@ -209,15 +213,15 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *
 
 
 def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
-    """Return the memory that `parallel.invariant_ranks` adds: sums of lanes that wait for the next one.
+    """Return the memory added by `parallel.invariant_ranks`: sums of lanes that wait for the next lane.
 
     Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
-    lane is reduced over ranks. Elsewhere a lane of one micro batch is added parameter by parameter as its gradients
-    come, so one sum is in their place. A tied table has a second gradient in longer lanes, that of the output layer;
+    lane is reduced over ranks. Elsewhere a lane of a single micro batch is added parameter by parameter as its
+    gradients come, so a sum is in their place. A tied table has a second gradient in longer lanes, the output layer's;
     where the other end is on another rank, the sums of all lanes wait for the end of the iteration.
 
     Args:
-        trained: the elements of the trained parameters that this rank holds.
+        trained: the elements of this rank's trained parameters.
     """
     lanes = lanes_of(config)
     if lanes is None:
@@ -288,10 +292,10 @@ def _trained_share(config: Config) -> str:
 def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
-    written = sorted(load.written_bytes for load in loads)
+    written_bytes = sorted(load.written_bytes for load in loads)
     sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
     memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
-    span = f"{written[0]:,} to {written[-1]:,}"
+    span = f"{written_bytes[0]:,} to {written_bytes[-1]:,}"
     return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
 
 

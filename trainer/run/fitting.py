@@ -1,6 +1,6 @@
-"""Fits stored weights to a model for which they were not saved: of another dtype, with other tables, or parts of them.
+"""Fits stored weights to another model than the saved: of another dtype, with other tables, or parts of them.
 
-Only a run that begins from weights alone does so: with the optimizer's state, each tensor has the form it was saved in.
+Only a run from weights alone does so: with the optimizer's state, each tensor has its saved form.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Read = Callable[[LiveTensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How stored weights may differ from the tensors that they fill.
+    """The allowed differences of stored weights from the tensors to fill.
 
     Args:
         casts: whether numbers of another floating-point dtype become float32.
-        rows: for each table that may have another number of rows, that number as stored, by name.
-        new_rows: the values of rows that are not stored.
+        rows: for each table with an allowed difference in rows, the stored number of rows, by name.
+        new_rows: the values of rows beyond the stored rows.
         patterns: shell patterns for the names of the tensors to load; empty for all.
     """
 
@@ -49,10 +49,10 @@ class Fit:
 
     @staticmethod
     def of(section: CheckpointSection, saved: ModelConfig, model: ModelConfig) -> Fit:
-        """Return the fit that a configuration allows between the saved model and its own.
+        """Return the fit between the saved model and the configured model allowed by a configuration.
 
         Args:
-            section: as it applies to the load: of a run that goes on from its own checkpoint, without `finetune`.
+            section: as it applies to the load: of a run resumed from its own checkpoint, without `finetune`.
         """
         with_weights_alone = section.finetune or section.no_load_optim
         rows = _stored_rows(saved, model) if section.finetune and section.resize else {}
@@ -73,10 +73,10 @@ class Fit:
         return spec
 
     def left(self, names: Sequence[str]) -> list[str]:
-        """Return the tensors of a model that keep their initial values.
+        """Return the tensors of a model with their initial values kept.
 
         Raises:
-            MismatchError: for a pattern that fits none of them.
+            MismatchError: for a pattern without a match.
         """
         unused = [p for p in self.patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
         if unused:
@@ -89,10 +89,10 @@ class Fit:
 
 
 class Fitting:
-    """The fit of one rank's live tensors to the places in which their weights are stored.
+    """The fit of a rank's live tensors to the places of their stored weights.
 
     Args:
-        live: the tensors to fill; those that keep values of their own have them before `finish`.
+        live: the tensors to fill; tensors with values of their own have them before `finish`.
         places: the place of each selected tensor by name, as stored.
     """
 
@@ -104,11 +104,11 @@ class Fitting:
 
     @property
     def requests(self) -> list[LiveTensor]:
-        """Return the tensors to fill from the files, in the form that is stored."""
+        """Return the tensors to fill from the files, in the stored form."""
         return [request for _, request in self._pairs]
 
     def notes(self, names: Sequence[str], *, where: object) -> list[str]:
-        """Return log lines that name every tensor of `names` that is not loaded, or not all of it."""
+        """Return log lines on every tensor of `names` not loaded, or loaded in part."""
         lines, fit = [], self._fit
         if unloaded := fit.left(names):
             lines.append(f"not loaded from {where}, {len(unloaded)} tensors keep initial values: {', '.join(unloaded)}")
@@ -120,10 +120,10 @@ class Fitting:
         return lines
 
     def finish(self, read: Read) -> None:
-        """Move what has been filled into the live tensors, and fill new rows.
+        """Move the filled values into the live tensors, and fill new rows.
 
         Args:
-            read: fills a tensor, in the form that is stored, from the files.
+            read: fills a tensor, in the stored form, from the files.
         """
         with torch.no_grad():
             for tensor, request in self._pairs:
@@ -170,7 +170,7 @@ class Fitting:
 
 
 def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed: int) -> None:
-    """Fill the tensors that a fit leaves, and those that get new rows, with the initial values of a fresh run."""
+    """Fill the tensors outside a fit, and those with new rows, with the initial values of a fresh run."""
     keeping = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
     fill_initial_values(keeping, families.initial_values(model), seed)
 

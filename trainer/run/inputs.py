@@ -1,6 +1,6 @@
-"""Opens what a run reads besides its source of tensors: token files, tokenizer, the prompt of its samples.
+"""Opens the other inputs of a run besides its source of tensors: token files, tokenizer, the prompt of its samples.
 
-All of it is read before a lock is taken: a run that lacks one of them leaves nothing behind.
+All are read before a lock is taken: a run without one of them leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
 
 
 def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
-    """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
+    """Read the tokenizer for every checkpoint, once, on rank 0."""
     with cluster.channel.agreed("tokenizer"):
         return tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
 

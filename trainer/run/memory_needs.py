@@ -1,4 +1,4 @@
-"""A lower bound of the memory of a run, in closed form, to refuse a model that cannot fit before it is built."""
+"""A lower bound of the memory of a run, in closed form, to refuse too large a model before it is built."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA and ROCm
 
 
 def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
-    """Return a lower bound of the bytes that one rank of `world_size` holds, on average, at the end of an iteration.
+    """Return a lower bound of the average bytes of a rank of `world_size` at the end of an iteration.
 
-    Weights, the gradients and moments of those that are trained, and the tokens of an iteration are counted.
-    Activations are not.
+    Weights, gradients and moments of the trained weights, and the tokens of an iteration are counted. Activations are
+    not.
 
     Args:
         is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
@@ -86,7 +86,7 @@ def require_memory(
     """Refuse a run whose state cannot fit where `ranks` of its ranks share `available_bytes`.
 
     Args:
-        is_host: whether that is memory of a host, and not of a device.
+        is_host: whether this is memory of a host, and not of a device.
 
     Raises:
         ConfigError: naming both sizes.

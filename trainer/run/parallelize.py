@@ -51,9 +51,9 @@ def build_models(config: Config, device: torch.device, *, topology: Topology, me
 def build_stage(
     config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
 ) -> Model:
-    """Build one stage on `meta`, shard it over the mesh, and allocate zeros on `device`.
+    """Build a stage on `meta`, shard it over the mesh, and allocate zeros on `device`.
 
-    Tied embeddings are tied again after every operation that separates them.
+    Tied embeddings are tied again after every operation which separates them.
     """
     dtype = compute_dtype(config)
     with torch.device("meta"):
@@ -99,10 +99,10 @@ def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes in which FSDP2 gathers the parameters of the blocks, and all other parameters.
 
-    With `invariant_ranks`, gradients must be rounded where one rank rounds them. A weight that a micro batch uses once
-    has one rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the gradients of
-    norms over ranks; one rank does both in float32. A compiled block of one rank has the cast of its weights inside,
-    where the compiler may leave out the rounding.
+    With `invariant_ranks`, gradients must be rounded where a single rank rounds them. A weight used once by a micro
+    batch has a single rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the
+    gradients of norms over ranks; a single rank does both in float32. A compiled block of a single rank has the cast of
+    its weights inside, where the compiler may leave out the rounding.
     """
     dtype = compute_dtype(config)
     if config.parallel.invariant_ranks == 0:
@@ -112,7 +112,7 @@ def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, to
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the grid of the ranks that hold the same stages as this rank."""
+    """Return the grid of the ranks with the same stages as this rank."""
     if mesh is None:
         return Grid.flat(1)
     return stage_grid(topology, mesh.get_local_rank("pp"))

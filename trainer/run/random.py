@@ -18,10 +18,10 @@ ROWS_PER_BLOCK = 64
 
 
 def dropout_key(seed: int, iteration: int, *, micro_batch: int) -> int:
-    """Return the key from which every dropout site of one forward pass derives its seed; 63 bits, so it fits int64.
+    """Return the key from which every dropout site of a forward pass derives its seed; 63 bits, to fit int64.
 
     Args:
-        micro_batch: its number in the iteration, over all ranks, so that masks do not depend on the number of ranks.
+        micro_batch: its number in the iteration, over all ranks: masks are independent of the number of ranks.
     """
     # The third word was once a rank; it stays, so that runs of one rank keep their masks.
     return xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, iteration, 0, micro_batch)) >> 1

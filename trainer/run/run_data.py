@@ -1,8 +1,8 @@
 """Opens the token files of a run on every rank, and ends the run if two hosts have different tokens.
 
-One rank of each host computes the digests of its files. The other ranks of that host use its result if they see the
-same files. All of this runs before the state is built, with its own time limit, because reading the tokens may take
-longer than `train.distributed_timeout_minutes`. A missing heartbeat reports a rank that dies meanwhile.
+One rank of each host computes the digests of its files. The other ranks of the host use its result if they see the same
+files. All of this runs before the state is built, with its own time limit, because reading the tokens may take longer
+than `train.distributed_timeout_minutes`. A missing heartbeat reports a rank's death meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Fingerprints = tuple[list[str], list[str | None], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of training data: its open files, their fingerprint, and its weight.
+    """A source of training data: its open files, their fingerprint, and its weight.
 
     Args:
         documents: the fingerprint of the borders of its documents; None where no sample depends on them.
@@ -91,7 +91,7 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class _OpenFiles:
-    """The open files of one rank by side, and for each source of training data its weight and number of files."""
+    """The open files of a rank by side, and for each source of training data its weight and number of files."""
 
     sides: _Files
     sources: Sequence[tuple[Fraction, int]]
@@ -103,14 +103,14 @@ class _OpenFiles:
         return [count for _, count in self.sources]
 
     def split(self, members: Sequence[T]) -> list[Sequence[T]]:
-        """Return the parts of a list with one member for each training file, by source."""
+        """Return the parts of a list with a member for each training file, by source."""
         ends = list(itertools.accumulate(self.counts, initial=0))
         return [members[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
 class _HostData:
-    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0.
+    """The digests of the files of a host, by side, as reported to rank 0 by one of its ranks.
 
     Args:
         counts: the number of files of each source of training data.
@@ -253,7 +253,7 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _host_data(files: _OpenFiles, config: Config) -> _HostData:
-    """Return the digests of the files, after checking that the model's vocabulary covers every token."""
+    """Return the digests of the files, after checking every token against the model's vocabulary."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
     digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
     for side, side_files in files.sides.items():
@@ -281,7 +281,7 @@ def _borders(file: TokenFile) -> str:
 
 
 def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:
-    """Return the first rank of each group of ranks on one host that see the same files; rank 0 is among them."""
+    """Return the first rank of each group of ranks with a common view of files on a host; rank 0 is among them."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
     groups = channel.gather("data/groups", f"{host} {_identity(files)}".encode())
     ranks: list[int] = channel.from_first("data/host_ranks", lambda: sorted({groups.index(group) for group in groups}))
@@ -307,7 +307,7 @@ def _fingerprints(data: _HostData, files: _OpenFiles) -> Fingerprints:
 
 
 def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
-    """Return an error that names the first host with other data than rank 0's and the first file that differs."""
+    """Return an error with the first host with other data than rank 0's and the first different file."""
     for rank, data in reported.items():
         for side, words in _SIDES.items():
             expected, digests = reported[0].digests[side], data.digests[side]
@@ -331,7 +331,7 @@ def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
 
 
 def _other_sources(first: _HostData, data: _HostData, rank: int) -> DataError:
-    """Return an error that names the first source of a blend that has other files on a host than on rank 0's."""
+    """Return an error with the first source of a blend with other files on a host than on rank 0's."""
     number = [expected == count for expected, count in zip(first.counts, data.counts, strict=True)].index(False)
 
     def files(data: _HostData) -> str:
@@ -349,7 +349,7 @@ def _other_sources(first: _HostData, data: _HostData, rank: int) -> DataError:
 
 
 def _other_documents(first: _HostData, data: _HostData, rank: int) -> DataError:
-    """Return an error that names the first index that has other documents on a host than on rank 0's."""
+    """Return an error with the first index with other documents on a host than on rank 0's."""
     side = next(side for side in _SIDES if data.documents[side] != first.documents[side])
     number = [a == b for a, b in zip(first.documents[side], data.documents[side], strict=True)].index(False)
     return DataError(
@@ -363,7 +363,7 @@ def _other_documents(first: _HostData, data: _HostData, rank: int) -> DataError:
 
 
 def _describe(data: _HostData, side: str, number: int) -> str:
-    """Return the fingerprint of a side, and the name, size and digest of one of its files."""
+    """Return the fingerprint of a side, and the name, size and digest of a file of it."""
     digests = data.digests[side]
     text = f"fingerprint {fingerprint(digests)} of {len(digests)} {'file' if len(digests) == 1 else 'files'}"
     if number >= len(digests):

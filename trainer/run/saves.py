@@ -1,6 +1,6 @@
-"""The folders that a run saves into, as one list: that of all hosts, those of each host, and that of the weights alone.
+"""The folders of a run's saves, as a list: the shared folder, each host's folder, and the folder of weights alone.
 
-Each target has its rule of when it is due. A target that the configuration does not ask for is not in the list.
+Each target has its rule of when it is due. A target absent from the configuration is not in the list.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _ALWAYS = (Moment.requested, Moment.stopped, Moment.finished)
 
 
 class SaveTarget:
-    """A folder that a run saves its state into.
+    """A folder for saves of a run's state.
 
     Args:
-        saver: what saves there.
+        saver: saves there.
 
     Attributes:
         event: the name of its saves in `metrics.jsonl`.
         has_state: whether a run can go on from its checkpoints.
         is_quick: whether it saves before the others.
-        is_main: whether its checkpoints are those that outlive the run.
+        is_main: whether its checkpoints outlive the run.
     """
 
     event: ClassVar[str]
@@ -79,11 +79,11 @@ class SaveTarget:
         return self.saver.save(state.progress.iteration, state.contents(documents, with_optimizer=True))
 
     def iterations(self) -> list[int]:
-        """Return the iterations that a start of the run could go on from. Rank 0 only."""
+        """Return the iterations a start of the run could resume from. Rank 0 only."""
         return []
 
     def superseded(self) -> set[int | None]:
-        """Return the iterations that the run has given up. Rank 0 only."""
+        """Return the iterations the run has given up. Rank 0 only."""
         return set()
 
     def start(self, lineage: Lineage) -> None:
@@ -95,7 +95,7 @@ class SaveTarget:
         self.saver.start()
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from."""
+        """Take note of the checkpoint at the start of the run."""
 
     def rewind(self, iteration: int, *, is_own: bool) -> None:
         """Rename checkpoints newer than `iteration` out of the way.
@@ -106,18 +106,18 @@ class SaveTarget:
         self.saver.rewind(iteration)
 
     def await_copies(self) -> None:
-        """Wait for copies that would keep the next save from being copied."""
+        """Wait for copies that would block a copy of the next save."""
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let go of the lock."""
+        """Wait for the running save, and release the lock."""
         self.saver.close()
 
 
 class SharedTarget(SaveTarget):
-    """The checkpoints in the folder that all hosts share.
+    """The checkpoints in the folder shared by all hosts.
 
     Args:
-        has_local: whether the run saves local checkpoints too, which the shared ones may lag behind.
+        has_local: whether the run saves local checkpoints too, which may be newer than the shared.
     """
 
     event = "save"
@@ -190,7 +190,7 @@ class LocalTarget(SaveTarget):
 
 
 class WeightsTarget(SaveTarget):
-    """The weights alone, with the dtype that they have in `config.json`."""
+    """The weights alone, with the dtype in `config.json`."""
 
     event = "weights_save"
     has_state = False
@@ -222,14 +222,14 @@ class Saves:
         return iter(self.targets)
 
     def due(self, iteration: int, moment: Moment) -> list[SaveTarget]:
-        """Return the targets that are due, in the order in which they save: local ones take less time."""
+        """Return the due targets, in the order of their saves: local saves take less time."""
         due = [target for target in self.targets if target.is_due(iteration, moment)]
         return sorted(due, key=lambda target: not target.is_quick)
 
     def outlasting(self, saved: Sequence[SaveTarget]) -> list[SaveTarget]:
         """Return the targets whose last save decides whether the end of a run is on disk.
 
-        They are the last of those that save its state, and the weights.
+        They are the last of the targets with its state, and the weights.
 
         Args:
             saved: where the run has saved its end, in order; local checkpoints count only without shared ones.
@@ -249,21 +249,21 @@ class Saves:
 
     @property
     def shared(self) -> CheckpointFolder | None:
-        """Return the folder that all hosts share; None without it."""
+        """Return the folder shared by all hosts; None without it."""
         return next((target.folder for target in self.targets if isinstance(target, SharedTarget)), None)
 
     def iterations(self) -> list[int]:
-        """Return the iterations that a start of the run could go on from. Rank 0 only."""
+        """Return the iterations a start of the run could resume from. Rank 0 only."""
         return [iteration for target in self.targets for iteration in target.iterations()]
 
     @property
     def failed_saves(self) -> int:
-        """Return how many saves in a row have failed of those that outlive the run."""
+        """Return the number of failed saves in a row in the main target."""
         return sum(target.saver.results.failed_saves for target in self.targets if target.is_main)
 
     @property
     def last_error(self) -> TrainerError | None:
-        """Return why the last save that would outlive the run failed; None if it did not."""
+        """Return the error of the main target's last save; None if it did not fail."""
         return next((target.saver.results.last_error for target in self.targets if target.is_main), None)
 
     @property
@@ -282,8 +282,8 @@ class Saves:
             find_lineage: called under the lock of the shared folder, before anything changes in those of the hosts.
 
         Raises:
-            LockError: on every rank, if another job writes to one of the folders.
-            TrainerError: on every rank, if one cannot be written, or from `find_lineage`.
+            LockError: on every rank, if another job writes to a folder.
+            TrainerError: on every rank, if a folder cannot be written, or from `find_lineage`.
         """
         shared = [target for target in self.targets if isinstance(target, SharedTarget)]
         for first in shared:
@@ -305,12 +305,12 @@ class Saves:
             _call_all([target.saver.abandon for target in self.targets])
 
     def close(self) -> None:
-        """Wait for all saves that are under way, and let go of the locks."""
+        """Wait for all running saves, and release the locks."""
         _call_all([target.close for target in self.targets])
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, also after an error of one, which is then raised."""
+    """Make all calls, also after an error, which is then raised."""
     with ExitStack() as stack:
         for call in reversed(calls):
             stack.callback(call)
@@ -368,9 +368,9 @@ def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
 
 
 def named_iteration(section: CheckpointSection) -> int | None:
-    """Return the iteration of the run's own folder that its command goes on from by name, or None.
+    """Return the iteration of the run's own folder named by its command as its start, or None.
 
-    The same command, given again, needs it again.
+    The same command, repeated, needs the iteration again.
     """
     folder = save_folder(section)
     if folder is None or section.load == "none" or section.finetune:

@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One stage of the model and its optimizer; a rank has one part, or one per virtual stage."""
+    """A stage of the model and its optimizer; a rank has a part for each virtual stage."""
 
     model: Model
     optimizer: torch.optim.Optimizer
@@ -55,11 +55,11 @@ class _Enumerated:
 
 @dataclass(slots=True)
 class TrainerState:
-    """All state that training changes.
+    """All state changed by training.
 
     Args:
-        grid: the ranks that hold the same stages as this rank.
-        frozen: the stored names of the parameters that stay unchanged.
+        grid: the ranks with the same stages as this rank.
+        frozen: the stored names of the unchanged parameters.
     """
 
     config: ModelConfig
@@ -131,9 +131,9 @@ def build_part(
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
     Args:
-        grid: the ranks that hold the stage.
+        grid: the ranks with the stage.
         file_bytes: the size at which a file of a checkpoint is full.
-        frozen: the stored names of the parameters that stay unchanged.
+        frozen: the stored names of the unchanged parameters.
         is_invariant: see `optim.build_optimizer`.
     """
     layout = build_layout(tuple(checkpoint_specs(config, section.name, frozen)), file_bytes=file_bytes)
@@ -169,7 +169,7 @@ def _as_adapter(tensor: LiveTensor) -> LiveTensor:
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
-    """Return the tensor itself or, for the last stage's copy of a tied one, a copy under the stored name."""
+    """Return the tensor itself or, for the last stage's copy of a tied tensor, a copy under the stored name."""
     for alias, name in names.items():
         prefix, match, suffix = tensor.spec.name.partition(alias)
         if match and not suffix:
@@ -192,8 +192,8 @@ def checkpoint_specs(
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
 
     Args:
-        optimizer: the one whose state is saved; None for weights alone.
-        frozen: the stored names of the parameters that it does not change.
+        optimizer: the optimizer whose state is saved; None for weights alone.
+        frozen: the stored names of the parameters unchanged by the optimizer.
     """
     kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():

@@ -1,1 +1,1 @@
-"""What a run starts from, and the state that is filled from it."""
+"""The source of a run's start, and the state filled from it."""

@@ -30,10 +30,10 @@ def with_base(run: Run, start: Start) -> Run:
     """Load the weights beneath the adapters, and return the run with their identity in its description. Collective.
 
     They are those of `checkpoint.base`, or of `checkpoint.load` with `finetune`. Their identity is a digest and no
-    path: that of the manifest of a checkpoint, or that of the files of another program.
+    path: of the manifest of a checkpoint, or of the files of another program.
 
     Raises:
-        TrainerError: on every rank, before a tensor is read, if they are not there, not of the configured model, or not
+        TrainerError: on every rank, before a tensor is read, if they are missing, not of the configured model, or not
             the base of the adapters.
     """
     section = run.config.checkpoint
@@ -58,7 +58,7 @@ def with_base(run: Run, start: Start) -> Run:
 
 
 def _source(section: CheckpointSection, choice: Json) -> TensorSource:
-    """Return the source of a choice of `named_source`, or of one iteration of it by `exact`."""
+    """Return the source of a choice of `named_source`, or of an iteration of it by `exact`."""
     path = Path(choice["path"])
     if choice["kind"] != "checkpoint":
         return weights_of(choice)
@@ -68,12 +68,12 @@ def _source(section: CheckpointSection, choice: Json) -> TensorSource:
 
 
 def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
-    """Return the base that is chosen if adapters were trained on it: of a run, the iteration of that identity.
+    """Return the chosen base if adapters were trained on it: of a run, the iteration of this identity.
 
     Rank 0 only. Where nothing can be compared yet, the loads of both compare and refuse.
 
     Raises:
-        MismatchError: if it is another one, with both digests.
+        MismatchError: if it is another base, with both digests.
     """
     saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
     if saved is None:
@@ -98,7 +98,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
 
 
 def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, object]] | None:
-    """Return the newest checkpoint of adapters that can be opened, and the identity of its base; None without one."""
+    """Return the newest readable checkpoint of adapters, and the identity of its base; None without a checkpoint."""
     local = run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
         for checkpoint in Chooser(adapters.source, Files(), lambda _: None, local=local).openable():

@@ -1,4 +1,4 @@
-"""Decides what a run starts from: its own newest checkpoint, one that the command names, other weights, or nothing."""
+"""Decides on the source of a run: its own newest checkpoint, the command's checkpoint, other weights, or nothing."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ _OWN = "own"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run starts from, the same on all ranks.
+    """The source and the circumstances of a start, the same on all ranks.
 
     Args:
         source: of its tensors.
         section: the settings of the load. Those of a beginning (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
-            to a run that resumes from its own checkpoint although its command names where it began. With
-            `no_save_optim` its own checkpoints have no optimizer, and `no_load_optim` applies.
+            when a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`
+            its own checkpoints have no optimizer, and `no_load_optim` applies.
         lineage: of the run until now.
-        launch: what started the ranks; without names where a restart of it needs no record.
+        launch: the launch of the ranks; without names where a restart of it needs no record.
         is_restarted: whether a launcher has restarted the launch after it saved checkpoints of its own.
-        began_elsewhere: whether the iterations until now may be those of another run, so that this one has no records
-            of them.
-        keeps_weights: whether the weights that were saved before are those of this run.
+        began_elsewhere: whether the iterations until now may be another run's; this run has no records of them then.
+        keeps_weights: whether the weights saved before are this run's.
     """
 
     source: TensorSource
@@ -106,14 +105,14 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
 
 
 def named_source(path: Path, *, with_weights: bool = True) -> Json:
-    """Return the kind and the path of a source that the user named; a run may be named by its folder.
+    """Return the kind and the path of the user's source; a run may be named by its folder.
 
     Args:
-        with_weights: whether it may be weights of another program.
+        with_weights: whether the source may be weights of another program.
 
     Raises:
         CheckpointError: if a run cannot start from the file.
-        MismatchError: if it is a Megatron checkpoint, adapters of PEFT, or weights that it may not be.
+        MismatchError: if it is a Megatron checkpoint, adapters of PEFT, or weights where these are not allowed.
     """
     refuse_megatron(path)
     if (path / ADAPTERS).is_file() and not (path / MANIFEST).exists():
@@ -146,7 +145,7 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
 
 
 def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:
-    """Refuse global batch sizes from a position on that the ranks cannot divide.
+    """Refuse global batch sizes, from a position on, indivisible by the ranks.
 
     Raises:
         MismatchError: on every rank, listing them.
@@ -158,7 +157,7 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
 
 
 def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start, began_at: int) -> None:
-    """Record where this launch began, so that a restart of it resumes. A call of all ranks."""
+    """Record the beginning of this launch; a restart of it then resumes. A call of all ranks."""
     folder, names = save_folder(config.checkpoint), start.launch.names
     if not _is_directed(config.checkpoint):
         return
@@ -183,8 +182,8 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
 
     A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
     inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
-    the same command resumes from it. A launch that is restarted by its launcher after it has committed a checkpoint
-    resumes from it with any command.
+    the same command resumes from it. A launch restarted by its launcher after a committed checkpoint resumes from it
+    with any command.
     """
     section = config.checkpoint
     run_folder = save_folder(section)
@@ -223,10 +222,10 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
 
 
 def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Collection[int]) -> bool:
-    """Return whether all that is left of the run was given up by a fresh start that ended before it trained.
+    """Return whether the remains of the run were given up by a fresh start without an iteration of training.
 
     Args:
-        committed: the iterations that a start could go on from, but for those that the run has given up.
+        committed: the iterations a start could resume from, except those the run has given up.
     """
     if len(lineage.branches) < 2 or lineage.branches[-1].began_at != FRESH:
         return False
@@ -245,7 +244,7 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
 
 
 def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
-    """Refuse a fresh start if the records or the tracker show that checkpoints existed."""
+    """Refuse a fresh start if the records or the tracker show earlier checkpoints."""
     metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
     last = last_recorded_iteration(metrics)
     tracked = None if shared is None else shared.tracker()
@@ -278,10 +277,10 @@ def _keeps_record(cluster: Cluster, saves: Saves) -> bool:
 
 
 def _find_launch(config: Config, cluster: Cluster, saves: Saves) -> tuple[Launch, bool]:
-    """Return the launch that started rank 0, and whether this is its restart after it saved checkpoints of its own.
+    """Return the launch of rank 0, and whether this is its restart after it saved checkpoints of its own.
 
-    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new one. A launch that is
-    not recorded has no names.
+    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new host. An unrecorded
+    launch has no names.
     """
     folder, channel, folders = save_folder(config.checkpoint), cluster.channel, saves.host_folders
     if folder is None or not _is_directed(config.checkpoint):

@@ -1,4 +1,4 @@
-"""Fills the tensors of a run from its source, and lets it go on where that source has it."""
+"""Fills the tensors of a run from its source, and sets the run to the source's position."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 def fill(run: Run, start: Start) -> Run:
-    """Fill the tensors of a run, and return it with the schedule, data and record that it goes on with. Collective.
+    """Fill the tensors of a run, and return it with its schedule, data and record from here on. Collective.
 
-    Afterwards tied embeddings are one tensor again, and newer checkpoints of this run are renamed to superseded.
+    Afterwards tied embeddings are a single tensor again, and newer checkpoints of this run are renamed to superseded.
 
     Raises:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the source.
@@ -69,7 +69,7 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
 
 
 def _with_data_origin(run: Run, checkpoint: Checkpoint) -> Run:
-    """Return the run with every source of training data where the checkpoint has it, and log where a new one begins."""
+    """Return the run with its training data at the checkpoint's positions, and log where new sources begin."""
     state, progress, position = checkpoint.state, run.state.progress, run.config.data.position
     origin = origin_after(state, run.description, progress, where=checkpoint.path, position=position)
     files = [(source.path, source.count) for source in run.train_data.samples.sources]
@@ -102,7 +102,7 @@ def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
 
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
-    """Note that the shared folder has the iteration of a local checkpoint too, if it has. A call of all ranks."""
+    """Note whether the shared folder has the iteration of a local checkpoint too. A call of all ranks."""
     iteration = checkpoint.iteration
 
     def has_optimizer() -> bool | None:
@@ -148,10 +148,10 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
 
 
 def _rebind(run: Run) -> None:
-    """Tie the embeddings again and check that they share memory.
+    """Tie the embeddings again and check their shared memory.
 
     Raises:
-        CheckpointError: if they are not.
+        CheckpointError: if they do not share memory.
     """
     for part in run.state.parts:
         part.model.tie_weights()

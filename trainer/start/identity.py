@@ -47,11 +47,11 @@ RUN_FILE = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """What one host knows of the run.
+    """A host's records of the run.
 
     Args:
         run: the lineage in its folder of the run.
-        saved: the lineages in its folder of local checkpoints; empty if that holds no checkpoints.
+        saved: the lineages in its folder of local checkpoints; empty if the folder has no checkpoints.
     """
 
     name: str
@@ -86,7 +86,7 @@ def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage
 
 
 def _host_table(path: Path, folders: HostFolders) -> Json:
-    """Return what this rank reads: the folder of the run and, on the leader of a host, that of local checkpoints."""
+    """Return this rank's records: of the folder of the run and, on the leader of a host, of local checkpoints."""
     table: Json = {"run": _record(_read(path)), "saved": []}
     if folders.leads:
         folder = folders.folder
@@ -118,15 +118,14 @@ def choose_lineage(
     """Return the lineage of a run with local checkpoints. Pure.
 
     Args:
-        shared: that of the newest shared checkpoint.
-        hosts: in order; the first is that of rank 0.
+        shared: the lineage of the newest shared checkpoint.
+        hosts: in order; the first is rank 0's.
         where: the folder of local checkpoints.
         has_records: whether the run has checkpoints or metrics outside of the hosts.
-        adopts: whether local checkpoints are the run's own where nothing else is known of it.
+        adopts: whether local checkpoints are the run's own where nothing else is known of the run.
 
     Raises:
-        MismatchError: naming the hosts whose local checkpoints are those of another run, or of another branch of as
-            many rewinds.
+        MismatchError: naming the hosts with local checkpoints of another run, or of another branch of as many rewinds.
     """
     lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
@@ -154,17 +153,17 @@ def choose_lineage(
 
 
 def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Run:
-    """Return a run with the lineage that it goes on with, after recording it: newer checkpoints are left behind later.
+    """Return a run with its lineage from here on, after recording it: newer checkpoints are left behind later.
 
-    A new run gets an id, and a start that goes back begins a branch. A call of all ranks.
+    A new run gets an id, and a start from an older checkpoint begins a branch. A call of all ranks.
 
     Args:
-        lineage: as it was found before the load.
-        checkpoint: the one that the run goes on from, if any.
-        is_own: whether that is one of the run's own.
+        lineage: as read before the load.
+        checkpoint: the source of the run, if any.
+        is_own: whether `checkpoint` is the run's own.
 
     Raises:
-        TrainerError: on every rank, if it cannot be recorded.
+        TrainerError: on every rank, if the lineage cannot be recorded.
     """
     channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
     if save_folder(run.config.checkpoint) is None:
@@ -197,7 +196,7 @@ def _next(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: i
 
 
 def _newest_known(run: Run) -> int:
-    """Return the newest iteration that the run is known to have saved, though perhaps not all of it is left."""
+    """Return the newest iteration saved by the run on record, though perhaps not all of it is left."""
     iterations = [FRESH, *run.saves.iterations()]
     if run.saves.host_folders is not None:
         recorded = last_saved_iteration(Path(run.config.run.dir) / "metrics.jsonl")
@@ -206,10 +205,10 @@ def _newest_known(run: Run) -> int:
 
 
 def _read(path: Path) -> Lineage:
-    """Return the lineage in a `run.json`; one without branches if there is none, or if it is damaged, which is logged.
+    """Return the lineage in a `run.json`; without branches if the file is missing, or damaged, which is logged.
 
     Raises:
-        UnreadableError: if it cannot be read at the moment.
+        UnreadableError: if the file cannot be read at the moment.
     """
     try:
         return Lineage.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
@@ -224,10 +223,10 @@ def _read(path: Path) -> Lineage:
 
 
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
-    """Yield the committed iterations of a folder and the lineages in them, newest first; a damaged one tells none.
+    """Yield the committed iterations of a folder and the lineages in them, newest first; a damaged checkpoint has none.
 
     Raises:
-        UnreadableError: if one cannot be read at the moment.
+        UnreadableError: if a checkpoint cannot be read at the moment.
     """
     for iteration in reversed(folder.committed()):
         path = folder.iteration(iteration)
@@ -244,7 +243,7 @@ def _newest_saved(folder: CheckpointFolder) -> Lineage:
 
 
 def _write(folder: Path, lineage: Lineage, another: str = RUN.another) -> None:
-    """Write a `run.json` durably, unless it is there already. Hosts that share the folder may do so at once."""
+    """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
     path, data = folder / RUN_FILE, lineage.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:

@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensors of a run that one source fills: its state, or the base beneath its adapters.
+    """The tensors of a run filled from a single source: its state, or the base beneath its adapters.
 
     Args:
         name: of the part, in messages; empty for the state.
-        model: the model whose tensors they are.
+        model: the model of the tensors.
         live: returns this rank's tensors, and the optimizer's state where there is one.
         section: the settings of the load.
-        refuse: raises for a checkpoint that does not fit the run, and logs differences; opens no tensor file. Rank 0.
+        refuse: raises for a checkpoint unfit for the run, and logs differences; opens no tensor file. Rank 0.
     """
 
     name: str
@@ -117,10 +117,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """One checkpoint of ours, or the newest valid one of a run.
+    """A checkpoint of ours, or the newest valid checkpoint of a run.
 
     Args:
-        is_own: whether they are those of this run, so that local ones are candidates as well.
+        is_own: whether they are this run's; local checkpoints are candidates then as well.
     """
 
     source: LoadSource
@@ -188,7 +188,7 @@ def _fit(part: Part, checkpoint: Checkpoint) -> Fit:
 
 
 def _specs(run: Run, part: Part, checkpoint: Checkpoint) -> list[TensorSpec]:
-    """Return the tensors of a part that a checkpoint has, without the moments of what was frozen when it was saved."""
+    """Return the tensors of a part in a checkpoint, without the moments of parameters frozen when it was saved."""
     if part.section.finetune or part.section.no_load_optim:
         return list(checkpoint_specs(part.model, None))
     frozen = saved_frozen(checkpoint.state, part.model, where=checkpoint.path)

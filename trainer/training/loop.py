@@ -36,7 +36,7 @@ def train(run: Run) -> None:
     Saves run in the background. A failed save is logged, and training continues.
 
     Raises:
-        TrainerError: if the last save failed, so that the final state is not on disk.
+        TrainerError: if the last save failed: the final state is not on disk.
     """
     state, settings = run.state, run.config.train
     last = run.train_iters
@@ -81,10 +81,10 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     """Save the last state, and wait for it.
 
     Args:
-        is_stopped: whether a signal or a time limit ends the run, which leaves no time to wait for copies.
+        is_stopped: whether a signal or a time limit ends the run, without time to wait for copies.
 
     Raises:
-        TrainerError: if it is in no checkpoint of those that outlive the run.
+        TrainerError: if no checkpoint that outlives the run has the last state.
     """
     is_at_end = run.state.progress.iteration >= run.train_iters
     for target in () if is_stopped else run.saves:
@@ -108,7 +108,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
-    """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
+    """Train an iteration, record it and the finished saves, and return the control flags of all ranks."""
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
@@ -125,7 +125,7 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
 
 
 def iterate(run: Run) -> StepResult:
-    """Train one iteration on its batch and count it. A call of all ranks."""
+    """Train an iteration on its batch and count it. A call of all ranks."""
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
@@ -206,7 +206,7 @@ def _evaluate(run: Run) -> None:
 
 
 def _evaluate_late(run: Run) -> None:
-    """Do the evaluation that was interrupted; checkpoints of the iteration are then saved again, with its loss."""
+    """Do the interrupted evaluation; checkpoints of the iteration are then saved again, with its loss."""
     _evaluate(run)
     progress = run.state.progress
     if not progress.owes_evaluation:
@@ -224,14 +224,14 @@ def _sample(run: Run, sampler: Sampler) -> None:
 
 
 def _check_replicas(run: Run) -> None:
-    """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
+    """Raise ReplicaError if the bits of a tensor differ between its ranks."""
     check_tied_copies(run.state, run.context.embedding_group)
     shards = (*run.state.shards(), *run.state.base_shards())
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
 def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
-    """Save the current state into the targets that are due, and return them.
+    """Save the current state into the due targets, and return these.
 
     A save goes on in the background unless `checkpoint.async_save=false`.
     """
@@ -253,7 +253,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
-    """Return the files of a checkpoint of the current state that hold no tensors."""
+    """Return the files without tensors of a checkpoint of the current state."""
     record = run_record.state_record(run.state.progress, _lr(run), run.description)
     return {
         **model_documents(run.config.model),

@@ -1,4 +1,4 @@
-"""One training iteration: the gradients of a global batch, their norm, and one optimizer step."""
+"""A training iteration: the gradients of a global batch, their norm, and an optimizer step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StepResult:
         loss: mean over the global batch.
         grad_norm: L2 norm of all gradients before clipping.
         flags: the element-wise maximum of the flags of all ranks.
-        skipped: the error that made the iteration leave the parameters unchanged (`skips_nonfinite`), or None.
-        rank_times: the seconds that each rank worked alone.
+        skipped: the error because of which the parameters stayed unchanged (`skips_nonfinite`), or None.
+        rank_times: the seconds of each rank's own work.
     """
 
     loss: float
@@ -54,17 +54,14 @@ def train_step(
     skips_nonfinite: bool = False,
     own_time: OwnTime | None = None,
 ) -> StepResult:
-    """Run one iteration on this rank's micro batches and step the optimizers. A collective call.
-
-    Args:
-        micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
-        keys: the dropout key of each micro batch.
+    """Run an iteration on this rank's micro batches and step the optimizers. A collective call. Args: micro_batches:
+        int64 windows [micro_batch_size, seq_length + 1] on the device. keys: the dropout key of each micro batch.
         flags: called after the backward pass; returns numbers to reduce over the ranks, equally many on each.
-        skips_nonfinite: if loss or gradient norm is not finite, leave the parameters unchanged instead of raising.
-        own_time: what this rank has done alone since the last iteration; the work of this one is added.
+        skips_nonfinite: leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
+        own_time: this rank's own work since the last iteration; this iteration's is added.
 
     Raises:
-        NonFiniteError: on every rank, before any parameter changes, if loss or gradient norm is not finite.
+        NonFiniteError: on every rank, before any parameter changes, for a nonfinite loss or gradient norm.
     """
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
@@ -93,7 +90,7 @@ def _reduce_figures(
     cluster: Cluster,
     own_time: OwnTime,
 ) -> tuple[float, float, tuple[float, ...], tuple[RankTime, ...]]:
-    """Return the mean loss, the gradient norm, the maximum of the flags and the times of all ranks, in one message.
+    """Return the mean loss, the gradient norm, the maximum of the flags and the times of all ranks.
 
     A collective call.
     """
@@ -122,7 +119,7 @@ def _stacked(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Figures(NamedTuple):
-    """One rank's figures of an iteration, gathered from all ranks in one message, followed by the flags.
+    """A rank's figures of an iteration, gathered from all ranks in a single message, followed by the flags.
 
     `loss` and `squared_norm` are a number each, or the parts of an exact sum. `reports_loss` is 1 if the loss counts in
     the mean, else 0.
@@ -146,7 +143,7 @@ def _gather(cluster: Cluster, local: _Figures, flags: Sequence[float]) -> tuple[
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
-    """Return the error that names the first parameter in model order with a non-finite gradient. A collective call."""
+    """Return the error for the first parameter in model order with a non-finite gradient. A collective call."""
     names = list(saved_tensors(state.config))
     second = aliases(state.config)
     indices = [
@@ -169,7 +166,7 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
 def forward_backward(
     state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
 ) -> list[torch.Tensor]:
-    """Accumulate the gradients of the micro batches; return their losses, 0-d float64, on ranks that compute them.
+    """Accumulate the gradients of the micro batches; return their losses, 0-d float64, on ranks with losses.
 
     Each loss is divided by `GradientReduction.loss_divisor`.
     """
