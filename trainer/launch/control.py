@@ -90,7 +90,7 @@ class RunControl:
         duration, interval = self._rules.exit_duration_in_mins, self._rules.save_interval_mins
         is_over = 0 < 60 * duration <= now - self._started
         is_due = 0 < 60 * interval <= now - self._saved
-        return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), has_failed)
+        return ControlFlags(self.is_signalled() or is_over, is_due or self._is_file_touched(now), has_failed)
 
     def saving(self) -> None:
         """Note the begin of a save, and clear the requests for it."""
@@ -114,7 +114,7 @@ class RunControl:
     def _signal(self) -> str | None:
         return None if self._signals is None else self._signals.name
 
-    def _look(self, now: float) -> bool:
+    def _is_file_touched(self, now: float) -> bool:
         if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:
             self._looked = now
             with contextlib.suppress(OSError):

@@ -54,8 +54,11 @@ def train_step(
     skips_nonfinite: bool = False,
     own_time: OwnTime | None = None,
 ) -> StepResult:
-    """Run an iteration on this rank's micro batches and step the optimizers. A collective call. Args: micro_batches:
-        int64 windows [micro_batch_size, seq_length + 1] on the device. keys: the dropout key of each micro batch.
+    """Run an iteration on this rank's micro batches and step the optimizers. A collective call.
+
+    Args:
+        micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
+        keys: the dropout key of each micro batch.
         flags: called after the backward pass; returns numbers to reduce over the ranks, equally many on each.
         skips_nonfinite: leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
         own_time: this rank's own work since the last iteration; this iteration's is added.
