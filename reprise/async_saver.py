@@ -1,4 +1,4 @@
-"""Saves in the background for a loop of one's own: every save holds the tensors as they were at the call."""
+"""Saves in the background for a loop of the caller's own: every save holds the tensors as they were at the call."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from reprise.storage.files import Files
 
 
 class AsyncSaver:
-    """Saves to one folder in the background. All ranks of the group make the same calls in the same order.
+    """Saves to a folder in the background. All ranks of the group make the same calls in the same order.
 
     A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
-    checkpoint holds what was there at the call. A save that fails is raised by the next call of `save`,
-    `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is
-    made, and the folder of the first is kept as superseded.
+    checkpoint holds the values at the call. A failed save is raised by the next call of `save`, `save_state_dict`,
+    `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is made, and the folder
+    of the first is kept as superseded.
 
     A program that ends without `close` waits for the save under way, and ends with status 1 if it fails. After an error
     it waits for 20 s.
@@ -46,22 +46,22 @@ class AsyncSaver:
                     saver.save(iteration, model, optimizer)
 
     Args:
-        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        max_checkpoint_keep: number of newest checkpoints kept in `folder`; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
         staging_bytes: the most memory in bytes for copies; None for as much as this rank writes. The memory stays
             allocated until `close`. With less, a call returns only when the rest is written.
-        stall_timeout_s: seconds for which such a call waits for a disk that writes nothing; then the save is given up.
-        commit_timeout_s: seconds after which a save that is not over has failed.
-        process_group: the ranks that save; None for all.
+        stall_timeout_s: seconds for which such a call waits for a stalled disk; then the save is given up.
+        commit_timeout_s: seconds after which an unfinished save has failed.
+        process_group: the saving ranks; None for all.
         coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
-        from_rank0: shell patterns for the names of tensors that differ between ranks by design; see `save`.
+        from_rank0: shell patterns for the names of tensors with differences between ranks by design; see `save`.
         timeout_s: seconds for which a call waits for ranks that have not made it.
 
     Raises:
-        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
+        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are invalid; on the others it is a
             CheckpointError.
         LockError: on every rank, if another job writes to the folder.
-        TrainerError: on every rank, if one of them does not see the folder of the coordinator.
+        TrainerError: on every rank, if a rank does not see the folder of the coordinator.
     """
 
     def __init__(
@@ -154,10 +154,10 @@ class AsyncSaver:
         return self._checkpointer.is_saving
 
     def wait(self) -> None:
-        """Wait until the save that is under way is a checkpoint.
+        """Wait until the running save is a checkpoint.
 
         Raises:
-            TrainerError: if it did not become one.
+            TrainerError: if the save did not become a checkpoint.
         """
         self._checkpointer.wait()
         program_end.forget(self)
@@ -166,10 +166,10 @@ class AsyncSaver:
                 raise report.error
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let go of the folder.
+        """Wait for the running save, and release the folder.
 
         Raises:
-            TrainerError: if that save did not become a checkpoint.
+            TrainerError: if the save did not become a checkpoint.
         """
         self._is_closed = True
         program_end.forget(self)
@@ -184,7 +184,7 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the saver; after an error a save that is under way may land, and is waited for a short time only."""
+        """Close the saver; after an error a running save may land, and is waited for a short time only."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
@@ -204,7 +204,7 @@ class AsyncSaver:
             contents = contents_of(
                 call,
                 make_tree,
-                known=self._known,
+                cache=self._known,
                 last=self._last,
                 folder=self._folder,
                 iteration=iteration,

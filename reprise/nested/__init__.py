@@ -1,1 +1,1 @@
-"""Nested state dicts: stored names, the tables that ranks agree on, and filling in place."""
+"""Nested state dicts: stored names, the tables agreed on by ranks, and filling in place."""

@@ -1,7 +1,7 @@
-"""How the ranks of a group agree on one table of tensors: by digests, and by the tables themselves only if one is new.
+"""The agreement of a group's ranks on a table of tensors: by digests, and by the tables only if a table is new.
 
-A save costs one message of each rank and one answer as long as no rank's table changes and all give the same values.
-Small tables and values are part of that message.
+A save costs a message of each rank and an answer as long as no rank's table changes and all give the same values. Small
+tables and values are part of the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KnownTables:
         joint: the table of all ranks.
         own: the table of this rank, and its message.
         sent: the digest of this rank's table in the last agreement.
-        exchanged: how many tables this rank has sent or, on the coordinator, received.
+        exchanged: the number of tables sent by this rank or, on the coordinator, received.
     """
 
     tables: dict[bytes, Table] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class KnownTables:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank sends first: digests of its table, of the joint table that it knows, and of its values.
+    """A rank's first message: digests of its table, of its last joint table, and of its values.
 
     Args:
         table: the table itself, if it is new and small.
@@ -69,10 +69,12 @@ class _Offer:
 
     @staticmethod
     def from_bytes(data: bytes) -> _Offer:
-        digest, held, values = (data[at : at + _DIGEST_BYTES] for at in range(0, 3 * _DIGEST_BYTES, _DIGEST_BYTES))
+        digest, joint_digest, values = (
+            data[at : at + _DIGEST_BYTES] for at in range(0, 3 * _DIGEST_BYTES, _DIGEST_BYTES)
+        )
         at = 3 * _DIGEST_BYTES + 4
         end = at + int.from_bytes(data[at - 4 : at], "little")
-        return _Offer(digest, held, values, table=data[at:end], values=data[end:])
+        return _Offer(digest, joint_digest, values, table=data[at:end], values=data[end:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def agree_on_state(
     call: JointCall,
     table: Table,
     values: NestedValues,
-    known: KnownTables,
+    cache: KnownTables,
     *,
     before_decision: Callable[[], None] = lambda: None,
 ) -> tuple[JointTable, NestedValues]:
@@ -109,17 +111,16 @@ def agree_on_state(
         before_decision: called on the coordinator once every rank has offered; the call fails if it raises.
 
     Raises:
-        CheckpointError: on every rank, if one of them does not make the call, or their tables or values do not fit
-            together.
+        CheckpointError: on every rank, if a rank does not make the call, or their tables or values do not fit together.
     """
-    channel, data, own_values = call.channel, known.message_of(table), values.to_bytes()
-    offer = _offer_of(data, own_values, known, most_bytes=len(data) if channel.coordinates else SMALL_TABLE_BYTES)
-    known.exchanged += bool(offer.table) and not channel.coordinates
+    channel, data, own_values = call.channel, cache.message_of(table), values.to_bytes()
+    offer = _offer_of(data, own_values, cache, most_bytes=len(data) if channel.coordinates else SMALL_TABLE_BYTES)
+    cache.exchanged += bool(offer.table) and not channel.coordinates
     rows = call.offer(offer.to_bytes())
     answer = _Answer()
     if channel.coordinates:
         with call.preparing():
-            exchange = _Exchange.of(channel, rows, known)
+            exchange = _Exchange.of(channel, rows, cache)
             answer = exchange.answer
             if not (answer.tables or answer.values):
                 values = exchange.join(values)
@@ -127,11 +128,11 @@ def agree_on_state(
             before_decision()
     answer = _Answer(*json.loads(call.decide(answer.to_json())))
     if not answer.is_same_table and not channel.coordinates:
-        known.joint = None
+        cache.joint = None
     if answer.tables or answer.values:
         if channel.rank in answer.tables:
             channel.put(f"{call.key}/table/{channel.rank}", data)
-            known.exchanged += 1
+            cache.exchanged += 1
         if channel.rank in answer.values:
             channel.put(f"{call.key}/values/{channel.rank}", own_values)
         with channel.agreed(f"{call.key}/joined"):
@@ -141,20 +142,20 @@ def agree_on_state(
     if not answer.is_same_table:
         joint = answer.joint.encode()
         if not joint:
-            joint = channel.broadcast(f"{call.key}/joint", known.joint.to_bytes() if known.joint else b"")
-        known.joint = known.joint or JointTable.from_bytes(joint)
-    known.sent = offer.digest
-    assert known.joint is not None
-    return known.joint, values
+            joint = channel.broadcast(f"{call.key}/joint", cache.joint.to_bytes() if cache.joint else b"")
+        cache.joint = cache.joint or JointTable.from_bytes(joint)
+    cache.sent = offer.digest
+    assert cache.joint is not None
+    return cache.joint, values
 
 
-def _offer_of(data: bytes, values: bytes, known: KnownTables, *, most_bytes: int) -> _Offer:
+def _offer_of(data: bytes, values: bytes, cache: KnownTables, *, most_bytes: int) -> _Offer:
     """Return the offer of a table and values; the table is part of it if it is new and has at most `most_bytes`."""
     digest = digest_of(data)
-    is_sent = len(data) <= most_bytes and (known.joint is None or digest != known.sent)
+    is_sent = len(data) <= most_bytes and (cache.joint is None or digest != cache.sent)
     return _Offer(
         digest,
-        _NONE if known.joint is None else known.joint.digest,
+        _NONE if cache.joint is None else cache.joint.digest,
         digest_of(values),
         table=data if is_sent else b"",
         values=values if len(values) <= SMALL_VALUES_BYTES else b"",
@@ -163,7 +164,7 @@ def _offer_of(data: bytes, values: bytes, known: KnownTables, *, most_bytes: int
 
 @dataclass(slots=True)
 class _Exchange:
-    """The tables and values of one agreement, on the coordinator."""
+    """The tables and values of an agreement, on the coordinator."""
 
     channel: StoreChannel
     offers: dict[int, _Offer]
@@ -173,29 +174,31 @@ class _Exchange:
     values: dict[int, bytes]
 
     @staticmethod
-    def of(channel: StoreChannel, rows: Sequence[bytes], known: KnownTables) -> _Exchange:
-        """Return the exchange that the offers of all ranks begin, with the answer to them."""
+    def of(channel: StoreChannel, rows: Sequence[bytes], cache: KnownTables) -> _Exchange:
+        """Return the exchange for the offers of all ranks, with the answer to them."""
         offers = {rank: _Offer.from_bytes(row) for rank, row in zip(channel.ranks, rows, strict=True)}
-        own = offers[channel.rank]
+        offer_of_rank = offers[channel.rank]
         digests = tuple(offer.digest for offer in offers.values())
         is_same = (
-            known.joint is not None and digests == known.digests and len({offer.held for offer in offers.values()}) == 1
+            cache.joint is not None and digests == cache.digests and len({offer.held for offer in offers.values()}) == 1
         )
-        known.digests = digests
+        cache.digests = digests
         new = {} if is_same else _first_of_each({rank: offer.digest for rank, offer in offers.items()})
-        tables = {rank: offers[rank].table for digest, rank in new.items() if digest not in known.tables}
-        others = _first_of_each({rank: offer.values_digest for rank, offer in offers.items()})
-        values = {rank: offers[rank].values for digest, rank in others.items() if digest != own.values_digest}
+        tables = {rank: offers[rank].table for digest, rank in new.items() if digest not in cache.tables}
+        first_ranks = _first_of_each({rank: offer.values_digest for rank, offer in offers.items()})
+        values = {
+            rank: offers[rank].values for digest, rank in first_ranks.items() if digest != offer_of_rank.values_digest
+        }
         answer = _Answer(
             [rank for rank, data in tables.items() if not data],
             [rank for rank, data in values.items() if not data],
             is_same,
         )
-        known.exchanged += sum(bool(offer.table) for rank, offer in offers.items() if rank != channel.rank)
-        return _Exchange(channel, offers, known, answer, tables, values)
+        cache.exchanged += sum(bool(offer.table) for rank, offer in offers.items() if rank != channel.rank)
+        return _Exchange(channel, offers, cache, answer, tables, values)
 
     def receive(self, key: str) -> None:
-        """Wait for the tables and the values that the answer has asked for."""
+        """Wait for the tables and the values requested by the answer."""
         for kind, ranks, into in (
             ("table", self.answer.tables, self.tables),
             ("values", self.answer.values, self.values),
@@ -205,22 +208,22 @@ class _Exchange:
         self.known.exchanged += len(self.answer.tables)
 
     def join(self, values: NestedValues) -> NestedValues:
-        """Make the table of all ranks, keep theirs for the next time, and return the values of all.
+        """Build the joint table, cache each rank's table, and return the values of all ranks.
 
         Raises:
             CheckpointError: if they do not fit together.
         """
-        known = self.known
+        cache = self.known
         if self.answer.is_same_table and not self.values:
             return values
         if not self.answer.is_same_table:
-            known.joint = None
+            cache.joint = None
             received = {self.offers[rank].digest: Table.from_bytes(data) for rank, data in self.tables.items()}
-            tables = {**known.tables, **received}
-            known.tables = {digest: tables[digest] for digest in known.digests}
-            known.joint = join({rank: known.tables[offer.digest] for rank, offer in self.offers.items()})
-        others = {rank: NestedValues.from_bytes(data) for rank, data in self.values.items()}
-        return join_values({self.channel.rank: values, **others})
+            tables = {**cache.tables, **received}
+            cache.tables = {digest: tables[digest] for digest in cache.digests}
+            cache.joint = join({rank: cache.tables[offer.digest] for rank, offer in self.offers.items()})
+        received_values = {rank: NestedValues.from_bytes(data) for rank, data in self.values.items()}
+        return join_values({self.channel.rank: values, **received_values})
 
     @property
     def small_joint(self) -> str:

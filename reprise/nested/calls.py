@@ -1,4 +1,4 @@
-"""One save and one load of a tree of live tensors and values, from the check of the arguments to the agreement."""
+"""A save and a load of a tree of live tensors and values, from the check of the arguments to the agreement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
 from reprise.nested.documents import NestedValues, read_values, values_of
 from reprise.nested.filling import Filling
-from reprise.nested.held import LastTensors, hold
+from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
@@ -32,7 +32,7 @@ _known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
 
 
 def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
-    """Return what the ranks of a group know of each other from earlier calls of one kind."""
+    """Return the tables from earlier calls of a kind between the ranks of a group."""
     return _known.setdefault((kind, channel.ranks), KnownTables())
 
 
@@ -40,7 +40,7 @@ def contents_of(
     call: JointCall,
     make_tree: MakeTree,
     *,
-    known: KnownTables,
+    cache: KnownTables,
     last: LastTensors | None = None,
     folder: str | Path,
     iteration: int,
@@ -53,8 +53,8 @@ def contents_of(
     """Return the contents of a save. A call of all ranks.
 
     Args:
-        make_tree: returns what this rank gives.
-        known: what the ranks know of each other.
+        make_tree: returns this rank's tree.
+        cache: the tables of the last agreement of the ranks.
         last: the tensors of the save before, where there is one; those of this save replace them.
         is_replicated: whether every rank has to hold a part of every tensor.
         overwrite: whether the iteration may be there already.
@@ -62,8 +62,8 @@ def contents_of(
         before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
 
     Raises:
-        TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
-        BaseException: what this rank has raised; the others get a TrainerError that names it.
+        TrainerError: on every rank, if a rank cannot save, or their trees do not fit together.
+        BaseException: this rank's own error; the others get a TrainerError that names it.
     """
     last = last or LastTensors()
     with call.preparing():
@@ -76,7 +76,7 @@ def contents_of(
         values = values_of(tree)
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
-    joint, values = agree_on_state(call, table, values, known, before_decision=before_decision)
+    joint, values = agree_on_state(call, table, values, cache, before_decision=before_decision)
     live = last.shared(joint, call.channel.rank, from_rank0)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
 
@@ -95,24 +95,24 @@ def save_now(
 ) -> Path:
     """Save as `folder/iter_<iteration>` while the caller waits, and return that path. A call of all ranks.
 
-    The coordinator takes the lock of the folder before it lets the other ranks know that they save.
+    The coordinator takes the lock of the folder before the other ranks hear of the decision to save.
 
     Args:
-        keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        keep: number of newest checkpoints kept; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
         from_rank0: see `contents_of` for this and the others.
 
     Raises:
-        TrainerError: if it did not become a checkpoint.
+        TrainerError: if the save did not become a checkpoint.
         BaseException: as `contents_of`.
     """
     with contextlib.ExitStack() as ending:
 
         def new_checkpointer() -> Checkpointer:
             policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
-            made = Checkpointer(policy, call.channel, nonce=call.nonce)
-            ending.callback(made.close)
-            return made
+            checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
+            ending.callback(checkpointer.close)
+            return checkpointer
 
         owning: list[Checkpointer] = []
 
@@ -123,7 +123,7 @@ def save_now(
         contents = contents_of(
             call,
             make_tree,
-            known=known_tables("save", call.channel),
+            cache=known_tables("save", call.channel),
             folder=folder,
             iteration=iteration,
             from_rank0=from_rank0,
@@ -148,16 +148,16 @@ def fill(
     missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
 ) -> LoadedState:
-    """Fill a tree from a checkpoint, and return the names that either side lacks.
+    """Fill a tree from a checkpoint, and return the names missing on either side.
 
     Args:
-        make_tree: returns what this rank fills.
+        make_tree: returns this rank's tree to fill.
         missing_ok: fill nothing, and return iteration 0, where there is no checkpoint; the same on all ranks.
         check: refuses a checkpoint before its tensors are compared with the tree's.
 
     Raises:
         TrainerError: on every rank; values are replaced only after all tensors are filled on every rank.
-        BaseException: what this rank has raised; the others get a TrainerError that names it.
+        BaseException: this rank's own error; the others get a TrainerError that names it.
     """
     channel = call.channel
     with call.preparing():
@@ -165,12 +165,12 @@ def fill(
         check_strict(strict)
         tree = make_tree()
         tree.prepare_load()
-        held = hold(tree)
-        table = held.table(tree, ())
+        local = local_tensors(tree)
+        table = local.table(tree, ())
     joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, Path(path)):
         return LoadedState({"iteration": 0})
-    filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
+    filling = Filling(tree, local.shared(joint, channel.rank), joint, strict=strict)
 
     def check_all(checkpoint: Checkpoint) -> None:
         read_values(checkpoint)

@@ -1,4 +1,4 @@
-"""The values of a state dict that are no tensors, and their form in `trainer_state.json`."""
+"""The values of a state dict beside its tensors, and their form in `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class NestedValues:
     """The values of a state dict by JSON Pointer, and the parameter groups of each optimizer in it, as JSON.
 
     Args:
-        groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group, and the `place` of a
-            group in the list of the rank that gave it, where it is another one here.
+        groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group, and the `place` of a group
+            in the list of its rank, where it has another place here.
         optimizer: the class of `/optimizer`; None if only its state dict is known.
-        classes: by JSON Pointer, a key of `DICTS` for each dict that is no plain one.
-        dtypes: by stored name, the dtype of each tensor that the files hold in another one.
+        classes: by JSON Pointer, a key of `DICTS` for each dict of a subclass.
+        dtypes: by stored name, the dtype of each tensor with another dtype in the files.
     """
 
     values: Json = field(default_factory=dict)
@@ -60,65 +60,65 @@ class NestedValues:
         if self.optimizer is not None:
             document["optimizer"] = {"name": self.optimizer}
         further = {"classes": dict(self.classes), "dtypes": dict(self.dtypes)}
-        given = {key: members for key, members in further.items() if members}
-        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **given}}
+        optional = {key: members for key, members in further.items() if members}
+        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **optional}}
 
     def value(self, where: str) -> Any:
         """Return the value at a JSON Pointer; an empty dict has its class."""
         return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
 
     def below(self, where: str) -> Any:
-        """Return the value at a JSON Pointer, or the dict of those below it; None if there is neither.
+        """Return the value at a JSON Pointer, or the dict of values below it; None if there is neither.
 
-        Earlier versions stored the state of an object by leaf, as that of any dict.
+        Earlier versions stored the state of an object by leaf, as of any dict.
         """
         if where in self.values:
             return self.value(where)
         below = {at: value for at, value in self.values.items() if at.startswith(f"{where}/")}
-        found: Any = replace(self, values=below).nested() if below else None
+        inner: Any = replace(self, values=below).nested() if below else None
         for key in keys_of_pointer(where) if below else ():
-            found = found[key]
-        return found
+            inner = inner[key]
+        return inner
 
     def nested(self, *, without: Collection[str] = ()) -> Json:
         """Return the values as a nested dict, without those below some of the outermost keys."""
-        found: Json = {}
+        tree: Json = {}
         for where in self.values:
             *parents, last = keys = keys_of_pointer(where)
             if keys[0] not in without:
-                inner = found
+                inner = tree
                 for depth, key in enumerate(parents, 1):
                     kind = DICTS[self.classes.get(pointer(keys[:depth]), "dict")]
                     inner = inner.setdefault(key, kind())
                 inner[last] = self.value(where)
-        return found
+        return tree
 
 
-def by_leaf(values: NestedValues, asked: Collection[str]) -> NestedValues:
-    """Return the values by the pointers that a load asks for.
+def by_leaf(values: NestedValues, pointers: Collection[str]) -> NestedValues:
+    """Return the values by the pointers of a load.
 
-    A value that holds tensors, or of which members are asked for, is divided: a template finds a tensor in a list by
-    its name, and a number beside it as a value of its own.
+    A value with tensors, or with requested members, is divided: a template finds a tensor in a list by its name, and a
+    number beside it as a value of its own.
     """
-    parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, asked) for count in range(1, len(keys))}
-    found: Json = {}
+    parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, pointers) for count in range(1, len(keys))}
+    by_pointer: Json = {}
     for where, value in values.values.items():
-        decoded = None if where in asked else decode(value)
+        decoded = None if where in pointers else decode(value)
         if any(references(decoded)) or (where in parents and isinstance(decoded, (dict, list, tuple))):
-            leaves = _leaves(decoded, keys_of_pointer(where), asked)
-            found |= {at: encode(leaf, keys_of_pointer(at)) for at, leaf in leaves}
+            leaves = _leaves(decoded, keys_of_pointer(where), pointers)
+            by_pointer |= {at: encode(leaf, keys_of_pointer(at)) for at, leaf in leaves}
         else:
-            found[where] = value
-    return replace(values, values=found)
+            by_pointer[where] = value
+    return replace(values, values=by_pointer)
 
 
-def _leaves(value: object, keys: Keys, asked: Collection[str]) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value and pointer(keys) not in asked:
+def _leaves(value: object, keys: Keys, pointers: Collection[str]) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value and pointer(keys) not in pointers:
         for key, member in value.items():
-            yield from _leaves(member, (*keys, str(key)), asked)
+            yield from _leaves(member, (*keys, str(key)), pointers)
     elif isinstance(value, (list, tuple)) and any(references(value)):
         for number, member in enumerate(value):
-            yield from _leaves(member, (*keys, str(number)), asked)
+            yield from _leaves(member, (*keys, str(number)), pointers)
     elif not any(references(value)):
         yield pointer(keys), value
 
@@ -126,18 +126,21 @@ def _leaves(value: object, keys: Keys, asked: Collection[str]) -> Iterator[tuple
 def values_of(tree: Tree) -> NestedValues:
     """Return the values of a state dict."""
     groups = {
-        where: [{"names": group.names, "numbers": group.numbers} for group in found.groups]
-        for where, found in tree.optimizers.items()
+        where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
+        for where, optimizer in tree.optimizers.items()
     }
     classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
     return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
-    """Return the values of all ranks, given those that differ by rank. Stages of a pipeline have groups of their own.
+    """Return the values of all ranks. Stages of a pipeline have groups of their own.
+
+    Args:
+        by_rank: the different values, each of the first rank with them.
 
     Raises:
-        CheckpointError: naming a value or a parameter group that is another one on another rank.
+        CheckpointError: naming a value or a parameter group with a difference between ranks.
     """
     values: dict[str, tuple[int, Any]] = {}
     groups: dict[str, list[Json]] = {}
@@ -146,22 +149,22 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     dtypes: dict[str, tuple[int, str]] = {}
     first_rank = min(by_rank)
     optimizer = by_rank[first_rank].optimizer
-    for rank, given in sorted(by_rank.items()):
-        if given.optimizer != optimizer:
-            raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, given.optimizer))
-        for joined, names in ((classes, given.classes), (dtypes, given.dtypes)):
+    for rank, values_of_rank in sorted(by_rank.items()):
+        if values_of_rank.optimizer != optimizer:
+            raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, values_of_rank.optimizer))
+        for joined, names in ((classes, values_of_rank.classes), (dtypes, values_of_rank.dtypes)):
             for where, name in names.items():
-                first, known = joined.setdefault(where, (rank, name))
-                if known != name:
-                    raise _differs(where, (first, known), (rank, name))
-        for where, value in given.values.items():
-            first, known = values.setdefault(where, (rank, value))
-            if _text(known) != _text(value):
-                raise _differs(where, (first, known), (rank, value))
-        for where, found in given.groups.items():
+                first, first_value = joined.setdefault(where, (rank, name))
+                if first_value != name:
+                    raise _differs(where, (first, first_value), (rank, name))
+        for where, value in values_of_rank.values.items():
+            first, first_value = values.setdefault(where, (rank, value))
+            if _text(first_value) != _text(value):
+                raise _differs(where, (first, first_value), (rank, value))
+        for where, groups_of_rank in values_of_rank.groups.items():
             known_groups = groups.setdefault(where, [])
             texts = {_text(group | {"place": None}) for group in known_groups}
-            for place, group in enumerate(found):
+            for place, group in enumerate(groups_of_rank):
                 for name in group["names"]:
                     first, numbers = of_parameter.setdefault((where, name), (rank, group["numbers"]))
                     if _text(numbers) != _text(group["numbers"]):
@@ -176,7 +179,7 @@ def _without_ranks(joined: Mapping[str, tuple[int, Any]]) -> Json:
 
 
 def read_values(checkpoint: Checkpoint) -> NestedValues:
-    """Return the values in a checkpoint: of a state dict, or the `state` and the parameter groups that `save` stored.
+    """Return the values in a checkpoint: of a state dict, or the `state` and the parameter groups stored by `save`.
 
     Raises:
         CheckpointError: if its state file is malformed.
@@ -201,14 +204,20 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
     ):
         raise _malformed(checkpoint, STATE_DICT, nested)
     groups = {**groups, _OPTIMIZER: state.get("groups", [])}
-    for where, found in groups.items():
-        for group in found if isinstance(found, list) else [found]:
+    for where, members_of_optimizer in groups.items():
+        for group in members_of_optimizer if isinstance(members_of_optimizer, list) else [members_of_optimizer]:
             if not _is_group(group):
                 raise _malformed(checkpoint, f"groups of {where}", group)
     for where, value in values.items():
         if not _is_readable(value, decode):
             raise _malformed(checkpoint, f"{STATE_DICT}.values of {where}", value)
-    return NestedValues(values, {where: found for where, found in groups.items() if found}, None, classes, dtypes)
+    return NestedValues(
+        values,
+        {where: members_of_optimizer for where, members_of_optimizer in groups.items() if members_of_optimizer},
+        None,
+        classes,
+        dtypes,
+    )
 
 
 def _is_tree(pointers: Sequence[str], values: Json) -> bool:
@@ -240,13 +249,13 @@ def _is_readable(value: object, read: Callable[[object], object]) -> bool:
 
 def _pointers(nested: Json, keys: Keys = ()) -> Json:
     """Return a nested dict of JSON by pointer; an empty dict in it is a value."""
-    found: Json = {}
+    by_pointer: Json = {}
     for key, member in nested.items():
         if isinstance(member, dict) and member:
-            found |= _pointers(member, (*keys, key))
+            by_pointer |= _pointers(member, (*keys, key))
         else:
-            found[pointer((*keys, key))] = member
-    return found
+            by_pointer[pointer((*keys, key))] = member
+    return by_pointer
 
 
 def _differs(where: str, first: tuple[int, object], second: tuple[int, object]) -> CheckpointError:
@@ -260,9 +269,9 @@ def _differs(where: str, first: tuple[int, object], second: tuple[int, object]) 
     )
 
 
-def _malformed(checkpoint: Checkpoint, member: str, found: object) -> CheckpointError:
+def _malformed(checkpoint: Checkpoint, member: str, content: object) -> CheckpointError:
     where = f"{checkpoint.path / STATE}, {member}"
-    return CheckpointError("A state file is malformed", where=where, expected="what `save` writes", found=repr(found))
+    return CheckpointError("A state file is malformed", where=where, expected="what `save` writes", found=repr(content))
 
 
 def _shown(value: object) -> str:

@@ -37,17 +37,17 @@ _Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its sta
 
 @dataclass(slots=True)
 class Filling:
-    """One load into a nested state dict, on one rank.
+    """A load into a nested state dict, on a single rank.
 
     Args:
-        tensors: this rank's, with the ranks that hold the same boxes.
+        tensors: this rank's, with the ranks of the same boxes.
         joint: the table of all ranks.
         saved: the values of the checkpoint at hand.
-        values: the same by the pointers that the load asks for.
-        made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
+        values: the same by the pointers of the load.
+        made: by the optimizer's pointer, the state allocated for the checkpoint at hand.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
-        whole: by pointer, the values that hold tensors, with references to those in `allocated`, and what empty dicts
-            take.
+        whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
+            empty dicts.
         allocated: by stored name, the tensors of such values.
     """
 
@@ -71,15 +71,15 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
-        made = list(self._allocate(checkpoint, values))
+        allocated = list(self._allocate(checkpoint, values))
         names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
-        taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
+        nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
         self.values = values = by_leaf(values, joint.values)
         self._fill_empty(values)
         self.made = {where: {} for where in self.tree.optimizers}
-        made += list(self._make_tensors(checkpoint, values))
+        allocated += list(self._make_tensors(checkpoint, values))
         self._make_values(values)
-        asked = {
+        requested = {
             where
             for where, value in values.values.items()
             if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, joint.values)
@@ -101,20 +101,20 @@ class Filling:
         _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
         self.matched = match(
             checkpoint,
-            [*tensors, *made],
+            [*tensors, *allocated],
             strict=self.strict,
-            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in taken,
-            others=[other_names.get(spec.name, spec.name) for spec in joint.specs],
+            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in nested_names,
+            requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
-            unexpected=sorted(asked - joint.values - made_values),
+            unexpected=sorted(requested - joint.values - made_values),
         )
         return self.matched.live
 
     def finish(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
-        """Replace the values, once every rank has filled its tensors.
+        """Replace the values, after every rank has filled its tensors.
 
         Args:
-            is_first: whether this is the one rank that logs what is the same on all.
+            is_first: whether this rank logs the lines common to all ranks.
         """
         values = self.values
         self.tree.put_tensors(self.matched.missing)
@@ -137,42 +137,44 @@ class Filling:
             if where in self.whole:
                 receiver.give(where, put_back(self.whole[where], self.allocated))
         self.matched.log(checkpoint, is_first=is_first)
-        rest = put_back(self._rest(self.saved).nested(), self.allocated)
-        return LoadedState({**rest, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
+        further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
+        return LoadedState(
+            {**further_values, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected
+        )
 
-    def _rest(self, values: NestedValues) -> NestedValues:
-        """Return the values of `state` under the outermost keys that are not given."""
+    def _remaining_values(self, values: NestedValues) -> NestedValues:
+        """Return the values of `state` under the outermost keys absent from the call."""
         left_out = {MODEL, OPTIMIZER[0], PER_RANK, *self.joint.entries}
-        rest = {
+        remaining = {
             where: value
             for where, value in values.values.items()
             if self.tree.takes_rest
             and keys_of_pointer(where)[0] not in left_out
             and not any(reference.is_sharded for reference in references(values.value(where)))
         }
-        return replace(values, values=rest)
+        return replace(values, values=remaining)
 
     def _allocate(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the tensors of the values that hold some, and yield them."""
+        """Make the tensors of the values with tensors, and yield them."""
         self.whole, self.allocated = {}, {}
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
-        for where in (*self.tree.receivers, *self.tree.values, *self._rest(values).values):
+        for where in (*self.tree.receivers, *self.tree.values, *self._remaining_values(values).values):
             is_object = where in self.tree.receivers
             value = values.below(where) if is_object or where in values.values else None
             names = [reference.name for reference in references(value)]
             if names or (is_object and value is not None):
                 self.whole[where] = value
-            given: dict[Keys, torch.Tensor] = {}
+            tensors: dict[Keys, torch.Tensor] = {}
             if names and is_object:
-                take_out(self.tree.receivers[where].template(), keys_of_pointer(where), given)
-            by_name = {stored_name(keys)[1]: tensor for keys, tensor in given.items()}
+                take_out(self.tree.receivers[where].template(), keys_of_pointer(where), tensors)
+            by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
             for name in names:
                 spec = places[aliases.get(name, name)].spec
                 stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
-                yield from _alone(replace(spec, name=name), stored)
+                yield from _unreplicated(replace(spec, name=name), stored)
 
     def _fill_empty(self, values: NestedValues) -> None:
-        """Let an empty dict take the values that the checkpoint has in it, other than those that a rank asks for."""
+        """Let an empty dict take its values from the checkpoint, except those requested by a rank."""
         free = {where: value for where, value in values.values.items() if where not in self.joint.values}
         for where, value in self.tree.values.items():
             below = replace(values, values=free).below(where) if value == {} else None
@@ -180,28 +182,28 @@ class Filling:
                 self.whole[where] = below
 
     def _tensor_for(
-        self, spec: TensorSpec, dtype: str | None, given: torch.Tensor | None
+        self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new one on its device."""
-        if given is not None and is_dtensor(given) and (form := resolve(given, spec.name)) is not None:
+        """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new tensor on its device."""
+        if template is not None and is_dtensor(template) and (form := resolve(template, spec.name)) is not None:
             self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
-            return form.tensor, given.detach()
-        device = torch.device("cpu") if given is None or given.is_meta else given.device
+            return form.tensor, template.detach()
+        device = torch.device("cpu") if template is None or template.is_meta else template.device
         stored = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         return stored, in_memory(stored, dtype)
 
     def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return, for tied tensors that the checkpoint does not have under their first name, another that it has."""
-        there = {*read_places(checkpoint), *checkpoint.manifest.aliases}
+        """Return a stored name for each tied tensor whose first name is missing in the checkpoint."""
+        stored = {*read_places(checkpoint), *checkpoint.manifest.aliases}
         aliases = self.joint.aliases.items()
-        return {name: alias for alias, name in aliases if name not in there and alias in there}
+        return {name: alias for alias, name in aliases if name not in stored and alias in stored}
 
     def _find_numbers(self, values: NestedValues) -> Iterator[str]:
-        """Find the numbers of each parameter group, and yield the groups and the numbers that the checkpoint lacks.
+        """Find the numbers of each parameter group, and yield the groups and the numbers missing in the checkpoint.
 
         Raises:
-            MismatchError: for a group whose parameters were in groups of different numbers, and for one of tensors that
-                was at another place.
+            MismatchError: for a group whose parameters were in groups of different numbers, and for a group of tensors
+                from another place.
         """
         for where, optimizer in self.tree.optimizers.items():
             saved = _SavedGroups(values.groups.get(where, ()))
@@ -219,7 +221,7 @@ class Filling:
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
     def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the tensors that an optimizer lacks, as before its first step."""
+        """Make the missing tensors of an optimizer, as before its first step."""
         for where, optimizer in self.tree.optimizers.items():
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
             for spec in (place.spec for place in read_places(checkpoint).values()):
@@ -228,11 +230,11 @@ class Filling:
                     parameter = optimizer.parameters[name]
                     dtype = values.dtypes.get(spec.name)
                     shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
-                    made = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
-                    self.made[where][name, key] = made
-                    resolved = resolve(made, spec.name)
+                    tensor = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
+                    self.made[where][name, key] = tensor
+                    resolved = resolve(tensor, spec.name)
                     assert resolved is not None
-                    yield from _alone(spec, resolved.tensor)
+                    yield from _unreplicated(spec, resolved.tensor)
 
     def _make_values(self, values: NestedValues) -> None:
         for where, optimizer in self.tree.optimizers.items():
@@ -243,9 +245,9 @@ class Filling:
 
 
 def _require_dtypes(
-    checkpoint: Checkpoint, given: Mapping[str, str], saved: Mapping[str, str], names: Sequence[str]
+    checkpoint: Checkpoint, dtypes: Mapping[str, str], saved: Mapping[str, str], names: Sequence[str]
 ) -> None:
-    """Refuse tensors of one form in files whose dtypes differ in memory.
+    """Refuse tensors of the same form in files but with different dtypes in memory.
 
     Args:
         names: of the tensors to fill.
@@ -253,12 +255,12 @@ def _require_dtypes(
     places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
     stored = [(name, aliases.get(name, name)) for name in names]
     for name, at in stored:
-        if at in places and given.get(name) != saved.get(at):
+        if at in places and dtypes.get(name) != saved.get(at):
             dtype = str(places[at].spec.dtype).removeprefix("torch.")
             raise MismatchError(
                 "A tensor has another dtype in the checkpoint",
                 where=f"{checkpoint.path}, {name}",
-                expected=given.get(name, dtype),
+                expected=dtypes.get(name, dtype),
                 found=saved.get(at, dtype),
             )
 
@@ -268,40 +270,40 @@ def _group(where: str, number: int) -> str:
 
 
 class _SavedGroups:
-    """The parameter groups of one optimizer in a checkpoint."""
+    """The parameter groups of an optimizer in a checkpoint."""
 
     def __init__(self, groups: Sequence[Json]) -> None:
         self._groups = groups
         self._by_name = {name: place for place, group in enumerate(groups) for name in group["names"]}
 
     def numbers(self, group: ParameterGroup, number: int) -> Json | None:
-        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in groups that differ.
+        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
 
-        A group without parameters has those of such a group at its place, if any.
+        A group without parameters has the numbers of such a group at its place, if any.
         """
         if not group.names:
             is_empty = number < len(self._groups) and not self._groups[number]["names"]
             return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
-        found = [self._groups[self._by_name[name]]["numbers"] for name in group.names if name in self._by_name]
-        is_one = len(found) == len(group.names) and all(numbers == found[0] for numbers in found)
-        return found[0] if is_one else None
+        candidates = [self._groups[self._by_name[name]]["numbers"] for name in group.names if name in self._by_name]
+        is_one = len(candidates) == len(group.names) and all(numbers == candidates[0] for numbers in candidates)
+        return candidates[0] if is_one else None
 
     def require_one(self, where: str, group: ParameterGroup) -> None:
         """Refuse a group whose parameters were in groups of different numbers."""
-        known = [name for name in group.names if name in self._by_name]
-        for name in known[1:]:
-            first, other = (self._groups[self._by_name[each]]["numbers"] for each in (known[0], name))
-            if first != other:
+        known_names = [name for name in group.names if name in self._by_name]
+        for name in known_names[1:]:
+            first, numbers = (self._groups[self._by_name[each]]["numbers"] for each in (known_names[0], name))
+            if first != numbers:
                 raise MismatchError(
                     "The parameters of a group were in groups of different numbers",
                     where=where,
-                    expected=f"those of {known[0]}, {first}",
-                    found=f"{name} with {other}",
+                    expected=f"those of {known_names[0]}, {first}",
+                    found=f"{name} with {numbers}",
                     fix="Divide the parameters into groups as when the checkpoint was saved.",
                 )
 
     def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
-        """Refuse a group with tensors that was at another place, by which they are stored."""
+        """Refuse a group with tensors from another place: tensors are stored by place."""
         places = {self._groups[self._by_name[name]].get("place", self._by_name[name]) for name in group.names}
         if places - {number} and any(isinstance(value, torch.Tensor) for value in group.given.values()):
             raise MismatchError(
@@ -313,12 +315,12 @@ class _SavedGroups:
             )
 
 
-def _is_below(where: str, others: Collection[str]) -> bool:
+def _is_below(where: str, pointers: Collection[str]) -> bool:
     keys = keys_of_pointer(where)
-    return any(pointer(keys[:count]) in others for count in range(1, len(keys)))
+    return any(pointer(keys[:count]) in pointers for count in range(1, len(keys)))
 
 
-def _alone(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:
-    """Yield a tensor that was made for this load, which other ranks are not compared on."""
-    for found in locate(spec.kind, spec.name, tensor, grid=Grid.flat(1)):
-        yield replace(found, replicas=())
+def _unreplicated(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+    """Yield a tensor allocated for this load; other ranks' copies are not compared."""
+    for tensor_of_rank in locate(spec.kind, spec.name, tensor, grid=Grid.flat(1)):
+        yield replace(tensor_of_rank, replicas=())

@@ -1,4 +1,4 @@
-"""Files for other programs in the folder of a save: those that are given, and the configuration of transformers."""
+"""Files for other programs in the folder of a save: the caller's, and the configuration of transformers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _MOST_NAME_BYTES = 255  # of a name on Linux
 
 
 def folder_files(model: object, files: Mapping[str, object] | None) -> dict[str, bytes]:
-    """Return the files of a save by name: `files`, and those that `from_pretrained` reads of a model of transformers.
+    """Return the files of a save by name: `files`, and those for `from_pretrained` of a model of transformers.
 
     Args:
         files: by name, bytes, text, a path whose content is read now, or a dict or list to be written as JSON.
 
     Raises:
-        CheckpointError: naming a file that a checkpoint has itself, or content of another kind.
+        CheckpointError: naming a file of the checkpoint itself, or content of another kind.
     """
-    found = _of_transformers(model)
+    contents = _of_transformers(model)
     for name, content in (files or {}).items():
         _check_name(name)
-        found[name] = _content(name, content)
-        if len(found[name]) > json_file.MAX_BYTES:
+        contents[name] = _content(name, content)
+        if len(contents[name]) > json_file.MAX_BYTES:
             raise CheckpointError(
                 "A file for a checkpoint is too large",
                 where=f"`files`, {name}",
                 expected=f"<= {json_file.MAX_BYTES} B",
-                found=f"{len(found[name])} B",
+                found=f"{len(contents[name])} B",
             )
-    return found
+    return contents
 
 
 def _check_name(name: object) -> None:
@@ -94,7 +94,7 @@ def _content(name: str, content: object) -> bytes:
 def _of_transformers(model: object) -> dict[str, bytes]:
     """Return the configurations of a model of transformers, as its `save_pretrained` writes them; else nothing.
 
-    PEFT's wrappers are left out: their tensors have names that transformers does not read.
+    PEFT's wrappers are left out: their tensors have names unknown to transformers.
     """
     while not _has_text(model, "config") and isinstance(getattr(model, "module", None), nn.Module):
         model = getattr(model, "module", None)  # of DistributedDataParallel
@@ -106,10 +106,10 @@ def _of_transformers(model: object) -> dict[str, bytes]:
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     if dtypes:
         config["dtype"] = str(dtypes[0]).removeprefix("torch.")
-    found = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    contents = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     if _has_text(model, "generation_config"):
-        found["generation_config.json"] = _text(model, "generation_config").encode()
-    return found
+        contents["generation_config.json"] = _text(model, "generation_config").encode()
+    return contents
 
 
 def _has_text(model: object, attribute: str) -> bool:

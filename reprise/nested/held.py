@@ -1,4 +1,4 @@
-"""The tensors of a state dict that a rank holds, by stored name, with their boxes; tied ones are found by memory."""
+"""A rank's tensors of a state dict, by stored name, with their boxes; tied tensors are found by memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = list(TensorKind)
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """This rank's tensors by stored name, without the other ranks that hold them, and the second names of tied ones."""
+    """This rank's tensors by stored name, without the other ranks of each, and the second names of tied tensors."""
 
     live: Mapping[str, LiveTensor]
     aliases: Mapping[str, str]
@@ -34,22 +34,22 @@ class HeldTensors:
         return Table(rows, self.aliases, tree.entries, (*tree.values, *tree.receivers), patterns, is_replicated)
 
     def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all ranks that hold the same boxes, in the order of the joint table.
+        """Return the tensors with all ranks of the same boxes, in the order of the joint table.
 
         Args:
-            patterns: as for `table`; of these tensors the first rank that holds a box saves it.
+            patterns: as for `table`; of these tensors the first rank with a box saves it.
         """
-        found = []
+        tensors = []
         for spec in joint.specs:
             tensor = self.live.get(spec.name)
             if tensor is None:
                 continue
             holders = joint.holders[spec.name][tensor.box]
             if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
-                found.append(replace(tensor, replicas=holders[:1], is_copy=rank != holders[0]))
+                tensors.append(replace(tensor, replicas=holders[:1], is_copy=rank != holders[0]))
             else:
-                found.append(replace(tensor, replicas=holders))
-        return tuple(found)
+                tensors.append(replace(tensor, replicas=holders))
+        return tuple(tensors)
 
 
 @dataclass(slots=True)
@@ -70,23 +70,23 @@ class LastTensors:
     live: tuple[LiveTensor, ...] = ()
 
     def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> Table:
-        """Return the table of this rank, the very same one if nothing has changed; see `Table` for the arguments.
+        """Return the table of this rank, the same object if nothing has changed; see `Table` for the arguments.
 
         Raises:
-            CheckpointError: as `hold`.
+            CheckpointError: as `local_tensors`.
         """
         marks = _marks(tree)
         if marks != self.marks:
-            self.held, self.given, self.joint = hold(tree), None, None
+            self.held, self.given, self.joint = local_tensors(tree), None, None
             self.marks = marks
-        given = (tree.entries, tuple(tree.values), tuple(patterns), is_replicated)
-        if given != self.given:
+        arguments = (tree.entries, tuple(tree.values), tuple(patterns), is_replicated)
+        if arguments != self.given:
             self.table = self.held.table(tree, patterns, is_replicated=is_replicated)
-            self.given = given
+            self.given = arguments
         return self.table
 
     def shared(self, joint: JointTable, rank: int, patterns: Sequence[str]) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all ranks that hold them, the very same tuple if nothing has changed.
+        """Return the tensors with all their ranks, the same tuple if nothing has changed.
 
         Raises:
             CheckpointError: as `require_whole` and `require_patterns`.
@@ -99,34 +99,34 @@ class LastTensors:
         return self.live
 
 
-def hold(tree: Tree) -> HeldTensors:
+def local_tensors(tree: Tree) -> HeldTensors:
     """Return this rank's part of every tensor of a state dict.
 
     Raises:
-        CheckpointError: naming a tensor that cannot be stored, is no box, or shares memory with another.
+        CheckpointError: naming an unstorable tensor, a part that is no box, or a tensor in the memory of another.
     """
     check_byteorder(sys.byteorder)
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
-    known: dict[object, str] = {}
-    named = [(*stored_name(keys), keys, tensor) for keys, tensor in tree.tensors.items()]
-    for kind, name, keys, tensor in sorted(named, key=lambda row: _KINDS.index(row[0])):
+    names_by_identity: dict[object, str] = {}
+    rows = [(*stored_name(keys), keys, tensor) for keys, tensor in tree.tensors.items()]
+    for kind, name, keys, tensor in sorted(rows, key=lambda row: _KINDS.index(row[0])):
         local = local_of(tensor)
         if local.is_meta:
             raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
         check_memory(name, local)
         identity = _identity(tensor, local)
-        if identity in known:
-            _put(aliases, live, name, keys)
-            aliases[name] = known[identity]
+        if identity in names_by_identity:
+            _require_free_name(aliases, live, name, keys)
+            aliases[name] = names_by_identity[identity]
             continue
         part = tree.parts.get(keys)
-        for found in (
+        for tensor_of_rank in (
             locate(kind, name, tensor, grid=Grid.flat(1)) if part is None else [_part(kind, name, local, *part)]
         ):
-            _put(live, aliases, name, keys)
-            live[name] = found
-            known[identity] = name
+            _require_free_name(live, aliases, name, keys)
+            live[name] = tensor_of_rank
+            names_by_identity[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
     refuse_unstorable(tensor.spec for tensor in live.values())
     return HeldTensors(live, aliases)
@@ -137,7 +137,7 @@ def _part(kind: TensorKind, name: str, local: torch.Tensor, box: Box, shape: tup
 
 
 def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
-    """Refuse a pattern of `from_rank0` that fits no tensor of any rank.
+    """Refuse a pattern of `from_rank0` without a match on any rank.
 
     Raises:
         CheckpointError: naming it.
@@ -152,13 +152,13 @@ def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
-    """Return a value that two tensors have in common exactly if they are one and the same memory of one shape."""
+    """Return a value equal for two tensors exactly if they are the same memory with the same shape."""
     storage = local.untyped_storage()._cdata
     return storage, local.storage_offset(), tuple(tensor.shape), tuple(local.shape), local.stride(), local.dtype
 
 
 def _marks(tree: Tree) -> object:
-    """Return a value that is another one if a tensor has other memory, another place in it, or another name."""
+    """Return a value that changes if a tensor has other memory, another place in it, or another name."""
     marks: list[object] = [*tree.tensors, *tree.parts.items()]
     try:
         for tensor in tree.tensors.values():
@@ -167,13 +167,13 @@ def _marks(tree: Tree) -> object:
                 marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
             marks += (local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride(), local.dtype)
             marks += (local.device, type(local), local.is_neg(), local.is_conj())
-    except RuntimeError:  # a tensor without plain memory, which `hold` names
+    except RuntimeError:  # a tensor without plain memory, which `local_tensors` names
         return object()
     return marks
 
 
-def _put(into: Mapping[str, object], other: Mapping[str, object], name: str, keys: Keys) -> None:
-    if name in into or name in other:
+def _require_free_name(into: Mapping[str, object], further: Mapping[str, object], name: str, keys: Keys) -> None:
+    if name in into or name in further:
         raise CheckpointError(
             "Two tensors of a state dict have one stored name",
             where=name,

@@ -1,4 +1,4 @@
-"""The result of a load: the values that it read, and the names that either side lacks."""
+"""The result of a load: its values, and the names missing on either side."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def check_strict(strict: object) -> None:
 
 
 class LoadedState(dict[str, Any]):
-    """The values that a load returns, with the names that one side lacks, where the load did not refuse them.
+    """The values returned by a load, with the names missing on a side, where the load did not refuse them.
 
     Attributes:
-        missing_keys: names that this rank asked for and the checkpoint does not have: their values were kept.
-        unexpected_keys: names that the checkpoint has and no rank asked for.
+        missing_keys: names requested by this rank and missing in the checkpoint: their values were kept.
+        unexpected_keys: names in the checkpoint requested by no rank.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class LoadedState(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The tensors of a load, under the names that they have in the checkpoint, and the names that either side lacks."""
+    """The tensors of a load, under their names in the checkpoint, and the names missing on either side."""
 
     live: Sequence[LiveTensor]
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
 
     def log(self, checkpoint: Checkpoint, *, is_first: bool) -> None:
-        """Log the names that either side lacks.
+        """Log the names missing on either side.
 
         Args:
-            is_first: whether this is the one rank that logs what is the same on all.
+            is_first: whether this rank logs the lines common to all ranks.
         """
         if self.unexpected and is_first:
-            found = f"{len(self.unexpected)} tensors that nothing given has: {_first(self.unexpected)}"
-            _log.warning(f"not loaded from {checkpoint.path}: {found}")
+            text = f"{len(self.unexpected)} tensors that nothing given has: {_first(self.unexpected)}"
+            _log.warning(f"not loaded from {checkpoint.path}: {text}")
         if self.missing:
-            found = f"{len(self.missing)} names, which keep their values: {_first(self.missing)}"
-            _log.warning(f"not in {checkpoint.path}: {found}")
+            text = f"{len(self.missing)} names, which keep their values: {_first(self.missing)}"
+            _log.warning(f"not in {checkpoint.path}: {text}")
 
 
 def match(
@@ -74,42 +74,42 @@ def match(
     *,
     strict: Strictness,
     is_asked: Callable[[TensorSpec], bool],
-    others: Collection[str] = (),
+    requested_names: Collection[str] = (),
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
 ) -> Matched:
-    """Find each tensor in a checkpoint, by its name or as another name of a tied one.
+    """Find each tensor in a checkpoint, by its name or by another name of a tied tensor.
 
     Args:
-        strict: which names that one side lacks are refused.
-        is_asked: whether a tensor of the checkpoint is one of those that the load is about.
-        others: names that other ranks ask for.
-        missing: further names that the checkpoint lacks, of what is no tensor.
-        unexpected: further names that nobody asks for.
+        strict: which names missing on a side are refused.
+        is_asked: whether the load is about a tensor of the checkpoint.
+        requested_names: names requested by other ranks.
+        missing: further names missing in the checkpoint, of values without tensors.
+        unexpected: further names requested by nobody.
 
     Raises:
-        MismatchError: listing every difference in shape or dtype, and every name that is refused.
+        MismatchError: listing every difference in shape or dtype, and every refused name.
     """
     places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
     stored = [aliases.get(tensor.spec.name, tensor.spec.name) for tensor in tensors]
-    found = [
+    renamed = [
         replace(tensor, spec=replace(tensor.spec, name=name)) for tensor, name in zip(tensors, stored, strict=True)
     ]
-    wanted = {*stored, *(aliases.get(name, name) for name in others)}
-    unasked = [name for name, place in places.items() if name not in wanted and is_asked(place.spec)]
+    requested = {*stored, *(aliases.get(name, name) for name in requested_names)}
+    unasked = [name for name, place in places.items() if name not in requested and is_asked(place.spec)]
     unexpected = [*unasked, *unexpected]
     if strict:
         problems = [f"{name} is missing" for name in missing]
         if strict is True:
             problems += [f"{name} is unexpected" for name in unexpected]
         check_tensors(
-            [tensor.spec for tensor in found], places, where=checkpoint.path, is_partial=True, further=problems
+            [tensor.spec for tensor in renamed], places, where=checkpoint.path, is_partial=True, further=problems
         )
-        return Matched(found, unexpected=unexpected)
-    there = [tensor for tensor in found if tensor.spec.name in places]
-    check_tensors([tensor.spec for tensor in there], places, where=checkpoint.path, is_partial=True)
+        return Matched(renamed, unexpected=unexpected)
+    present = [tensor for tensor in renamed if tensor.spec.name in places]
+    check_tensors([tensor.spec for tensor in present], places, where=checkpoint.path, is_partial=True)
     absent = [t.spec.name for t, name in zip(tensors, stored, strict=True) if name not in places]
-    return Matched(there, [*absent, *missing], unexpected)
+    return Matched(present, [*absent, *missing], unexpected)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from reprise.nested.tree import (
     add_optimizer,
     add_tensor,
     add_whole,
+    build_tree,
     require_text_keys,
-    take_apart,
     walk,
 )
 from reprise.nested.typed_values import DICTS
@@ -39,25 +39,24 @@ def tree_of(
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
-    """Return a model as `"model"`, its optimizer as `"optimizer"`, and what `state` holds under its own keys.
+    """Return a model as `"model"`, its optimizer as `"optimizer"`, and the values of `state` under their own keys.
 
     Args:
-        of_rank: a rank and dicts with what it has of its own; None without any.
+        of_rank: a rank and the dicts of its own values; None without any.
         files: see `folder_files`.
-        is_load: take the tree apart for a load, which replaces the values in `state`, a dict, and gives objects their
-            state.
+        is_load: build the tree for a load, which replaces the values in `state`, a dict, and gives objects their state.
 
     Raises:
-        CheckpointError: naming a value of `state` that cannot be stored, a key of it that the model or the optimizer
-            has, an optimizer whose parameters are not the model's, or optimizer state that cannot be stored.
+        CheckpointError: naming an unstorable value of `state`, a key of it reserved for the model or the optimizer, an
+            optimizer whose parameters are not the model's, or unstorable optimizer state.
     """
     state = {} if state is None else state if isinstance(state, dict) else dict(state)
-    tree = take_apart(state, refers=not is_load)
+    tree = build_tree(state, refers=not is_load)
     _require_values(tree)
-    given: dict[Keys, Stateful] = {(MODEL,): model}
+    objects: dict[Keys, Stateful] = {(MODEL,): model}
     if optimizer is not None:
-        given[OPTIMIZER[:1]] = optimizer
-    for keys, value in given.items():
+        objects[OPTIMIZER[:1]] = optimizer
+    for keys, value in objects.items():
         if not is_stateful(value):
             raise CheckpointError(
                 "This is neither a model nor an optimizer",
@@ -65,12 +64,12 @@ def tree_of(
                 found=type(value).__name__,
                 fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
             )
-    tree.entries += tuple(key for (key,) in given)
-    tree.objects = given | tree.objects
+    tree.entries += tuple(key for (key,) in objects)
+    tree.objects = objects | tree.objects
     if of_rank is not None:
-        rank, own = of_rank
+        rank, containers = of_rank
         tree.entries += (PER_RANK,)
-        for container in own:
+        for container in containers:
             require_text_keys(container, (PER_RANK,))
             for key, value in container.items():
                 walk(tree, value, (PER_RANK, str(rank), key), (container, key))
@@ -88,8 +87,8 @@ def tree_of_dict(
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
-    """Return the tree of a nested state dict with the objects in it; see `take_apart` and `add_objects`."""
-    tree = take_apart(state_dict, model=model)
+    """Return the tree of a nested state dict with the objects in it; see `build_tree` and `add_objects`."""
+    tree = build_tree(state_dict, model=model)
     add_objects(tree, is_load=is_load)
     if not is_load:
         tree.files = folder_files(tree.objects.get((MODEL,), model), files)
@@ -105,7 +104,7 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
         is_load: let the others take their state at the end of a load, in place of giving it now.
 
     Raises:
-        CheckpointError: naming what cannot be stored, or an optimizer of parameters that no module of the tree has.
+        CheckpointError: naming an unstorable value, or an optimizer of parameters outside the modules of the tree.
     """
     modules = {keys: value for keys, value in tree.objects.items() if isinstance(value, nn.Module)}
     for keys, module in modules.items():
@@ -129,11 +128,11 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
 
 
 def _require_values(tree: Tree) -> None:
-    taken = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
-    if taken:
+    reserved = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
+    if reserved:
         raise CheckpointError(
             "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
-            found=", ".join(sorted(taken)),
+            found=", ".join(sorted(reserved)),
             fix="Rename it.",
         )
     for where, kind in tree.classes.items():
@@ -151,7 +150,7 @@ def _refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
     """Refuse FSDP1: on each rank its parameters are plain tensors of other elements, and do not tell which.
 
     Raises:
-        CheckpointError: naming the module that is sharded.
+        CheckpointError: naming the sharded module.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -198,9 +197,9 @@ def _give_back(module: nn.Module, holder: Mapping[str, object]) -> None:
 
 def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> None:
     _refuse_further_state(optimizer)
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    names = _names_in(modules, given)
-    strangers = sum(parameter not in names for parameter in given)
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = _names_in(modules, parameters)
+    strangers = sum(parameter not in names for parameter in parameters)
     if strangers:
         raise CheckpointError(
             "The optimizer holds parameters that are not the model's",
@@ -209,7 +208,7 @@ def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], op
             fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and give the "
             "modules of all its parameters.",
         )
-    unnamed: list[Any] = [key for key in optimizer.state if key not in given]
+    unnamed: list[Any] = [key for key in optimizer.state if key not in parameters]
     if unnamed:
         raise CheckpointError(
             "The optimizer has state that belongs to none of its parameters",
@@ -229,17 +228,19 @@ def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], op
         tree.optimizer_class = type(optimizer).__name__
 
 
-def _names_in(modules: Mapping[Keys, nn.Module], given: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
-    """Return the names of the parameters of an optimizer: those in the first module that has all of them.
+def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters of an optimizer: those in the first module with all of them.
 
     Where none has, a name begins with the keys of the module.
     """
     names: dict[nn.Parameter, str] = {}
     for keys, module in modules.items():
-        own = {parameter: name for parameter, name in parameter_names(module).items() if parameter in given}
-        if len(own) == len(given):
-            return own
-        for parameter, name in own.items():
+        names_in_module = {
+            parameter: name for parameter, name in parameter_names(module).items() if parameter in parameters
+        }
+        if len(names_in_module) == len(parameters):
+            return names_in_module
+        for parameter, name in names_in_module.items():
             names.setdefault(parameter, ".".join((*keys, name)))
     return names
 
@@ -252,12 +253,12 @@ def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    given = dict(optimizer.state_dict())
+    state_dict = dict(optimizer.state_dict())
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": None} for group in optimizer.param_groups]
     state = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
-    given["param_groups"] = [{**group, "params": None} for group in given.get("param_groups", ())]
-    difference = _difference(given, {"state": state, "param_groups": groups}, OPTIMIZER[:1])
+    state_dict["param_groups"] = [{**group, "params": None} for group in state_dict.get("param_groups", ())]
+    difference = _difference(state_dict, {"state": state, "param_groups": groups}, OPTIMIZER[:1])
     if difference is not None:
         raise CheckpointError(
             "An optimizer has a state_dict() of its own, which is not its groups and its parameters' state",
@@ -267,16 +268,16 @@ def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _difference(given: object, base: object, keys: Keys) -> Keys | None:
+def _difference(value: object, base: object, keys: Keys) -> Keys | None:
     """Return the keys of the first member in which two nested values differ; None for equal ones."""
-    if isinstance(given, torch.Tensor) and isinstance(base, torch.Tensor):
-        same = given is base or (given.dtype == base.dtype and given.shape == base.shape and torch.equal(given, base))
+    if isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor):
+        same = value is base or (value.dtype == base.dtype and value.shape == base.shape and torch.equal(value, base))
         return None if same else keys
-    if isinstance(given, Mapping) and isinstance(base, Mapping):
-        members = [(key, given.get(key, _NOTHING), base.get(key, _NOTHING)) for key in {**base, **given}]
-    elif isinstance(given, (list, tuple)) and isinstance(base, (list, tuple)) and len(given) == len(base):
-        members = [(number, *pair) for number, pair in enumerate(zip(given, base, strict=True))]
+    if isinstance(value, Mapping) and isinstance(base, Mapping):
+        members = [(key, value.get(key, _NOTHING), base.get(key, _NOTHING)) for key in {**base, **value}]
+    elif isinstance(value, (list, tuple)) and isinstance(base, (list, tuple)) and len(value) == len(base):
+        members = [(number, *pair) for number, pair in enumerate(zip(value, base, strict=True))]
     else:
-        return None if type(given) is type(base) and (given is base or given == base) else keys
-    inner = (_difference(one, other, (*keys, str(key))) for key, one, other in members)
-    return next((found for found in inner if found is not None), None)
+        return None if type(value) is type(base) and (value is base or value == base) else keys
+    inner = (_difference(member, base_member, (*keys, str(key))) for key, member, base_member in members)
+    return next((keys_of_difference for keys_of_difference in inner if keys_of_difference is not None), None)

@@ -17,31 +17,31 @@ _SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sq
 Names = dict[str | int, str]
 
 
-def is_optimizer_state(found: Mapping[Any, Any]) -> bool:
+def is_optimizer_state(state_dict: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of an optimizer."""
-    groups, state = found.get("param_groups"), found.get("state")
+    groups, state = state_dict.get("param_groups"), state_dict.get("state")
     is_list = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
     return is_list and isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
 
 
-def names_of(found: Mapping[str, Any], model: nn.Module | None, *, where: str) -> Names:
-    """Return the name of each parameter in an optimizer's state dict, by the name or the number that it has there.
+def names_of(state_dict: Mapping[str, Any], model: nn.Module | None, *, where: str) -> Names:
+    """Return the name of each parameter in an optimizer's state dict, by its name or number there.
 
     Args:
         model: the model whose parameters, in their order, the optimizer was made of.
 
     Raises:
-        CheckpointError: if it is not certain which parameter a number means.
+        CheckpointError: if the parameter of a number is uncertain.
     """
-    groups = found["param_groups"]
-    given = [parameter for group in groups for parameter in group["params"]]
-    if all(isinstance(parameter, str) for parameter in given):
-        names: Names = {name: name for name in given}
+    groups = state_dict["param_groups"]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if all(isinstance(parameter, str) for parameter in parameters):
+        names: Names = {name: name for name in parameters}
     else:
-        names = dict(zip(given, _numbered(groups, given, model, where), strict=True))
-        _check_shapes(found["state"], names, model, where)
-    strangers = [parameter for parameter in found["state"] if parameter not in names]
-    if strangers or len(set(names.values())) != len(given):
+        names = dict(zip(parameters, _numbered(groups, parameters, model, where), strict=True))
+        _check_shapes(state_dict["state"], names, model, where)
+    strangers = [parameter for parameter in state_dict["state"] if parameter not in names]
+    if strangers or len(set(names.values())) != len(parameters):
         raise CheckpointError(
             "An optimizer's state dict names a parameter that is in no group, or one twice",
             where=where,
@@ -51,12 +51,12 @@ def names_of(found: Mapping[str, Any], model: nn.Module | None, *, where: str) -
 
 
 def _numbered(
-    groups: Sequence[Mapping[str, Any]], given: Sequence[object], model: nn.Module | None, where: str
+    groups: Sequence[Mapping[str, Any]], parameters_of_groups: Sequence[object], model: nn.Module | None, where: str
 ) -> list[str]:
     """Return the names of numbered parameters, in the order of the groups."""
-    named = [group.get("param_names") or () for group in groups]
-    if all(len(names) == len(group["params"]) for names, group in zip(named, groups, strict=True)):
-        return [canonical_name(name) for names in named for name in names]
+    names_of_groups = [group.get("param_names") or () for group in groups]
+    if all(len(names) == len(group["params"]) for names, group in zip(names_of_groups, groups, strict=True)):
+        return [canonical_name(name) for names in names_of_groups for name in names]
     if model is None:
         raise CheckpointError(
             "An optimizer's state dict has numbers for the names of parameters",
@@ -67,13 +67,13 @@ def _numbered(
         )
     parameters = parameter_names(model)
     for names in (list(parameters.values()), [name for p, name in parameters.items() if p.requires_grad]):
-        if len(groups) == 1 and list(given) == list(range(len(names))):
+        if len(groups) == 1 and list(parameters_of_groups) == list(range(len(names))):
             return names
     raise CheckpointError(
         "The parameters of an optimizer cannot be told by their numbers",
         where=where,
         expected=f"one parameter group of all {len(parameters)} parameters of the model, in its order",
-        found=f"{len(groups)} groups of {len(given)} parameters",
+        found=f"{len(groups)} groups of {len(parameters_of_groups)} parameters",
         fix="Make the optimizer of model.named_parameters(), so that its state dict has their names, or give "
         "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict.",
     )

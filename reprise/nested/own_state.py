@@ -17,21 +17,21 @@ _RNG = "rng"
 
 
 def own_state(rank: int, per_rank: Mapping[str, object] | None, *, rng: bool) -> OwnState | None:
-    """Return a rank and what it has of its own, for `tree_of`; None without any.
+    """Return a rank and its own values, for `tree_of`; None without any.
 
     Raises:
-        CheckpointError: for a key of `per_rank` that stands for the random state.
+        CheckpointError: for a key of `per_rank` reserved for the random state.
     """
     if per_rank is None and not rng:
         return None
-    own = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
+    container = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
     if not rng:
-        return rank, [own]
-    if _RNG in own:
+        return rank, [container]
+    if _RNG in container:
         raise CheckpointError(
             "`per_rank` has a key that stands for the random state", found=_RNG, fix="Rename it, or leave rng=True out."
         )
-    return rank, [own, {_RNG: RandomState()}]
+    return rank, [container, {_RNG: RandomState()}]
 
 
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:

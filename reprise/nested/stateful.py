@@ -1,7 +1,7 @@
 """Objects with a state of their own, and nested values with the tensors taken out and put back.
 
-The state of an object is one value of the checkpoint: whatever `state_dict()` returned, with a reference in place of
-each tensor. So a load needs no template, and gives `load_state_dict` what `state_dict` gave.
+The state of an object is a single value of the checkpoint: the result of `state_dict()`, with a reference in place of
+each tensor. So a load needs no template, and gives `load_state_dict` the value from `state_dict`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """An object that takes its state at the end of a load.
+    """An object with a new state at the end of a load.
 
     Args:
         template: returns its current state; its tensors are filled in place where they fit.

@@ -30,7 +30,7 @@ def keys_of_pointer(text: str) -> Keys:
 
 
 def stored_name(keys: Keys) -> tuple[TensorKind, str]:
-    """Return the family of files and the name that a tensor is stored under."""
+    """Return the family of files and the stored name of a tensor."""
     match keys:
         case (top, name) if top == MODEL and _is_plain(name):
             return TensorKind.MODEL, name
@@ -50,7 +50,7 @@ def keys_of(kind: TensorKind, name: str) -> Keys:
 
 
 def order_of(spec: TensorSpec, place_of: Callable[[str], tuple[object, ...]] | None = None) -> tuple[object, ...]:
-    """Return a sort key for the tensors of a state dict: the ranks that hold them have no part in the order.
+    """Return a sort key for the tensors of a state dict: their ranks have no part in the order.
 
     Weights come first, then optimizer state by key with 0-d tensors last, then the rest.
 
@@ -66,7 +66,7 @@ def order_of(spec: TensorSpec, place_of: Callable[[str], tuple[object, ...]] | N
 
 
 def natural(name: str) -> tuple[object, ...]:
-    """Return a sort key that compares runs of digits as numbers; text and digits alternate in it."""
+    """Return a sort key with runs of digits compared as numbers; text and digits alternate in it."""
     parts = _DIGITS.split(name)
     return tuple((len(part.lstrip("0")), part.lstrip("0")) if number % 2 else part for number, part in enumerate(parts))
 

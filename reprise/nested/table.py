@@ -1,4 +1,4 @@
-"""The table of tensors that a rank saves or fills, and the table of all ranks that is made of them."""
+"""The table of a rank's tensors to save or fill, and the joint table of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A rank's part of one tensor."""
+    """A rank's part of a tensor."""
 
     spec: TensorSpec
     box: Box
@@ -35,10 +35,10 @@ class Table:
         rows: by stored name.
         aliases: second names of its tensors, alias -> stored name.
         entries: the outermost keys.
-        values: JSON Pointers to what is no tensor.
-        patterns: of the names of tensors that differ between ranks by design; the same on all ranks.
+        values: JSON Pointers of all other values.
+        patterns: of the names of tensors with differences between ranks by design; the same on all ranks.
         is_replicated: whether every rank gives all tensors, and rows are in the order of the model; else each rank
-            gives its own, and the joint table has an order that depends on names alone.
+            gives its own, and the joint table has an order by names alone.
     """
 
     rows: Mapping[str, TableRow]
@@ -68,11 +68,11 @@ class Table:
     def from_bytes(data: bytes) -> Table:
         """Return the table in a message."""
         rows, aliases, entries, values, patterns, is_replicated = json.loads(data)
-        found = {
+        rows_by_name = {
             name: TableRow(_spec(kind, name, shape, dtype), Box(tuple(offset), tuple(box)))
             for name, kind, dtype, shape, offset, box in rows
         }
-        return Table(found, aliases, entries, values, patterns, is_replicated)
+        return Table(rows_by_name, aliases, entries, values, patterns, is_replicated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class JointTable:
 
     Args:
         specs: every tensor, in the order of `order_of`.
-        holders: by stored name, the ranks that hold each box, in ascending order.
+        holders: by stored name, the ranks of each box, in ascending order.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -103,12 +103,12 @@ class JointTable:
     def from_bytes(data: bytes) -> JointTable:
         """Return the table in a message."""
         specs, holders, aliases, entries, values = json.loads(data)
-        found = tuple(_spec(kind, name, shape, dtype) for kind, name, shape, dtype in specs)
+        tensors = tuple(_spec(kind, name, shape, dtype) for kind, name, shape, dtype in specs)
         by_name = {
             spec.name: {Box(tuple(offset), tuple(shape)): tuple(ranks) for offset, shape, ranks in boxes}
-            for spec, boxes in zip(found, holders, strict=True)
+            for spec, boxes in zip(tensors, holders, strict=True)
         }
-        return JointTable(found, by_name, aliases, frozenset(entries), frozenset(values), digest_of(data))
+        return JointTable(tensors, by_name, aliases, frozenset(entries), frozenset(values), digest_of(data))
 
 
 def digest_of(data: bytes) -> bytes:
@@ -120,7 +120,7 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     """Return the table of all ranks, given by rank.
 
     Raises:
-        CheckpointError: naming a tensor that is another one on another rank, or patterns that are others.
+        CheckpointError: naming a tensor or a pattern with a difference between ranks.
     """
     _require_patterns({rank: sorted(table.patterns) for rank, table in sorted(tables.items())})
     first: dict[str, tuple[int, TableRow]] = {}
@@ -129,14 +129,14 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     problems: list[str] = []
     for rank, table in sorted(tables.items()):
         for name, row in table.rows.items():
-            other, known = first.setdefault(name, (rank, row))
-            if known.spec != row.spec:
-                problems.append(f"{name} is {_words(known)} on rank {other} and {_words(row)} on rank {rank}")
+            first_rank, first_row = first.setdefault(name, (rank, row))
+            if first_row.spec != row.spec:
+                problems.append(f"{name} is {_words(first_row)} on rank {first_rank} and {_words(row)} on rank {rank}")
             holders[name][row.box].append(rank)
         for alias, name in table.aliases.items():
-            other, known_name = aliases.setdefault(alias, (rank, name))
+            first_rank, known_name = aliases.setdefault(alias, (rank, name))
             if known_name != name:
-                problems.append(f"{alias} is tied to {known_name} on rank {other} and to {name} on rank {rank}")
+                problems.append(f"{alias} is tied to {known_name} on rank {first_rank} and to {name} on rank {rank}")
     problems += [
         f"{alias} is tied to {name} on rank {rank} and a tensor of its own on rank {first[alias][0]}"
         for alias, (rank, name) in aliases.items()
@@ -152,13 +152,13 @@ def join(tables: Mapping[int, Table]) -> JointTable:
         )
     else:
         specs = tuple(sorted((row.spec for _, row in first.values()), key=order_of))
-    found = {
+    holders_by_name = {
         spec.name: {box: tuple(ranks) for box, ranks in sorted(holders[spec.name].items(), key=_box_order)}
         for spec in specs
     }
     joint = JointTable(
         specs,
-        found,
+        holders_by_name,
         {alias: name for alias, (_, name) in sorted(aliases.items())},
         frozenset(entry for table in tables.values() for entry in table.entries),
         frozenset(where for table in tables.values() for where in table.values),
@@ -183,7 +183,7 @@ def _require_same_tensors(holders: Mapping[str, Mapping[Box, Sequence[int]]], ra
     for name, boxes in holders.items():
         if name.startswith(f"/{PER_RANK}/"):
             continue
-        giving = {rank for found in boxes.values() for rank in found}
+        giving = {rank for ranks_of_box in boxes.values() for rank in ranks_of_box}
         lacking = [rank for rank in ranks if rank not in giving]
         if lacking:
             problems.append(f"{name} is on rank {min(giving)} and not on rank {lacking[0]}")
@@ -202,10 +202,10 @@ def require_whole(joint: JointTable) -> None:
     """
     problems = []
     for spec in joint.specs:
-        held, size = sum(box.numel for box in joint.holders[spec.name]), math.prod(spec.shape)
-        if held != size:
-            ranks = sorted({rank for found in joint.holders[spec.name].values() for rank in found})
-            problems.append(f"{spec.name}: {held} of {size} elements on ranks {', '.join(map(str, ranks))}")
+        elements, size = sum(box.numel for box in joint.holders[spec.name]), math.prod(spec.shape)
+        if elements != size:
+            ranks = sorted({rank for ranks_of_box in joint.holders[spec.name].values() for rank in ranks_of_box})
+            problems.append(f"{spec.name}: {elements} of {size} elements on ranks {', '.join(map(str, ranks))}")
     _refuse(
         problems,
         "The ranks do not hold a tensor exactly once",
@@ -216,8 +216,8 @@ def require_whole(joint: JointTable) -> None:
 def _refuse(problems: Sequence[str], what: str, fix: str) -> None:
     if problems:
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-        found = "; ".join(problems[:_MOST_NAMED]) + more
-        raise CheckpointError(what, found=found, fix=f"Nothing was read or written. {fix}")
+        text = "; ".join(problems[:_MOST_NAMED]) + more
+        raise CheckpointError(what, found=text, fix=f"Nothing was read or written. {fix}")
 
 
 def _words(row: TableRow) -> str:
@@ -229,5 +229,5 @@ def _box_order(item: tuple[Box, object]) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _spec(kind: str, name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
-    found: torch.dtype = DTYPES[dtype]
-    return TensorSpec(TensorKind(kind), name, tuple(shape), found, tuple(shape))
+    torch_dtype: torch.dtype = DTYPES[dtype]
+    return TensorSpec(TensorKind(kind), name, tuple(shape), torch_dtype, tuple(shape))

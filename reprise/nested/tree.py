@@ -28,11 +28,11 @@ Place = tuple[_Container, str | int]
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
+    """A parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
 
     Args:
         given: the group itself, in which a load replaces the values.
-        defaults: of `numbers`, those that the optimizer has by default.
+        defaults: of `numbers`, the keys with the optimizer's defaults.
     """
 
     names: list[str]
@@ -67,22 +67,22 @@ class Tree:
 
     Args:
         entries: its outermost keys.
-        tensors: by keys, in the order of the dict, in the form that files hold.
-        dtypes: by stored name, the dtype of each tensor that files hold in another one.
-        parts: by keys, the box and the whole shape of a tensor that is a part of one, other than by its placement.
-        meta: by keys, the given tensor and its place, of each that has no memory.
-        values: everything else, as JSON by JSON Pointer; a list that holds no tensor is one value, and so is a dict
-            without tensors that has keys other than text.
-        classes: by JSON Pointer, the class of each dict without tensors that is a subclass.
+        tensors: by keys, in the order of the dict, in the form of the files.
+        dtypes: by stored name, the dtype of each tensor with another dtype in the files.
+        parts: by keys, the box and the whole shape of a tensor that is a part, other than by its placement.
+        meta: by keys, the given tensor and its place, of each without memory.
+        values: everything else, as JSON by JSON Pointer; a list without tensors is a single value, and so is a dict
+            without tensors but with keys other than text.
+        classes: by JSON Pointer, the class of each dict of a subclass without tensors.
         optimizers: by JSON Pointer.
         places: the container and the key of each value.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
         after_load: called at the end of a load.
-        objects: by keys, those with a state of their own, which `add_objects` takes apart.
-        receivers: by JSON Pointer, what takes a state at the end of a load.
+        objects: by keys, those with a state of their own, for `add_objects`.
+        receivers: by JSON Pointer, the objects with a new state at the end of a load.
         files: files for other programs, by name.
-        refers: whether the values have references to the tensors among them, so that a load needs no template.
-        takes_rest: whether a load returns what `state` held under the outermost keys that are not given.
+        refers: whether the values have references to the tensors among them; a load needs no template then.
+        takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
     """
 
     entries: tuple[str, ...]
@@ -105,9 +105,9 @@ class Tree:
     def replace_value(self, where: str, value: object) -> None:
         """Replace a value in its container, after `prepare_load`."""
         container, key = self.places[where]
-        given = container[key]  # type: ignore[index]
-        if not (isinstance(value, dict) and isinstance(given, dict) and not value and not given):
-            container[key] = as_given(given, value)  # type: ignore[index]
+        current = container[key]  # type: ignore[index]
+        if not (isinstance(value, dict) and isinstance(current, dict) and not value and not current):
+            container[key] = with_tuples(current, value)  # type: ignore[index]
 
     def prepare_load(self) -> None:
         """Give memory to meta tensors, which the state dict holds from the end of the load on.
@@ -119,14 +119,14 @@ class Tree:
         for where, (container, _) in places.items():
             if isinstance(container, tuple):
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
-        made: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for keys, (tensor, place) in self.meta.items():
-            given = made.setdefault(id(tensor), materialized(tensor))
-            add_tensor(self, keys, given)
-            self.meta[keys] = given, place
+            allocated = tensors.setdefault(id(tensor), materialized(tensor))
+            add_tensor(self, keys, allocated)
+            self.meta[keys] = allocated, place
 
     def put_tensors(self, lacking: Collection[str]) -> None:
-        """Put tensors that were given memory in the places of their meta tensors.
+        """Put newly allocated tensors in the places of their meta tensors.
 
         Args:
             lacking: stored names, which stay as they are.
@@ -137,18 +137,18 @@ class Tree:
                 container[key] = tensor  # type: ignore[index]
 
 
-def as_given(given: object, value: object) -> object:
-    """Return a value with tuples in place of lists where `given` has them, since old files hold tuples as lists."""
+def with_tuples(template: object, value: object) -> object:
+    """Return a value with tuples in place of lists where `template` has them, since old files hold tuples as lists."""
     if isinstance(value, list):
-        old = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
-        found = [as_given(before, after) for before, after in zip(old, value, strict=True)]
-        return tuple(found) if isinstance(given, tuple) else found
-    if type(value) is dict and isinstance(given, Mapping):
-        return {key: as_given(given.get(key), member) for key, member in value.items()}
+        old = template if isinstance(template, (list, tuple)) and len(template) == len(value) else [None] * len(value)
+        members = [with_tuples(before, after) for before, after in zip(old, value, strict=True)]
+        return tuple(members) if isinstance(template, tuple) else members
+    if type(value) is dict and isinstance(template, Mapping):
+        return {key: with_tuples(template.get(key), member) for key, member in value.items()}
     return value
 
 
-def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bool = False) -> Tree:
+def build_tree(state_dict: object, *, model: nn.Module | None = None, refers: bool = False) -> Tree:
     """Return a nested state dict by leaf; nothing is copied.
 
     Args:
@@ -156,8 +156,8 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bo
         refers: see `Tree`.
 
     Raises:
-        CheckpointError: naming a leaf that cannot be stored, a key above a tensor that is not text, or an optimizer
-            whose parameters have numbers without names.
+        CheckpointError: naming an unstorable leaf, a key above a tensor other than text, or an optimizer whose
+            parameters have numbers without names.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
@@ -166,23 +166,23 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bo
     return tree
 
 
-def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
-    require_text_keys(found, keys)
-    is_optimizer = is_optimizer_state(found)
+def _walk_dict(tree: Tree, container: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
+    require_text_keys(container, keys)
+    is_optimizer = is_optimizer_state(container)
     if is_optimizer:
-        _take_optimizer(tree, found, keys, model)
-    for key, value in found.items():
+        _take_optimizer(tree, container, keys, model)
+    for key, value in container.items():
         if not is_optimizer or key not in ("state", "param_groups"):
-            _walk(tree, value, (*keys, key), (found, key), model)
+            _walk(tree, value, (*keys, key), (container, key), model)
 
 
-def require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
-    """Refuse a key that is no text, or none that UTF-8 has.
+def require_text_keys(container: dict[Any, Any], keys: Keys) -> None:
+    """Refuse a key other than text, or without a form in UTF-8.
 
     Raises:
         CheckpointError: naming it.
     """
-    for key in found:
+    for key in container:
         if not isinstance(key, str):
             raise CheckpointError(
                 "A state dict has a key that is not text",
@@ -201,7 +201,7 @@ def walk(tree: Tree, value: object, keys: Keys, place: Place) -> None:
         place: the container of the member and its key there, for a load.
 
     Raises:
-        CheckpointError: as `take_apart`.
+        CheckpointError: as `build_tree`.
     """
     _walk(tree, value, keys, place, None)
 
@@ -234,10 +234,10 @@ def _walk(tree: Tree, value: object, keys: Keys, place: Place, model: nn.Module 
 
 
 def add_whole(tree: Tree, keys: Keys, value: object) -> None:
-    """Add a nested value as one, with references to its tensors.
+    """Add a nested value as a whole, with references to its tensors.
 
     Raises:
-        CheckpointError: naming what cannot be stored.
+        CheckpointError: naming an unstorable value.
     """
     tensors: dict[Keys, torch.Tensor] = {}
     tree.values[pointer(keys)] = encode(take_out(value, keys, tensors), keys)
@@ -246,7 +246,7 @@ def add_whole(tree: Tree, keys: Keys, value: object) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Return whether a value is a tensor, or a list that holds some, of which every rank has all."""
+    """Return whether a value is a tensor, or a list with tensors, complete on every rank."""
     leaves = list(leaves_of(value)) if isinstance(value, (torch.Tensor, list, tuple)) else []
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not any(
         is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for leaf in leaves
@@ -258,21 +258,21 @@ def _add_value(tree: Tree, value: object, keys: Keys, place: Place) -> None:
     tree.places[pointer(keys)] = place
 
 
-def _has_text_keys(found: dict[Any, Any]) -> bool:
-    return all(type(key) is str and is_unicode(key) for key in found)
+def _has_text_keys(container: dict[Any, Any]) -> bool:
+    return all(type(key) is str and is_unicode(key) for key in container)
 
 
-def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
+def _take_optimizer(tree: Tree, state_dict: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
     refers, tree.refers = tree.refers, False
-    names = names_of(found, model, where=pointer(keys) or "the state dict")
-    is_numbered = any(isinstance(given, int) for given in names)
+    names = names_of(state_dict, model, where=pointer(keys) or "the state dict")
+    is_numbered = any(isinstance(key, int) for key in names)
     parameters = {} if model is None or not is_numbered else parameter_names(model)
     add_optimizer(
         tree,
         keys,
         names=names,
-        groups=found["param_groups"],
-        state=found["state"],
+        groups=state_dict["param_groups"],
+        state=state_dict["state"],
         parameters={name: parameter for parameter, name in parameters.items()},
     )
     tree.refers = refers
@@ -295,9 +295,9 @@ def add_optimizer(
         defaults: of the values in a group.
 
     Raises:
-        CheckpointError: naming a value that cannot be stored.
+        CheckpointError: naming an unstorable value.
     """
-    named = []
+    parameter_groups = []
     for number, group in enumerate(groups):
         numbers = {}
         require_text_keys(group, (*keys, "param_groups", str(number)))
@@ -308,11 +308,13 @@ def add_optimizer(
             elif key not in ("params", "param_names"):
                 numbers[key] = encode_number(value, inner)
         usual = frozenset(key for key in numbers if key in defaults and _is_same(group[key], defaults[key]))
-        named.append(ParameterGroup([names[given] for given in group["params"]], numbers, group, usual))
-    for given, values in state.items():
-        _walk_dict(tree, values, (*keys, "state", names[given]), None)
+        parameter_groups.append(
+            ParameterGroup([names[parameter] for parameter in group["params"]], numbers, group, usual)
+        )
+    for parameter, values in state.items():
+        _walk_dict(tree, values, (*keys, "state", names[parameter]), None)
     tree.optimizers[pointer(keys)] = OptimizerState(
-        {name: given for given, name in names.items()}, named, state, parameters
+        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters
     )
 
 
@@ -325,7 +327,7 @@ def _is_same(value: object, default: object) -> bool:
 
 
 def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
-    """Add a tensor to a tree, in the form that files hold.
+    """Add a tensor to a tree, in the form of the files.
 
     Args:
         place: the container of the tensor and its key there, if a load may replace it.

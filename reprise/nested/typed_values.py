@@ -1,4 +1,4 @@
-"""Python values in JSON: a value that JSON lacks becomes an object with a tag, and everything else stays as it is."""
+"""Python values in JSON: a value without a form in JSON becomes an object with a tag; all others stay the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def encode(value: object, keys: Sequence[str]) -> Any:
         keys: the place of the value, for messages.
 
     Raises:
-        CheckpointError: naming a value of another type, or one that holds itself.
+        CheckpointError: naming a value of another type, or a value within itself.
     """
     try:
         return _encode(value, keys)
@@ -75,7 +75,7 @@ def encode_number(value: object, keys: Sequence[str]) -> Any:
 
 
 def decode_number(value: Any) -> Any:
-    """Return the value that `encode_number` was given; an array is a tuple of numbers.
+    """Return the value before `encode_number`; an array is a tuple of numbers.
 
     Raises:
         ValueError: as `decode`, and for an array of anything else or an object without a tag.
@@ -88,7 +88,7 @@ def decode_number(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` was given; an array is a list.
+    """Return the value before `encode`; an array is a list.
 
     Raises:
         ValueError: for an object whose tag or content is malformed, or of a later version.
@@ -172,10 +172,10 @@ def _tagged(kind: str, content: object) -> dict[str, object]:
 
 def _decoded_dict(kind: type[dict[Any, Any]]) -> Callable[[Any], Any]:
     def decoded(content: Any) -> dict[Any, Any]:
-        found = kind()
+        members = kind()
         for key, member in _listed(content):
-            found[decode(key)] = decode(member)
-        return found
+            members[decode(key)] = decode(member)
+        return members
 
     return decoded
 
@@ -193,16 +193,16 @@ def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
 
 def _buffer(content: Any) -> io.BytesIO:
     data, position = _listed(content)
-    found = io.BytesIO(bytes.fromhex(data))
-    found.seek(position)
-    return found
+    buffer = io.BytesIO(bytes.fromhex(data))
+    buffer.seek(position)
+    return buffer
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch.{name} is no dtype")
-    return found
+    return dtype
 
 
 def _complex(content: Any) -> complex:

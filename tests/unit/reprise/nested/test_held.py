@@ -78,13 +78,13 @@ CHANGES = [move, shift, turn, negate, rename, untie, reinterpret]
 @pytest.fixture
 def enumerated(monkeypatch: pytest.MonkeyPatch) -> list[Tree]:
     """Return the trees that are enumerated."""
-    trees, hold = [], held.hold
+    trees, local_tensors = [], held.local_tensors
 
     def count(tree: Tree) -> HeldTensors:
         trees.append(tree)
-        return hold(tree)
+        return local_tensors(tree)
 
-    monkeypatch.setattr(held, "hold", count)
+    monkeypatch.setattr(held, "local_tensors", count)
     return trees
 
 
@@ -104,7 +104,7 @@ def test_a_change_is_enumerated(enumerated: list[Tree], change: Callable[[State]
     change(given)
     with contextlib.suppress(CheckpointError):  # a negative view may be refused
         assert last.take(given) is not first
-        expected = held.hold(tree_of_dict(given)).live
+        expected = held.local_tensors(tree_of_dict(given)).live
         assert values_of(last.live) == values_of(expected.values())
     assert len(enumerated) >= 2
 
