@@ -66,7 +66,7 @@ class Split:
         dim: the sharded tensor dimension.
         index: this rank's coordinate on the mesh axis.
         count: size of the mesh axis.
-        strided: product of the sizes of the axes to the right that shard the same dimension *before* this axis
+        strided: product of the sizes of the axes to the right with the same dimension sharded *before* this axis
             (`split_factor` of torch's `_StridedShard`); 1 for a plain shard.
     """
 

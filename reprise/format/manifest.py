@@ -123,7 +123,7 @@ def block_count(total_bytes: int) -> int:
     return -(-total_bytes // BLOCK_BYTES)
 
 
-def tile(layout: Layout, written: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
+def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
     """Check that the pieces cover every byte of every tensor exactly once, and return each tensor's entry.
 
     Raises:
@@ -131,7 +131,7 @@ def tile(layout: Layout, written: Sequence[WrittenPiece]) -> dict[str, TensorEnt
             digests.
     """
     by_name: dict[str, list[WrittenPiece]] = defaultdict(list)
-    for piece in written:
+    for piece in pieces:
         by_name[piece.name].append(piece)
         expected = block_count(piece.hi - piece.lo) * DIGEST_BYTES
         if len(piece.digests) != expected:

@@ -1,4 +1,4 @@
-"""Files in a checkpoint's folder that hold no state: its own, equal ones of another checkpoint, and foreign ones."""
+"""Files without state in a checkpoint's folder: its own, equal files of another checkpoint, and foreign files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MISLEADING = ("model.safetensors", "adapter_config.json")
 
 
 def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
-    """Return the path of a file of the checkpoint that holds no state; None if its bytes are in no checkpoint.
+    """Return the path of a file without state of the checkpoint; None if its bytes are in no checkpoint.
 
-    Where the checkpoint's own is missing or damaged, an equal one of another checkpoint in its folder takes its place.
+    Where the checkpoint's own is missing or damaged, an equal file of another checkpoint beside it takes its place.
     """
     entry = checkpoint.manifest.files.get(name)
     if entry is None or name not in checkpoint.lacking:
@@ -40,7 +40,7 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
 
 
 def misleading_files(checkpoint: Checkpoint) -> list[str]:
-    """Return foreign files in the folder that transformers' `from_pretrained` prefers to the checkpoint's own.
+    """Return foreign files in the folder preferred by transformers' `from_pretrained` to the checkpoint's own.
 
     As of transformers 5.23, `model.safetensors` takes precedence over the index of several files, and with PEFT
     installed `adapter_config.json` redirects to another folder.
@@ -48,12 +48,12 @@ def misleading_files(checkpoint: Checkpoint) -> list[str]:
     Raises:
         UnreadableError: if the folder cannot be listed at the moment.
     """
-    found = []
+    names = []
     for name in _MISLEADING:
         path = checkpoint.path / name
         try:
             if name not in checkpoint.manifest.files and path.is_file():
-                found.append(name)
+                names.append(name)
         except OSError as error:
             raise unreadable(error, where=path) from error
-    return found
+    return names

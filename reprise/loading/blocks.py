@@ -1,4 +1,4 @@
-"""The blocks of pieces: the units that have a digest of their own."""
+"""The blocks of pieces: each has a digest of its own."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def blocks_of(
     """Yield the blocks of these pieces in the order of the files, the same on every host.
 
     Args:
-        pieces: by tensor, the numbers of its pieces; a range stays as it is, since that of a whole tensor has no end.
+        pieces: by tensor, the numbers of its pieces; a range stays a range, since a whole tensor's has no end.
     """
     for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
         spec, numbers = place.spec, pieces[place.spec.name]
-        wanted = numbers if isinstance(numbers, range) else frozenset(numbers)
+        selected = numbers if isinstance(numbers, range) else frozenset(numbers)
         for number, piece in enumerate(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize)):
-            if number not in wanted:
+            if number not in selected:
                 continue
             packed = spec.image(piece.box)
             for index, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to load: one iteration folder, or the newest valid one of a run. Rank 0 only."""
+"""Chooses the checkpoint to load: an iteration folder, or the newest valid checkpoint of a run. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
-    """How advice names what the caller has set; by default for a caller that gives the path as an argument.
+    """The names of the caller's settings in advice; by default for a caller that gives the path as an argument.
 
     Args:
-        path: what names the folder.
-        iteration: what names the iteration in it.
+        path: the setting of the folder.
+        iteration: the setting of the iteration in it.
         fresh: how to start without a checkpoint; empty where nothing else can be done.
     """
 
@@ -41,11 +41,11 @@ class LoadTerms:
     fresh: str = ""
 
     def advice(self, fix: str) -> str:
-        """Return a sentence that advises `fix`, or the start without a checkpoint."""
+        """Return a sentence with the advice `fix`, or to start without a checkpoint."""
         return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
 
     def completed(self, error: TrainerError) -> TrainerError:
-        """Return an error with the name of the iteration in its advice to load an older one, if it has that."""
+        """Return an error with the name of the iteration in its advice to load an older iteration, if any."""
         if not isinstance(error, UnreadableError) or self.iteration == LoadTerms().iteration:
             return error
         return UnreadableError(str(error).replace(OLDER, f"{OLDER} with {self.iteration}"))
@@ -53,10 +53,10 @@ class LoadTerms:
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder.
+    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or an iteration folder.
 
     Args:
-        lineage: of the run that goes on from it: what is not of its branches is no candidate; None for any.
+        lineage: of the run that resumes from it: checkpoints outside its branches are no candidates; None for any.
     """
 
     path: Path
@@ -66,13 +66,13 @@ class LoadSource:
 
     @staticmethod
     def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
-        """Return the source for a path given by a user: a run's own folder, its checkpoint folder or one iteration."""
+        """Return the source for a path given by a user: a run's own folder, its checkpoint folder or an iteration."""
         inner = path / "checkpoints"
         return LoadSource(inner if inner.is_dir() else path, terms=terms)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
-    """Return the error for a path that is missing or is not a folder."""
+    """Return the error for a missing path, or a path to no folder."""
     if path.exists():
         return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
     return CheckpointError(f"There is no {kind}", where=path, fix=fix)
@@ -101,15 +101,15 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
 
 
 class GivenUpError(CheckpointError):
-    """A checkpoint of a branch that the run has given up."""
+    """A checkpoint of a branch given up by the run."""
 
 
 def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
-    """Refuse a checkpoint that is not of the branches of a run.
+    """Refuse a checkpoint outside the branches of a run.
 
     Raises:
         MismatchError: if it is of another run.
-        GivenUpError: if it is of a branch that the run has given up.
+        GivenUpError: if it is of a branch given up by the run.
     """
     saved = saved_lineage(checkpoint.state, where=checkpoint.path)
     if lineage.admits(saved, checkpoint.iteration):
@@ -134,18 +134,18 @@ class LocalFolders(Protocol):
         """Return this rank's number among the ranks of its host, and how many they are."""
 
     def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
-        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
+        """Return the iterations whole on the hosts together, newest first, or the given one if whole. Rank 0 only."""
 
     def describe_missing(self) -> str:
-        """Return in words what the newest one lacks; empty if there is none. Rank 0 only."""
+        """Return the missing pieces of the newest checkpoint in words; empty without a checkpoint. Rank 0 only."""
 
     def owns(self, path: Path) -> bool:
-        """Return whether a path is that of a local checkpoint."""
+        """Return whether a path leads to a local checkpoint."""
 
     def complete(
-        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+        self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
     ) -> object:
-        """Have on every host the pieces that its ranks want, after rank 0's check. Collective."""
+        """Bring to every host the pieces for its ranks, after rank 0's check. Collective."""
 
     def heal(self, path: Path) -> bool:
         """Give up damaged pieces on every host; return whether there are any. Collective."""
@@ -186,15 +186,16 @@ class Chooser:
     def pick(self, *, is_complete: bool = True) -> Path:
         """Return the newest valid candidate.
 
-        A local one is first returned unopened, with an empty `digest`: the hosts have to complete it.
+        A local checkpoint is first returned unopened, with an empty `digest`: the hosts have to complete it.
 
         Args:
-            is_complete: whether they have completed the candidate that was returned last.
+            is_complete: whether they have completed the last candidate.
 
         Raises:
-            MismatchError: if that one belongs to another run.
-            UnreadableError: if it, or the folder, cannot be read at the moment: an older one is no substitute.
-            CheckpointError: if there is none, naming the skipped ones and the reasons.
+            MismatchError: if the candidate belongs to another run.
+            UnreadableError: if the candidate, or the folder, cannot be read at the moment: an older checkpoint is no
+                substitute.
+            CheckpointError: if there is none, naming the skipped checkpoints and the reasons.
         """
         if self._candidates is None:
             try:
@@ -236,9 +237,9 @@ class Chooser:
 
     @property
     def damaged(self) -> frozenset[int]:
-        """Return the iterations that were skipped because they are damaged."""
-        found = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
-        return frozenset(iteration for iteration in found if iteration is not None)
+        """Return the iterations skipped for their damage."""
+        iterations = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
+        return frozenset(iteration for iteration in iterations if iteration is not None)
 
     def _remedy(self) -> str:
         """Return what to do where every candidate was skipped."""
@@ -246,7 +247,7 @@ class Chooser:
         return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to go on from one"
 
     def _reasons(self) -> list[str]:
-        """Return each reason once, after the names of the checkpoints that were skipped for it."""
+        """Return each reason once, after the names of the checkpoints skipped for it."""
         names: dict[str, list[str]] = {}
         for name, problem, _ in self._skipped:
             reason = problem.replace(f" ({self._source.path / name})", "").replace(f"{self._source.path / name}/", "")
@@ -260,11 +261,11 @@ class Chooser:
         self._logged = len(self._skipped)
 
     def openable(self) -> Iterator[Checkpoint]:
-        """Yield every candidate that can be opened, newest first, without a check, a log line or a choice.
+        """Yield every readable candidate, newest first, without a check, a log line or a choice.
 
         Raises:
-            TrainerError: if the folder is not there, or has no checkpoint.
-            OSError: if it cannot be listed.
+            TrainerError: if the folder is missing, or has no checkpoint.
+            OSError: if the folder cannot be listed.
         """
         for path in self._find():
             try:
@@ -288,7 +289,7 @@ class Chooser:
             self._skipped.append((path.name, problem, not isinstance(error, GivenUpError)))
 
     def _open(self, path: Path) -> Checkpoint:
-        """Open a checkpoint that the run may go on from.
+        """Open a checkpoint from which the run may resume.
 
         Raises:
             CheckpointError: as `open_checkpoint` and `_require_admitted`.
@@ -303,19 +304,21 @@ class Chooser:
             return self._find_shared()
         local = self._local.paths(self._source.iteration)
         self._local_paths = {path for _, path in local}
-        folder, wanted = CheckpointFolder(self._source.path, self._files), self._source.iteration
+        folder, iteration = CheckpointFolder(self._source.path, self._files), self._source.iteration
         is_shared = not self._local.owns(folder.iteration(0))
         names = [*folder.committed(), *folder.non_folders()] if is_shared else []
-        shared = self._find_shared() if names and (wanted is None or wanted in names or not local) else []
-        found = [*local, *((iteration_of(path) or 0, path) for path in shared)]
-        if not found:
+        shared = self._find_shared() if names and (iteration is None or iteration in names or not local) else []
+        candidates = [*local, *((iteration_of(path) or 0, path) for path in shared)]
+        if not candidates:
             raise CheckpointError(
                 "No local checkpoint is whole, and no folder that all hosts share has one",
                 where=self._source.path,
                 found=self._local.describe_missing() or "no local checkpoint",
                 fix=self._source.terms.advice("Bring back the hosts that have the rest"),
             )
-        return [path for _, path in sorted(found, key=lambda pair: -pair[0])]  # stable: of two, the local one is first
+        return [
+            path for _, path in sorted(candidates, key=lambda pair: -pair[0])
+        ]  # stable: of two, the local one is first
 
     def _find_shared(self) -> list[Path]:
         path = self._source.path

@@ -22,7 +22,7 @@ SCRATCH_BYTES = 2 << 20
 
 
 class Gatherer:
-    """Reads packed images from their scattered positions, through a buffer of its own; use one per thread."""
+    """Reads packed images from their scattered positions, through a buffer of its own; each thread needs its own."""
 
     def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self._gap_bytes = gap_bytes

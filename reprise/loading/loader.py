@@ -55,30 +55,30 @@ def check_tensors(
 
     Args:
         is_partial: whether the checkpoint may have others.
-        further: problems that the caller has found, listed after these.
+        further: further problems from the caller, listed after these.
 
     Raises:
         MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
     """
     problems = []
-    wanted = {spec.name: spec for spec in specs}
+    expected = {spec.name: spec for spec in specs}
     kinds = {spec.kind for spec in specs}
-    for name, spec in wanted.items():
+    for name, spec in expected.items():
         if name not in places:
             problems.append(f"{name} is missing")
             continue
-        found = places[name].spec
-        if found.shape != spec.shape:
-            problems.append(f"{name} has shape {list(found.shape)}, the model has {list(spec.shape)}")
-        if found.dtype != spec.dtype:
-            problems.append(f"{name} has dtype {found.dtype}, the model has {spec.dtype}")
+        saved_spec = places[name].spec
+        if saved_spec.shape != spec.shape:
+            problems.append(f"{name} has shape {list(saved_spec.shape)}, the model has {list(spec.shape)}")
+        if saved_spec.dtype != spec.dtype:
+            problems.append(f"{name} has dtype {saved_spec.dtype}, the model has {spec.dtype}")
     if not is_partial:
-        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in wanted)
+        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in expected)
         problems += [f"{name} is unexpected" for name in names]
     problems += further
     if problems:
-        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=shown)
+        text = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=text)
 
 
 def fill(
@@ -93,13 +93,13 @@ def fill(
     """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
 
     Args:
-        threads: number of reading threads; by default one per available core, at most `MOST_THREADS`.
+        threads: number of reading threads; by default the available cores, at most `MOST_THREADS`.
         progress: called by the calling thread about once a second with the bytes filled so far and the total.
 
     Raises:
         CheckpointError: for the first damaged block in file order, naming file, tensor and bytes. Memory filled before
             stays filled.
-        MismatchError: before anything is filled, for a shard of a tensor that was written with other dimensions.
+        MismatchError: before anything is filled, for a shard of a tensor written with other dimensions.
     """
     start = time.perf_counter()
     tensors = [tensor for tensor in live if tensor.box.numel]
@@ -127,33 +127,35 @@ def fill(
 def touched_pieces(
     checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Return by tensor the numbers of the pieces that `fill` reads for these tensors.
+    """Return by tensor the numbers of the pieces read by `fill` for these tensors.
 
     Raises:
-        MismatchError: as `fill`, or for a tensor that the checkpoint does not have.
+        MismatchError: as `fill`, or for a tensor missing in the checkpoint.
     """
     check_tensors([tensor.spec for tensor in live], places, where=checkpoint.path, is_partial=True)
-    found: dict[str, set[int]] = {}
+    numbers_by_tensor: dict[str, set[int]] = {}
     for tensor in live:
         if tensor.box.numel:
             name = tensor.spec.name
             box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
             pieces = enumerate(checkpoint.manifest.tensors[name].pieces(size))
-            found.setdefault(name, set()).update(n for n, piece in pieces if intersect(piece.box, box).numel)
-    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+            numbers_by_tensor.setdefault(name, set()).update(
+                n for n, piece in pieces if intersect(piece.box, box).numel
+            )
+    return {name: tuple(sorted(numbers)) for name, numbers in numbers_by_tensor.items()}
 
 
 def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
     """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
-    written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
-    if lives == written:
+    saved_view, lives = places[tensor.spec.name].spec.view, tensor.spec.view
+    if lives == saved_view:
         return tensor.box
     if tensor.box == whole(lives):
-        return whole(written)
+        return whole(saved_view)
     raise MismatchError(
         "A sharded tensor has other dimensions than it was written with",
         where=f"{checkpoint.path}, {tensor.spec.name}",
-        expected=f"a view as {list(written)}",
+        expected=f"a view as {list(saved_view)}",
         found=f"{list(lives)}",
         fix="Load this tensor unsharded.",
     )
@@ -206,26 +208,28 @@ class _Block:
 
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
-    """Yield every block that contains a part of a target."""
+    """Yield every block with a part of a target."""
     for target in targets:
         place = places[target.tensor.spec.name]
-        size, held = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
-        for number, written in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
-            box = in_bytes(written.box, size)
+        size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
+        for number, piece in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
+            box = in_bytes(piece.box, size)
             common = intersect(box, target.box)
-            if common.numel and number not in held:
+            if common.numel and number not in present:
                 raise not_held(checkpoint, place, number)
             if common.numel:
-                yield from _blocks_of(_piece(place, written, box, common=common, target=target))
+                yield from _blocks_of(_piece(place, piece, box, common=common, target=target))
 
 
-def _piece(place: Place, written: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
-    source = place.spec.image(written.box)
+def _piece(place: Place, entry: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
+    source = place.spec.image(entry.box)
     if common == box:
-        return _Piece(place, written, source, box, common, target, 0, source.total_bytes, target.memory(common))
-    wanted = image(relative(common, box), box.shape, 1)
-    memory = target.memory(common) if wanted.is_contiguous else None
-    return _Piece(place, written, source, box, common, target, wanted.start, wanted.start + wanted.extent, memory)
+        return _Piece(place, entry, source, box, common, target, 0, source.total_bytes, target.memory(common))
+    selection = image(relative(common, box), box.shape, 1)
+    memory = target.memory(common) if selection.is_contiguous else None
+    return _Piece(
+        place, entry, source, box, common, target, selection.start, selection.start + selection.extent, memory
+    )
 
 
 def _blocks_of(piece: _Piece) -> Iterator[_Block]:
@@ -265,7 +269,7 @@ class _Worker:
         self.filled: Counter[Target] = Counter()
 
     def run(self) -> None:
-        """Fill blocks one after the other. A worker that fails stops the others at their next block.
+        """Fill blocks in turn. A failing worker stops the others at their next block.
 
         Invariant: blocks are taken in order and finished, so the failure with the lowest `number` is the first in the
         files, regardless of thread timing.
@@ -304,8 +308,8 @@ class _Worker:
 def _move(piece: _Piece, lo: int, data: Bytes) -> int:
     """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes."""
     at = filled = 0
-    for found in extent(piece.box.shape, lo, lo + data.size):
-        box = absolute(found, piece.box)
+    for part in extent(piece.box.shape, lo, lo + data.size):
+        box = absolute(part, piece.box)
         common = intersect(box, piece.common)
         if common.numel:
             array = data[at : at + box.numel].reshape(box.shape)

@@ -13,8 +13,9 @@ from reprise.storage.folder import CheckpointFolder
 def latest(folder: str | Path) -> Path | None:
     """Return the path of the newest committed checkpoint in a folder; None without one, or without the folder.
 
-    This rank's view of the file system, without messages: call it on one rank where ranks must agree. Only names are
-    read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged one.
+    This rank's view of the file system, without messages: call it on a single rank where ranks must agree. Only names
+    are read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged
+    checkpoint.
     """
     checkpoints = CheckpointFolder(Path(folder), Files())
     committed = checkpoints.committed()

@@ -1,4 +1,4 @@
-"""Opens a committed checkpoint: checks that it is complete, and locates every tensor."""
+"""Opens a committed checkpoint: checks its completeness, and locates every tensor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Checkpoint:
     """A committed checkpoint with verified JSON files; its tensors have not been read.
 
     Args:
-        digest: digest of the manifest: two folders with the same one hold the same checkpoint.
-        host: the pieces that this folder holds, if it is that of one host; None if it holds all.
-        lacking: the problem of each file that holds no state and is missing or damaged, by name.
+        digest: digest of the manifest: two folders with the same digest hold the same checkpoint.
+        host: the pieces in this folder, if it is the folder of a host; None if all pieces are here.
+        lacking: the problem of each missing or damaged file without state, by name.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Checkpoint:
         return self.host is None or self.host.is_whole
 
     def held(self, tensor: str) -> Collection[int]:
-        """Return the numbers of the pieces of a tensor that lie in this folder, in the order of the manifest."""
+        """Return the numbers of a tensor's pieces in this folder, in the order of the manifest."""
         if self.host is None:
             return range(manifest.MOST_ELEMENTS)
         return self.host.held.get(tensor, ())
@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     """Check the manifest, all file sizes and every JSON file, and return the checkpoint. Reads no tensor.
 
     Args:
-        may_lack: open it also where files that hold no state are missing or damaged.
+        may_lack: open it also where files without state are missing or damaged.
 
     Raises:
         MismatchError: if it has another format version.
@@ -81,14 +81,14 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     """
     try:
         content = _read(path / MANIFEST, files)
-        found = manifest.from_bytes(content, where=path / MANIFEST)
+        listing = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
             "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
         ) from error
     document: bytes | None = None
     lacking: dict[str, CheckpointError] = {}
-    for name, entry in found.files.items():
+    for name, entry in listing.files.items():
         try:
             data = _checked_file(path, name, entry, files)
         except CheckpointError as error:
@@ -98,7 +98,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
             continue
         document = data if name == STATE else document
         if name == INDEX:
-            _check_index(json_file.parse(data, where=path / name), found, where=path / name)
+            _check_index(json_file.parse(data, where=path / name), listing, where=path / name)
     if not document:
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
     state = json_file.parse(document, where=path / STATE)
@@ -117,11 +117,11 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         )
     _check_name(path, iteration)
     digest = manifest.digest_of(content)
-    return Checkpoint(path, files, found, state, digest, _host_file(path, files, found, digest), lacking)
+    return Checkpoint(path, files, listing, state, digest, _host_file(path, files, listing, digest), lacking)
 
 
-def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFile | None:
-    """Return the `host.json` of a folder; None if there is none, so that all pieces are there."""
+def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> HostFile | None:
+    """Return the `host.json` of a folder; None without one: all pieces are there."""
     where = path / HOST
     try:
         files.size(where)
@@ -133,7 +133,7 @@ def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFi
         host = host_file.from_bytes(_read(where, files), where=where)
     except OSError as error:
         raise failed_read("A host file cannot be read", error, where=where) from error
-    if host.manifest != digest or host.attempt != found.attempt or host.writers.keys() != found.tensors.keys():
+    if host.manifest != digest or host.attempt != listing.attempt or host.writers.keys() != listing.tensors.keys():
         raise CheckpointError(
             "A host file belongs to another checkpoint", where=where, expected=f"manifest {digest}", found=host.manifest
         )
@@ -142,23 +142,23 @@ def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFi
 
 def _check_name(path: Path, iteration: int) -> None:
     """Refuse a copy under the name of another iteration: a run would continue counting from there."""
-    named = named_iteration(path.name)
-    if named is not None and named != iteration:
+    number = named_iteration(path.name)
+    if number is not None and number != iteration:
         raise CheckpointError(
             "A checkpoint has the name of another iteration",
             where=path,
-            expected=f"iteration {named} in {STATE}",
+            expected=f"iteration {number} in {STATE}",
             found=f"iteration {iteration}",
             fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
         )
 
 
-def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
-    """Refuse an index that refers other loaders to a tensor or a file that the checkpoint does not have."""
+def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
+    """Refuse an index with references to a tensor or a file missing in the checkpoint."""
     weight_map = index.get("weight_map")
     for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
-        entry = found.files.get(file) if isinstance(file, str) else None
-        if name not in found.tensors or entry is None or not entry.is_tensor_file:
+        entry = listing.files.get(file) if isinstance(file, str) else None
+        if name not in listing.tensors or entry is None or not entry.is_tensor_file:
             raise CheckpointError(
                 "The index names a tensor or a file that the checkpoint does not have",
                 where=f"{where}, {name}",
@@ -168,7 +168,7 @@ def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
 
 
 def _read(path: Path, files: Files) -> bytes:
-    """Return the content of a file that holds no tensors.
+    """Return the content of a file without tensors.
 
     Raises:
         OSError: if it is missing, or not a regular file.
@@ -202,7 +202,7 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
 
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
-    """Check a file's size and, unless it is a tensor file, its digest; return its content in that case."""
+    """Check a file's size and, unless it is a tensor file, its digest; return the content of other files."""
     path = host_file.path_of(root, name)
     try:
         _refuse_links(root, name, files)
@@ -222,7 +222,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
 
 
 def read_file(checkpoint: Checkpoint, name: str) -> bytes:
-    """Return the content of a file of the manifest that holds no tensors, checked against its digest.
+    """Return the content of a file without tensors of the manifest, checked against its digest.
 
     Raises:
         CheckpointError: if the file is missing or damaged.
@@ -253,8 +253,10 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
                     )
                 places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
-        odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
-        raise CheckpointError("The headers and the manifest name different tensors", where=checkpoint.path, found=odd)
+        difference = min(places.keys() ^ checkpoint.manifest.tensors.keys())
+        raise CheckpointError(
+            "The headers and the manifest name different tensors", where=checkpoint.path, found=difference
+        )
     return places
 
 
@@ -271,7 +273,7 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
 
 
 def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
-    """Return the error for a piece that lies on another host."""
+    """Return the error for a piece on another host."""
     host = checkpoint.host
     writer = "another host" if host is None else f"host {host.hosts[host.writers[place.spec.name][number]]}"
     return CheckpointError(
@@ -342,19 +344,19 @@ def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, dige
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
-    found = manifest.digest_of(block)
-    if found != digest:
+    actual = manifest.digest_of(block)
+    if actual != digest:
         raise CheckpointError(
             "A tensor is damaged",
             where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
             expected=f"digest {digest}",
-            found=found,
+            found=actual,
             fix="Load another iteration; this one cannot be trusted.",
         )
 
 
 class OpenFile:
-    """A checkpoint file open for reading, which counts the bytes read; use one per thread."""
+    """A checkpoint file open for reading, with a count of the bytes read; each thread needs its own."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
         self._files, self._path, self._descriptor = files, path, descriptor
@@ -364,13 +366,13 @@ class OpenFile:
         """Fill `buffer` from `offset`.
 
         Raises:
-            CheckpointError: if the file ends before that.
+            CheckpointError: if the file ends before the buffer is full.
         """
         count = self._files.read(self._descriptor, buffer, offset=offset)
         self.read_bytes += count
         if count != buffer.nbytes:
-            expected, found = f"{buffer.nbytes} B at {offset}", f"{count} B"
-            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=found)
+            expected, size = f"{buffer.nbytes} B at {offset}", f"{count} B"
+            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=size)
 
 
 @contextlib.contextmanager

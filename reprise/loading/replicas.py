@@ -1,4 +1,4 @@
-"""Proves, after a load or between iterations, that ranks with the same box hold the same bits."""
+"""Proves, after a load or between iterations, the equal bits of ranks with the same box."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Group = tuple[int, ...]
 def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
     """Compare the digests of all replicated boxes. A call of all ranks.
 
-    Each rank sends one digest per group of replicas, and the digests of every tensor only where two disagree.
+    Each rank sends a digest per group of replicas, and the digests of every tensor only where two disagree.
 
     Raises:
-        ReplicaError: on rank 0, naming the first tensor that differs and the ranks; a CheckpointError on the others.
+        ReplicaError: on rank 0, naming the first different tensor and the ranks; a CheckpointError on the others.
     """
     if channel.world_size == 1:
         return
@@ -36,12 +36,16 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
         _ROW.pack(digest_of_ranks(group), xxhash.xxh3_64_intdigest(b"".join(digests.values())))
         for group, digests in groups.items()
     )
-    odd = _first_difference(channel.gather(f"{key}/groups", report))
-    odd_group = channel.broadcast(f"{key}/odd", odd)
+    difference = _first_difference(channel.gather(f"{key}/groups", report))
+    odd_group = channel.broadcast(f"{key}/odd", difference)
     if not odd_group:
         return
-    mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(digest_of_ranks(group)) == odd_group]
-    details = channel.gather(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
+    tensors_of_group = [
+        tensors for group, tensors in groups.items() if _DIGEST.pack(digest_of_ranks(group)) == odd_group
+    ]
+    details = channel.gather(
+        f"{key}/tensors", b"".join(digest for tensors in tensors_of_group for digest in tensors.values())
+    )
     problem: ReplicaError | None = None
     if channel.coordinates:
         by_rank = sorted(zip(channel.ranks, details, strict=True))
@@ -50,7 +54,7 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
 
 
 def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
-    """Return the digest of every replicated tensor, by the ranks that hold it."""
+    """Return the digest of every replicated tensor, by its ranks."""
     groups: dict[Group, dict[str, bytes]] = defaultdict(dict)
     for tensor in live:
         if len(tensor.replicas) > 1:
@@ -61,19 +65,19 @@ def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
 
 def _first_difference(reports: Sequence[bytes]) -> bytes:
     """Return the digest of the first group whose members disagree, or nothing. Rank 0 only."""
-    known: dict[int, int] = {}
+    digests: dict[int, int] = {}
     for report in reports:
         for group, digest in _ROW.iter_unpack(report):
-            if known.setdefault(group, digest) != digest:
+            if digests.setdefault(group, digest) != digest:
                 return _DIGEST.pack(group)
     return b""
 
 
 def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], odd_group: bytes) -> ReplicaError:
-    """Return the error that names the differing ranks and, if this rank knows its name, the first tensor."""
-    (first_rank, first), *others = details
+    """Return the error with the differing ranks and, if this rank knows its name, the first tensor."""
+    (first_rank, first), *further = details
     names = [t.spec.name for t in live if _DIGEST.pack(digest_of_ranks(t.replicas)) == odd_group]
-    for rank, data in others:
+    for rank, data in further:
         for number in range(max(len(first), len(data)) // _DIGEST.size):
             at = slice(number * _DIGEST.size, (number + 1) * _DIGEST.size)
             if first[at] != data[at]:

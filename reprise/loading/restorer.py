@@ -1,4 +1,4 @@
-"""Restores the state of a run: rank 0 picks a checkpoint, all ranks open the same one and fill their live tensors."""
+"""Restores the state of a run: rank 0 picks a checkpoint, all ranks open it and fill their live tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The checkpoint that a run was restored from.
+    """The source checkpoint of a restored run.
 
     Args:
-        loaded_from: in words, where the bytes of a local checkpoint came from; empty for another one.
+        loaded_from: in words, where the bytes of a local checkpoint came from; empty for a shared checkpoint.
         is_verified: whether the digests of all its blocks were checked.
-        damaged: on rank 0, the iterations that were skipped because they are damaged.
+        damaged: on rank 0, the iterations skipped for their damage.
     """
 
     checkpoint: Checkpoint
@@ -45,11 +45,11 @@ class Restored:
 
 
 class Restorer:
-    """The loads of one run, on one rank. All ranks make the same calls in the same order, on the main thread.
+    """The loads of a run, on a single rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; messages are named after it.
-        patience: how long a read that fails is tried again.
+        patience: for how long a failed read is tried again.
         local: the local checkpoints of the hosts; None for none.
     """
 
@@ -80,20 +80,20 @@ class Restorer:
     ) -> Restored:
         """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
 
-        No save may be under way that reads these tensors.
+        No save of these tensors may be under way.
 
         Args:
             check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
             live: the tensors to fill, given the checkpoint; all ranks.
-            verify: check the digests of all blocks that are read.
+            verify: check the digests of all blocks read.
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
             with_local: whether local checkpoints are candidates as well.
 
         Raises:
             UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
-            CheckpointError: on every rank, if none can be loaded; damaged ones are logged and skipped, unless named
-                exactly.
-            MismatchError: on every rank, if one of them finds another checkpoint under the path than rank 0.
+            CheckpointError: on every rank, if none can be loaded; damaged checkpoints are logged and skipped, unless
+                named exactly.
+            MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
         """
         local = self._local if with_local else None
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
@@ -127,10 +127,10 @@ class Restorer:
         return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
-        """Compare the bits of live tensors that several ranks hold. A call of all ranks.
+        """Compare the bits of live tensors between their ranks. A call of all ranks.
 
         Raises:
-            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
+            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first different tensor.
         """
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
@@ -144,7 +144,7 @@ class Restorer:
         """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
 
         Args:
-            damage: the first problem that any rank found with the last candidate.
+            damage: the first problem of any rank with the last candidate.
         """
         loaded_from = ""
         while True:
@@ -177,7 +177,7 @@ class Restorer:
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
 
-        Each rank has an error of its own kind; rank 0's decides, so that all make the same calls.
+        Each rank has an error of its own kind; rank 0's decides: all then make the same calls.
         """
         if self._local is None or not self._local.owns(path):
             return False
@@ -203,7 +203,7 @@ class Restorer:
         self._channel.agree(self._key("agree"), problem)
 
     def _key(self, kind: str) -> str:
-        """Return a key that was not used before."""
+        """Return an unused key."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
 

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that rank 0 chose on every other rank, and checks that it is the same one."""
+"""Opens rank 0's checkpoint on every other rank, and checks its identity."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from reprise.storage.shared_folder import look_again, on_this_host
 
 
 def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
-    """Open the checkpoint picked by rank 0, with retries: a network file system may first show an older or partial one.
+    """Open the checkpoint picked by rank 0, with retries: a network file system may first show older or partial files.
 
-    Rank 0 found the checkpoint complete, so a problem here means that this host reads other files, not that the
-    checkpoint is damaged. Treating it as damage would make the run fall back to an older checkpoint.
+    Rank 0 found the checkpoint complete, so a problem here means a difference in the files of this host, not damage of
+    the checkpoint. Treating it as damage would make the run fall back to an older checkpoint.
 
     Args:
-        digest: digest of the manifest that rank 0 read.
-        reader: that rank, where it is another one.
+        digest: digest of the manifest read by rank 0.
+        reader: the rank with the digest, in place of rank 0.
 
     Raises:
         MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
             SEEN_WITHIN_S, naming this host and the path.
         UnreadableError: as `open_checkpoint`.
     """
-    opened: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
 
     def problem() -> str:
         try:
@@ -36,18 +36,18 @@ def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Chec
         except CheckpointError as error:
             return str(error)
         if checkpoint.digest == digest:
-            opened.append(checkpoint)
+            checkpoints.append(checkpoint)
             return ""
         return f"digest {checkpoint.digest}"
 
-    found = look_again(problem, path)
-    if found:
+    difference = look_again(problem, path)
+    if difference:
         raise MismatchError(
             f"This host reads another checkpoint than rank {reader} under the same path",
             where=on_this_host(path / MANIFEST),
             expected=f"digest {digest}",
-            found=found,
+            found=difference,
             fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
             "differs.",
         )
-    return opened[0]
+    return checkpoints[0]

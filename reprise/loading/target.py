@@ -33,8 +33,8 @@ class Target:
         """Return the memory of `part` if the host can write to it and it is contiguous, otherwise None."""
         if self._array is None:
             return None
-        found = self._array if part == self.box else self._array[relative(part, self.box).slices]
-        return found.reshape(-1) if found.flags.c_contiguous else None
+        array = self._array if part == self.box else self._array[relative(part, self.box).slices]
+        return array.reshape(-1) if array.flags.c_contiguous else None
 
     def put(self, part: Box, data: Bytes) -> None:
         """Copy `data` to `part`."""

@@ -33,8 +33,8 @@ def verify_share(
     gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, dtype=np.uint8)
     checked_bytes = 0
     blocks_here = blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places})
-    mine = itertools.islice(blocks_here, rank, None, world_size)
-    for name, blocks in itertools.groupby(mine, key=lambda block: block.place.file):
+    share = itertools.islice(blocks_here, rank, None, world_size)
+    for name, blocks in itertools.groupby(share, key=lambda block: block.place.file):
         with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
             for block in blocks:
                 data = buffer[: block.hi - block.lo]

@@ -188,7 +188,7 @@ class Copies:
             self._copied.add(checkpoint.iteration)
 
     def _link(self, source: int, target: int, generation: int) -> Link:
-        """Return the link from one host to another, opened with the first copy of a generation."""
+        """Return the link between two hosts, opened with the first copy of a generation."""
         with self._lock:
             if generation != self._generation:
                 raise LaunchError("A link between two hosts is given up", where=f"generation {generation}")

@@ -76,7 +76,7 @@ def _open_part(path: Path, files: Files) -> Checkpoint:
 
 
 def newest_complete(parts: Sequence[Checkpoint], iteration: int | None = None) -> list[Checkpoint]:
-    """Return the parts of the newest checkpoint that is complete together, or of the given iteration.
+    """Return the parts of the newest checkpoint complete among them, or of the given iteration.
 
     The headers of the first are intact.
 

@@ -30,7 +30,7 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the files of a folder without any piece: JSON files, headers, and the sizes of the tensor files.
 
     Raises:
-        CheckpointError: naming a file that is damaged, or not of the opened manifest.
+        CheckpointError: naming a damaged file, or a file outside the opened manifest.
     """
     contents: dict[str, bytes] = {}
     sizes: dict[str, int] = {}

@@ -22,14 +22,14 @@ ITEMS = 1 << 20  # compared at once
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """The result of comparing one tensor.
+    """The result of comparing a tensor.
 
     Args:
         result: "equal" if dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape"; "only
             in A" or "only in B".
-        largest: the largest absolute difference of two values, infinite if one is NaN; None if values cannot be
+        largest: the largest absolute difference of two values, infinite if either is NaN; None if values cannot be
             compared.
-        differing: number of values that differ, in value or in bits.
+        differing: number of values with a difference in value or in bits.
         total: number of values.
         detail: the dtypes or shapes, if they differ.
     """
@@ -44,7 +44,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """A field of two state files that differs, by its dotted name, and both values; `(absent)` for a missing one."""
+    """A field with a difference between two state files, by its dotted name, and both values; `(absent)` if missing."""
 
     name: str
     a: object
@@ -57,7 +57,7 @@ class CheckpointDifference:
 
     Args:
         tensors: of either checkpoint, sorted by name, the equal ones included.
-        state: the fields of their state files that differ.
+        state: the fields with a difference between their state files.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -65,7 +65,7 @@ class CheckpointDifference:
 
     @property
     def equal_tensors(self) -> int:
-        """Return the number of tensors that are equal bit for bit."""
+        """Return the number of tensors equal bit for bit."""
         return sum(tensor.result == "equal" for tensor in self.tensors)
 
     @property
@@ -80,7 +80,7 @@ def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_pr
     Args:
         a: the folder of a checkpoint, or of a run for its newest.
         b: the same.
-        progress: is called with an empty name, the number of tensors that have been compared, and of all.
+        progress: is called with an empty name, the number of compared tensors, and of all.
 
     Raises:
         CheckpointError: if there is no checkpoint, its JSON files or headers are damaged, or a piece lies on another
@@ -101,28 +101,28 @@ def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferenc
     """Compare all tensors of two checkpoints, sorted by name.
 
     Raises:
-        CheckpointError: for a damaged header, an unreadable file, or a piece that lies on another host.
+        CheckpointError: for a damaged header, an unreadable file, or a piece on another host.
     """
-    ours, theirs = read_places(a), read_places(b)
+    places_a, places_b = read_places(a), read_places(b)
     for checkpoint in (a, b):
         if checkpoint.host is not None:
             for name, numbers in missing(checkpoint.host.writers, [checkpoint.host.held]).items():
                 raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs or name not in ours:
-            yield TensorDifference(name, "only in A" if name in ours else "only in B")
+    for name in sorted(places_a.keys() | places_b.keys()):
+        if name not in places_b or name not in places_a:
+            yield TensorDifference(name, "only in A" if name in places_a else "only in B")
         else:
-            yield _compare(a, ours[name], b, theirs[name])
+            yield _compare(a, places_a[name], b, places_b[name])
 
 
-def _compare(a: Checkpoint, ours: Place, b: Checkpoint, theirs: Place) -> TensorDifference:
-    name, total = ours.spec.name, math.prod(ours.spec.shape)
-    if ours.spec.shape != theirs.spec.shape:
-        detail = f"{list(ours.spec.shape)} and {list(theirs.spec.shape)}"
+def _compare(a: Checkpoint, place_a: Place, b: Checkpoint, place_b: Place) -> TensorDifference:
+    name, total = place_a.spec.name, math.prod(place_a.spec.shape)
+    if place_a.spec.shape != place_b.spec.shape:
+        detail = f"{list(place_a.spec.shape)} and {list(place_b.spec.shape)}"
         return TensorDifference(name, "shape", total=total, detail=detail)
-    is_same_dtype = ours.spec.dtype == theirs.spec.dtype
+    is_same_dtype = place_a.spec.dtype == place_b.spec.dtype
     largest, differing = 0.0, 0
-    for x, y in zip(_values(a, ours), _values(b, theirs), strict=True):
+    for x, y in zip(_values(a, place_a), _values(b, place_b), strict=True):
         if is_same_dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
         distance = (x.double() - y.double()).abs()
@@ -131,13 +131,13 @@ def _compare(a: Checkpoint, ours: Place, b: Checkpoint, theirs: Place) -> Tensor
         differing += int(unlike.sum())
         largest = max(largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
     if not is_same_dtype:
-        detail = f"{DTYPE_NAMES[ours.spec.dtype]} and {DTYPE_NAMES[theirs.spec.dtype]}"
+        detail = f"{DTYPE_NAMES[place_a.spec.dtype]} and {DTYPE_NAMES[place_b.spec.dtype]}"
         return TensorDifference(name, "dtype", largest, differing, total, detail)
     return TensorDifference(name, "values" if differing else "equal", largest, differing, total)
 
 
 def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which two tensors of one dtype differ in bits."""
+    """Return the positions with different bits of two tensors of one dtype."""
     bits = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(x.numel(), -1)
     return bits.any(dim=1)
 
@@ -160,11 +160,11 @@ _ABSENT = "(absent)"
 
 
 def state_differences(a: Json, b: Json, *, path: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the dotted names of fields that differ, with both values."""
+    """Yield the dotted names of different fields, with both values."""
     for key in sorted(a.keys() | b.keys()):
-        ours, theirs = a.get(key, _ABSENT), b.get(key, _ABSENT)
+        value_a, value_b = a.get(key, _ABSENT), b.get(key, _ABSENT)
         name = f"{path}{key}"
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            yield from state_differences(ours, theirs, path=f"{name}.")
-        elif ours != theirs:
-            yield name, ours, theirs
+        if isinstance(value_a, dict) and isinstance(value_b, dict):
+            yield from state_differences(value_a, value_b, path=f"{name}.")
+        elif value_a != value_b:
+            yield name, value_a, value_b

@@ -48,7 +48,7 @@ class CheckpointContents:
         state: its `trainer_state.json`.
         tensors: in the order in which they lie in the files.
         aliases: further names of tied tensors, and the name under which each is stored.
-        share: the pieces that the folder has, if that is the folder of one host.
+        share: the pieces in the folder, if it is the folder of one host.
     """
 
     path: Path
@@ -64,7 +64,7 @@ def show(checkpoint: str | Path) -> CheckpointContents:
     """Return the content of a checkpoint.
 
     Args:
-        checkpoint: its folder, or that of a run for its newest.
+        checkpoint: its folder, or a run's for its newest.
 
     Raises:
         CheckpointError: if there is no checkpoint, or its JSON files or headers are damaged.

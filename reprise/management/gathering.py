@@ -1,4 +1,4 @@
-"""Makes one whole checkpoint of the folders of several hosts."""
+"""Makes a whole checkpoint of the folders of several hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ATTEMPT = "gather-"  # what the names of these attempts begin with
 
 @dataclass(frozen=True, slots=True)
 class GatherSource:
-    """A local checkpoint, and the bytes that were copied from it."""
+    """A local checkpoint, and the bytes copied from it."""
 
     path: Path
     copied_bytes: int
@@ -31,12 +31,12 @@ class GatherSource:
 
 @dataclass(frozen=True, slots=True)
 class GatherReport:
-    """A checkpoint that was made of the folders of hosts.
+    """A checkpoint made of the folders of hosts.
 
     Args:
         path: the folder of the whole checkpoint.
         total_bytes: the size of its tensors, in bytes.
-        sources: the local checkpoints that it was made of.
+        sources: its local checkpoints.
         damage: descriptions of damaged blocks, which were copied from another folder.
     """
 
@@ -55,20 +55,20 @@ def gather(
     progress: ProgressCallback = ignore_progress,
     terms: FolderTerms = TERMS,
 ) -> GatherReport:
-    """Write the checkpoint that the folders of several hosts hold together into one folder, whole.
+    """Join the folders of several hosts into a single folder with the whole checkpoint.
 
     The output is locked meanwhile. The checkpoint appears there complete or not at all.
 
     Args:
-        hosts: each host's folder of local checkpoints, or one checkpoint in it.
+        hosts: each host's folder of local checkpoints, or a checkpoint in it.
         out: the folder to write the checkpoint's folder to; it is made if it is missing.
-        iteration: by default the newest that is whole together.
-        progress: is called with the name of the checkpoint, the bytes that have been written, and all bytes to write.
-        terms: how advice names what the caller has set.
+        iteration: by default the newest checkpoint whole among them.
+        progress: is called with the name of the checkpoint, the bytes written, and all bytes to write.
+        terms: the names of the caller's settings in advice.
 
     Raises:
         CheckpointError: if a folder is missing, `out` is the folder of a host or has the iteration already, or pieces
-            are missing, which are named by the host that wrote them.
+            are missing, which are named by their host.
         LockError: if a run saves to `out`.
     """
     parts = list[Checkpoint]()
@@ -106,7 +106,7 @@ def _join(parts: list[Checkpoint], out: CheckpointFolder, progress: ProgressCall
 
 
 def _refuse_host_folder(out: CheckpointFolder) -> None:
-    """Refuse a folder of local checkpoints: a run would take a whole one there for damaged."""
+    """Refuse a folder of local checkpoints: a run would take a whole checkpoint there for damaged."""
     for iteration in out.committed():
         if (out.iteration(iteration) / HOST).exists():
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The share of a local checkpoint in the folder of one host, and what the folders of several hosts are together."""
+"""The share of a local checkpoint in the folder of one host, and the checkpoint in the folders of several hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from reprise.local.survey import candidates, describe
 
 @dataclass(frozen=True, slots=True)
 class HostPieces:
-    """The pieces of tensors that one host wrote, as far as they lie in a folder.
+    """The pieces of tensors written by a host, as far as they lie in a folder.
 
     Args:
         host: the name of the host.
-        pieces: the number of pieces that the host wrote.
+        pieces: the number of pieces written by the host.
         present: the number of these pieces in the folder.
         present_bytes: their size in bytes.
     """
@@ -35,10 +35,10 @@ class HostShare:
     """The share of a local checkpoint in the folder of one host.
 
     Args:
-        host: the name of the host that saved the folder; None for a folder of copies alone.
-        hosts: the pieces of each host that saved the checkpoint.
+        host: the name of the host with the folder's saves; None for a folder of copies alone.
+        hosts: the pieces of each host of the checkpoint.
         total_bytes: the size of all tensors of the checkpoint, in bytes.
-        missing: the pieces that are not in the folder, in words; empty if all are.
+        missing: the pieces outside the folder, in words; empty if there are none.
     """
 
     host: str | None
@@ -59,7 +59,7 @@ class HostShare:
 
 
 def share_of(checkpoint: Checkpoint) -> HostShare | None:
-    """Return the share of a checkpoint in its folder; None for a folder that is not of one host."""
+    """Return the share of a checkpoint in its folder; None for a folder of another kind than a host's."""
     host = checkpoint.host
     if host is None:
         return None
@@ -79,7 +79,7 @@ def _pieces_of(checkpoint: Checkpoint, host: HostFile, number: int) -> HostPiece
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of the tensors, or pieces of tensors, that lie in a checkpoint's folder, in bytes."""
+    """Return the size of the tensors, or pieces of tensors, in a checkpoint's folder, in bytes."""
     places = read_places(checkpoint)
     if checkpoint.host is None:
         return sum(place.spec.total_bytes for place in places.values())
@@ -87,7 +87,7 @@ def stored_bytes(checkpoint: Checkpoint) -> int:
 
 
 def without_damage(checkpoint: Checkpoint) -> HostFile | None:
-    """Return the `host.json` of a local checkpoint with only those pieces that are not damaged; reads all of them."""
+    """Return the `host.json` of a local checkpoint with its undamaged pieces alone; reads all pieces."""
     if checkpoint.host is None:
         return None
     try:
@@ -100,11 +100,11 @@ def without_damage(checkpoint: Checkpoint) -> HostFile | None:
 def missing_everywhere(
     folders: Sequence[object], parts: Iterable[tuple[int | None, HostFile | None]]
 ) -> dict[int | None, str]:
-    """Return by iteration the pieces that no part in several folders has, in words; empty if all pieces are there.
+    """Return by iteration the pieces missing in all of several folders, in words; empty if all pieces are there.
 
     Args:
-        folders: the folders that were given; of a single one, nothing is returned.
-        parts: the iteration and the `host.json` of each checkpoint; a whole one has none.
+        folders: the given folders; nothing is returned for a single folder.
+        parts: the iteration and the `host.json` of each checkpoint; a whole checkpoint has none.
     """
     texts: dict[int | None, str] = {}
     local = [{iteration: host} for iteration, host in parts if iteration is not None and host is not None]

@@ -28,7 +28,7 @@ class CheckpointStatus(StrEnum):
 
     @staticmethod
     def of(error: TrainerError) -> CheckpointStatus:
-        """Return the status of a checkpoint that an error concerns."""
+        """Return the status of a checkpoint with an error."""
         return CheckpointStatus.UNREADABLE if isinstance(error, UnreadableError) else CheckpointStatus.DAMAGED
 
 
@@ -39,16 +39,16 @@ class CheckpointSummary:
     Args:
         folder: the checkpoint folder of the run.
         path: the folder of the checkpoint.
-        iteration: its iteration; None for a superseded one that cannot be opened.
-        total_bytes: the size of its files, in bytes; in the folder of a host, what they take on the disk.
+        iteration: its iteration; None for an unreadable superseded checkpoint.
+        total_bytes: the size of its files, in bytes; in the folder of a host, their size on the disk.
         written_at: the time at which it was saved, in Unix time.
         status: whether it is whole, as far as its JSON files, headers and the first block of each file show.
-        problem: what is damaged or cannot be read.
+        problem: the damage, or the failed read.
         state: its `trainer_state.json`; None if it is damaged or cannot be read.
-        share: the pieces that its folder has, if that is the folder of one host.
-        missing_everywhere: the pieces that none of the listed folders has, in words; empty if the folders are whole
-            together, None where a single folder is listed, or no part of the iteration.
-        foreign_files: files that transformers would read in place of the checkpoint's own.
+        share: the pieces in its folder, if it is the folder of one host.
+        missing_everywhere: the pieces missing in all listed folders, in words; empty if the folders are whole together,
+            None where a single folder is listed, or no part of the iteration.
+        foreign_files: files read by transformers in place of the checkpoint's own.
         has_adapters: whether it holds low-rank adapters.
         is_pinned: whether a file `hold` protects it from deletion.
         is_link: whether its path is a symbolic link, which no run loads.
@@ -125,7 +125,7 @@ def _summary(folder: Path, path: Path) -> tuple[CheckpointSummary, Checkpoint | 
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a checkpoint's files in bytes; in the folder of a host, what they take on the disk."""
+    """Return the size of a checkpoint's files in bytes; in the folder of a host, their size on the disk."""
     if (path / HOST).exists():  # most of its files may be holes
         return Files().allocated_bytes(path)
     files = () if path.is_symlink() else path.rglob("*")
@@ -133,6 +133,6 @@ def size_of(path: Path) -> int:
 
 
 def _written_at(path: Path) -> float:
-    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes that."""
+    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes it."""
     manifest = path / MANIFEST
     return (manifest if manifest.exists() else path).lstat().st_mtime

@@ -1,4 +1,4 @@
-"""The checkpoints that a path names: its own, or those of a run."""
+"""The checkpoints at a path: its own, or those of a run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in a run's folder. A link that the caller names is followed.
+    """Refuse a link in a run's folder. A link named by the caller is followed.
 
     Raises:
         CheckpointError: if `path` is a link.

@@ -21,7 +21,7 @@ from reprise.storage.lock import FolderLock
 
 @dataclass(frozen=True, slots=True)
 class ExpiredCheckpoint:
-    """A checkpoint that no rule retains, and its size in bytes."""
+    """A checkpoint retained by no rule, and its size in bytes."""
 
     path: Path
     iteration: int
@@ -33,7 +33,7 @@ class PruneReport:
     """The result of pruning a folder.
 
     Args:
-        expired: the checkpoints that were deleted, or would be, in order.
+        expired: the deleted checkpoints, or those to delete, in order.
         retained: the iterations that stay.
         is_dry_run: whether none was deleted.
     """
@@ -53,18 +53,18 @@ def prune(
 ) -> PruneReport:
     """Delete all checkpoints but the newest, those with a file `hold`, and every multiple of an interval.
 
-    The folder is locked meanwhile, so a run that saves to it is not disturbed.
+    The folder is locked meanwhile, so a run with saves to it is not disturbed.
 
     Args:
         folder: of a run, or of its checkpoints.
-        keep: the number of the newest checkpoints that stay, at least 1.
+        keep: the number of newest checkpoints kept, at least 1.
         retain_interval: multiples of this iteration stay too; 0 for none.
         dry_run: delete none.
-        terms: how advice names what the caller has set.
+        terms: the names of the caller's settings in advice.
 
     Raises:
         ConfigError: for a number out of range.
-        CheckpointError: if there is no such folder, or none of the checkpoints that would stay is whole.
+        CheckpointError: if there is no such folder, or no checkpoint to keep is whole.
         LockError: if a run saves to the folder.
         OSError: if the folder cannot be read or written.
     """

@@ -25,11 +25,11 @@ class VerifiedCheckpoint:
     Args:
         path: the folder of the checkpoint.
         iteration: its iteration.
-        status: `part` if the folder is that of one host and its pieces are whole.
-        problem: the first damage, or what cannot be read now.
-        checked_bytes: the bytes of tensors that were read; None if the checkpoint could not be read to its end.
-        share: the pieces that its folder has, if that is the folder of one host.
-        missing_everywhere: the pieces that none of the folders has undamaged, in words; empty if the folders are whole
+        status: `part` if the folder is of one host and its pieces are whole.
+        problem: the first damage, or the failed read.
+        checked_bytes: the bytes read of tensors; None if the checkpoint could not be read to its end.
+        share: the pieces in its folder, if it is the folder of one host.
+        missing_everywhere: the pieces without an undamaged copy in any folder, in words; empty if the folders are whole
             together, None where a single path is given, or no part of the iteration.
     """
 
@@ -47,7 +47,7 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 
     Args:
         checkpoints: folders of checkpoints, or of runs for all of theirs.
-        progress: is called with the name of a checkpoint, the bytes that have been read, and all bytes to read.
+        progress: is called with the name of a checkpoint, the bytes read, and all bytes to read.
 
     Raises:
         CheckpointError: if a folder is missing or holds no checkpoint. A damaged checkpoint is no error.
@@ -66,11 +66,11 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 def _verify(
     path: Path, is_named: bool, has_others: bool, progress: ProgressCallback
 ) -> tuple[VerifiedCheckpoint, HostFile | None]:
-    """Return the result for a checkpoint, and the pieces of a local one that are not damaged.
+    """Return the result for a checkpoint, and the undamaged pieces of a local checkpoint.
 
     Args:
         is_named: whether the caller has named the checkpoint itself.
-        has_others: whether other folders may have the pieces that are damaged.
+        has_others: whether other folders may have the damaged pieces.
     """
     result, host = VerifiedCheckpoint(path, named_iteration(path.name)), None
     try:
@@ -103,7 +103,7 @@ def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files that other readers of the folder would mistake for the checkpoint's."""
+    """Refuse files easily mistaken for the checkpoint's by other readers of the folder."""
     names = misleading_files(checkpoint)
     if names:
         raise CheckpointError(
