@@ -1,4 +1,4 @@
-"""A checkpoint library: whole logical tensors, written in place by all ranks, committed by one rename.
+"""A checkpoint library: whole logical tensors, written in place by all ranks, committed by a single rename.
 
     from reprise import save, load                          a model and its optimizer
     from reprise import save_state_dict, load_state_dict    a nested state dict, on any group of ranks

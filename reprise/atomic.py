@@ -15,20 +15,20 @@ _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 
 
 class FileCalls:
-    """The file system calls of an atomic write, one method each, so that a test can count, fail or kill at each."""
+    """The file system calls of an atomic write, a method each: a test can count, fail or kill at each."""
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        """Write `buffers`, one behind the other, at `offset`, all of them."""
+        """Write all of `buffers`, end to end, at `offset`."""
         queue = [buffer for buffer in buffers if buffer.nbytes]
         first = 0
         while first < len(queue):
-            written = os.pwritev(descriptor, queue[first : first + _MOST_BUFFERS], offset)
-            offset += written
-            while first < len(queue) and written >= queue[first].nbytes:
-                written -= queue[first].nbytes
+            count = os.pwritev(descriptor, queue[first : first + _MOST_BUFFERS], offset)
+            offset += count
+            while first < len(queue) and count >= queue[first].nbytes:
+                count -= queue[first].nbytes
                 first += 1
-            if written:
-                queue[first] = queue[first][written:]
+            if count:
+                queue[first] = queue[first][count:]
 
     def sync(self, descriptor: int) -> None:
         """Make a file's data and size durable."""
@@ -83,7 +83,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
-    """Replace the content of `path` atomically and durably. One process at a time may do this."""
+    """Replace the content of `path` atomically and durably. A single process at a time may do this."""
     temporary = temporary_of(path)
     files.write_whole(temporary, data)
     files.rename(temporary, path)
@@ -98,7 +98,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
     leaves nothing at the temporary path, `path` stays as it was. The temporary path is removed in every case.
 
     Args:
-        replaces: replace a file, or a folder by a folder, that has the name already.
+        replaces: replace an existing file, or an existing folder by a folder.
 
     Raises:
         OSError: from the file system, or EEXIST if `path` exists and `replaces` is False.
@@ -133,7 +133,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
 def make_folders(files: FileCalls, path: Path) -> None:
     """Make `path` and its missing parents, and make the new names durable.
 
-    Otherwise a power failure could remove the folder together with files that were synced in it.
+    Otherwise a power failure could remove the folder together with files synced in it.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)

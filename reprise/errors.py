@@ -19,7 +19,7 @@ class TrainerError(Exception):
         fix: the action that resolves it.
 
     Attributes:
-        is_known_to_all: whether every rank of the run has raised it, so that it need not be reported to them.
+        is_known_to_all: whether every rank of the run has raised it: no report to them is needed then.
         is_echo: whether it repeats the failure of another rank.
     """
 
@@ -53,19 +53,19 @@ def _shortened(value: object) -> str:
 
 
 class ConfigError(TrainerError):
-    """A configuration that cannot run, refused before anything is built."""
+    """A configuration unfit to run, refused before anything is built."""
 
 
 class DataError(TrainerError):
-    """A data file that is malformed or does not match the model."""
+    """A data file, malformed or unfit for the model."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint that cannot be written, or is damaged or incomplete."""
+    """A failed write of a checkpoint, or a damaged or incomplete checkpoint."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that cannot be read now because the file system fails; it may be valid."""
+    """A checkpoint unreadable now because the file system fails; it may be valid."""
 
 
 class MismatchError(CheckpointError):
@@ -77,7 +77,7 @@ class LockError(CheckpointError):
 
 
 class ReplicaError(CheckpointError):
-    """Ranks that hold the same tensor hold different bits of it: the state of the run is damaged."""
+    """The bits of a tensor differ between its ranks: the state of the run is damaged."""
 
 
 class LaunchError(TrainerError):
@@ -85,8 +85,8 @@ class LaunchError(TrainerError):
 
 
 class OutOfMemoryError(TrainerError):
-    """A run that needs more memory than its host or its device has."""
+    """A run in need of more memory than its host or its device has."""
 
 
 class NonFiniteError(TrainerError):
-    """A loss or a gradient that is not finite."""
+    """A nonfinite loss or gradient."""

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: a process group of the program, or this process alone."""
+"""The ranks of a save or a load: a process group of the program, or this process alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_call(
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
 ) -> JointCall:
-    """Return a call that all ranks of a group make, with a channel of its own.
+    """Return a call of all ranks of a group, with a channel of its own.
 
     Its messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
     no part.
@@ -39,7 +39,7 @@ def open_call(
         name: the call as the user has written it, with what has to be equal on all ranks.
         timeout_s: seconds to wait for ranks that have not made the call.
         process_group: None for all ranks of the program.
-        coordinator_rank: the global rank that decides: it takes the lock, names the attempt and renames.
+        coordinator_rank: the deciding global rank: it takes the lock, names the attempt and renames.
 
     Raises:
         ConfigError: if this rank or the coordinator is not in the group, or there is no number of seconds.
@@ -61,7 +61,7 @@ def open_call(
         rank,
         world_size=len(ranks),
         timeout_s=COMMIT_TIMEOUT_S,
-        ranks=(first, *(other for other in ranks if other != first)),
+        ranks=(first, *(member for member in ranks if member != first)),
         prefix=f"{group}/{count}",
         spare=_spare_connections(store),
     )
@@ -74,7 +74,7 @@ def open_call(
 
 
 def _spare_connections(store: Store) -> list[Store]:
-    """Return the connections to the default store that earlier calls have left; a new store has none."""
+    """Return the connections to the default store left by earlier calls; a new store has none."""
     if _spare[0]() is not store:
         _spare[:] = [weakref.ref(store), []]
     connections: list[Store] = _spare[1]

@@ -24,10 +24,10 @@ _MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
 
 
 def to_bytes(value: Json) -> bytes:
-    """Return `value` as indented standard JSON that ends with a newline.
+    """Return `value` as indented standard JSON with a newline at its end.
 
     Raises:
-        CheckpointError: for NaN, infinity, a value that JSON does not have, or anything that `parse` rejects.
+        CheckpointError: for NaN, infinity, a value without a form in JSON, or anything rejected by `parse`.
     """
     try:
         data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -45,7 +45,7 @@ def to_bytes(value: Json) -> bytes:
 
 
 def _unstorable(value: object, where: str = "", depth: int = 0) -> str:
-    """Return the place of the first member of `value` that JSON lacks, such as `state["a"][3]`; empty without one."""
+    """Return the place of the first member of `value` without a form in JSON, such as `state["a"][3]`; else empty."""
     if depth > MAX_DEPTH:
         return where
     if not isinstance(value, dict | list | tuple):
@@ -73,7 +73,7 @@ def _quoted(key: object) -> str:
 
 
 def content(document: Document) -> bytes:
-    """Return the bytes of a file that holds no tensors.
+    """Return the bytes of a file without tensors.
 
     Raises:
         CheckpointError: as `to_bytes`.
@@ -82,7 +82,7 @@ def content(document: Document) -> bytes:
 
 
 def parse(data: bytes, *, where: object) -> Json:
-    """Parse one JSON object.
+    """Parse a JSON object.
 
     Raises:
         CheckpointError: if `data` is not a standard JSON object: invalid UTF-8, an unpaired surrogate, NaN, a number
@@ -155,9 +155,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
 
 
 def shown(value: object) -> str:
-    """Return a value of a file for a message: a short text, made in the time that it takes to read it.
+    """Return a value of a file for a message: a short text, made in no more than the time to read the value.
 
-    Of what is neither a number, a text nor a list of them, the type alone is shown.
+    Of other values than numbers, texts and lists of them, the type alone is shown.
     """
     if isinstance(value, str | bytes):
         return repr(value[:_MOST_OF_A_VALUE]) + ("..." if len(value) > _MOST_OF_A_VALUE else "")
@@ -210,7 +210,7 @@ def step_count(value: object) -> float:
 
 
 def dumps(value: object) -> str:
-    """Return standard JSON on one line, with null in place of NaN and infinity."""
+    """Return standard JSON as a single line, with null in place of NaN and infinity."""
     return json.dumps(finite(value), allow_nan=False)
 
 

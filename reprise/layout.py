@@ -1,4 +1,4 @@
-"""Where the bytes of logical tensors lie: boxes of tensors, files of tensors, the part that each rank writes."""
+"""Where the bytes of logical tensors lie: boxes of tensors, files of tensors, the part of each rank."""
 
 from reprise.format.box import Box, Image, absolute, cut, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import (

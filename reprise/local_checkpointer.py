@@ -25,13 +25,13 @@ _COPIES_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LocalPolicy:
-    """Where each host keeps local checkpoints, how often they are saved, and how many stay.
+    """The folder, the interval and the retention of local checkpoints.
 
     Args:
         folder: a folder of each host's own, at the same path on all.
         save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
-        keep: how many of the newest checkpoints stay, beside the newest that is copied everywhere and the named ones.
-        copies: on how many hosts after its own what a host saves lies as well.
+        keep: number of newest checkpoints kept, beside the newest copied everywhere and the named iterations.
+        copies: number of hosts after its own with copies of a host's saves.
         saving: file size, timeouts, staging and the named iterations, as for the shared folder.
     """
 
@@ -43,12 +43,12 @@ class LocalPolicy:
 
 
 class LocalCheckpointer:
-    """The local checkpoints of one run, on one rank. All ranks make the same calls in the same order.
+    """The local checkpoints of a run, on a single rank. All ranks make the same calls in the same order.
 
     Args:
         nonce: a name of this run of the program, equal on all ranks.
         local_ranks: the ranks on this host, this one among them.
-        shared: the folder that all hosts share; None without one.
+        shared: the folder shared by all hosts; None without a shared folder.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class LocalCheckpointer:
         )
 
     def start(self, lineage: Lineage | None = None) -> None:
-        """Take the locks, settle what dead attempts left, and look at what lies on every host.
+        """Take the locks, settle the remains of dead attempts, and survey the checkpoints on every host.
 
         Args:
-            lineage: of the run; None for one that takes every checkpoint as its own.
+            lineage: of the run; None to take every checkpoint as its own.
 
         Raises:
             LockError: on every rank, if another job writes to the folder of a host.
-            CheckpointError: on every rank, if a folder cannot be written, or the ranks of a host see different ones.
+            CheckpointError: on every rank, if a folder cannot be written, or the ranks of a host see different folders.
         """
         self.saver.start()
         self.folders.lineage = lineage or Lineage()
@@ -106,18 +106,18 @@ class LocalCheckpointer:
         self._copies.found(self.folders.copied(self._copies.count))
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from."""
+        """Take note of the checkpoint at the start of the run."""
         self.saver.loaded(restored)
         if self.folders.owns(restored.checkpoint.path):
             self._copies.loaded(restored.checkpoint.iteration)
 
     def rewind(self, iteration: int) -> None:
-        """Rename checkpoints that this run overtakes, newer than `iteration` or given up before, out of the way."""
+        """Rename checkpoints overtaken by this run, newer than `iteration` or given up before, out of the way."""
         self._copies.rewound(iteration)
         self.saver.rewind(iteration, self.folders.given_up)
 
     def await_copies(self) -> None:
-        """Wait a while for the copies that are under way on any host, so that the next checkpoint is copied too.
+        """Wait a while for the running copies on any host, for the next checkpoint to be copied too.
 
         The ranks go on together: in a save that follows, none waits for another that still waits for a copy.
 
@@ -135,7 +135,7 @@ class LocalCheckpointer:
         return self._copies.sent_bytes
 
     def close(self) -> None:
-        """Wait for the save and the copies that are under way, and let go of the locks."""
+        """Wait for the running save and copies, and release the locks."""
         self.saver.wait()
         self._copies.close()
         self.saver.close()

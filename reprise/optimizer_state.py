@@ -1,4 +1,4 @@
-"""Checks of optimizer state against an optimizer, and the state that it does not have yet."""
+"""Checks of optimizer state against an optimizer, and its initial state."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from reprise.tensors.live import local_of
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizer state that `optimizer` would not understand: its next step would fail, or be wrong.
+    """Refuse the optimizer state of another class: the next step of `optimizer` would fail, or be wrong.
 
     Raises:
-        MismatchError: if it was saved without an optimizer, or with one of another class.
+        MismatchError: if the checkpoint was saved without an optimizer, or with an optimizer of another class.
     """
     if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
         raise MismatchError(
             "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
         )
-    named = checkpoint.state.get("optimizer", {})
-    saved, given = named.get("name") if isinstance(named, dict) else named, type(optimizer).__name__
-    if saved is not None and saved != given:
+    record = checkpoint.state.get("optimizer", {})
+    saved, current = record.get("name") if isinstance(record, dict) else record, type(optimizer).__name__
+    if saved is not None and saved != current:
         raise MismatchError(
             "The checkpoint was saved with an optimizer of another class",
             where=checkpoint.path,
-            expected=given,
+            expected=current,
             found=saved,
             fix=f"Give a {saved}, or load the model alone.",
         )
@@ -38,14 +38,14 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
 def zeros_for(
     parameter: nn.Parameter, key: str, shape: tuple[int, ...], name: str, *, on_device: bool, where: Path
 ) -> torch.Tensor:
-    """Return zeros for what a checkpoint has as `key` of a parameter, placed as optimizers place it.
+    """Return zeros for the state `key` of a parameter in a checkpoint, placed as by optimizers.
 
     Args:
         on_device: whether state of another shape than the parameter's lies on its device.
 
     Raises:
-        MismatchError: for state that is larger than a square matrix over a dimension of its parameter, the largest
-            that optimizers keep: memory is not for the asking.
+        MismatchError: for state larger than a square matrix over a dimension of its parameter, the largest state of
+            optimizers: a checkpoint must not claim any amount of memory.
     """
     most = max(parameter.numel(), max(parameter.shape, default=1) ** 2)
     if math.prod(shape) > most:

@@ -1,4 +1,4 @@
-"""The settings of saving (interval, retention, memory, timeouts) and the report of one save."""
+"""The settings of saving (interval, retention, memory, timeouts) and the report of a save."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Retention:
     """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
     `keep_best` with the lowest validation loss, the iterations in `always`, and those `named` by the command.
 
-    The rules apply to checkpoints that the schedule asks for. An interim checkpoint, made where a run was interrupted,
-    stays until a later one of these is committed. So an interrupted run keeps what the unbroken run keeps.
+    The rules apply to checkpoints of the schedule. An interim checkpoint, made where a run was interrupted, stays until
+    a later checkpoint of the schedule is committed. So an interrupted run keeps the checkpoints of the unbroken run.
     """
 
     max_checkpoint_keep: int = 0
@@ -34,8 +34,7 @@ class Retention:
         losses: Mapping[int, float] | None = None,
         interim: Collection[int] = (),
     ) -> list[int]:
-        """Return the iterations to delete, oldest first. Never among them are the newest, the `pinned` and
-        the named ones.
+        """Return the iterations to delete, oldest first. Never among them are the newest, the `pinned` and the `named`.
 
         Iterations kept by another rule do not count toward `max_checkpoint_keep`.
 
@@ -50,8 +49,8 @@ class Retention:
         later = sorted(
             iteration for iteration in committed if iteration in interim and iteration > max(due, default=-1)
         )
-        known = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
-        best = sorted(known, key=lambda iteration: (known[iteration], -iteration))[: self.keep_best]
+        losses_of_due = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
+        best = sorted(losses_of_due, key=lambda iteration: (losses_of_due[iteration], -iteration))[: self.keep_best]
         retained = [iteration for iteration in due if self._is_retained(iteration)]
         return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned, *self.named})
 
@@ -69,15 +68,15 @@ class SavePolicy:
         save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
         save_steps: save at these iterations too.
         file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: seconds after which a save that has not committed is aborted.
+        commit_timeout_s: seconds after which an uncommitted save is aborted.
         async_save: write in the background while training continues.
         copies_at_call: copy every tensor before a background save returns, in place of holding back the optimizer's
-            step: for programs that change tensors at any time.
-        staging_bytes: upper bound in bytes on host memory for copies of chunks that the next optimizer step would
-            overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a
-            host assemble in shared memory if they fit. With less memory, that step waits for the disk. Tensors that may
-            change at any time (buffers, frozen parameters) are copied in addition.
-        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
+            step: for programs with changes of tensors at any time.
+        staging_bytes: upper bound in bytes on host memory for copies of chunks before the next optimizer step
+            overwrites them. None allows the bytes written by the rank plus the bytes of its columns, which the ranks of
+            a host assemble in shared memory if they fit. With less memory, the step waits for the disk. Tensors
+            changeable at any time (buffers, frozen parameters) are copied in addition.
+        stall_timeout_s: seconds this step waits for a stalled disk before the save is aborted.
         check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
         terms: how messages name the folder.
     """
@@ -98,13 +97,13 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The outcome of one save on this rank; `error` is set if the attempt did not become a checkpoint.
+    """The outcome of a save on this rank; `error` is set if the attempt did not become a checkpoint.
 
     Args:
         seconds: time from the call to the commit or the error.
-        blocked_s: time that this save blocked training on this rank, in seconds.
-        waited_s: time that training waited for the previous save to end, in seconds.
-        copied_bytes: bytes copied so that training could continue.
+        blocked_s: time for which this save blocked training on this rank, in seconds.
+        waited_s: time for which training waited for the end of the previous save, in seconds.
+        copied_bytes: bytes copied for training to continue.
     """
 
     iteration: int

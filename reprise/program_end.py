@@ -1,4 +1,4 @@
-"""The end of a program with open savers: it waits for their saves, and its status is 1 if one of them fails."""
+"""The end of a program with open savers: it waits for their saves, and its status is 1 if a save fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_endings.clear)  # the saves are the parent's
 def finish_at_end(saver: object, ending: Ending) -> None:
     """Let the program's end wait for the save of a saver, unless `forget` comes first.
 
-    A program that an error ends abandons the save; any other closes the saver. A thread does it, as the writers start
+    A program ended by an error abandons the save; any other closes the saver. A thread does it, as the writers start
     threads, which Python refuses to functions of `atexit` from 3.12 on.
     """
     _endings[saver] = ending
@@ -64,7 +64,7 @@ def _finish_all() -> None:
 
 
 def _end_with_failure() -> None:
-    """End with status 1, after everything else that is to run at the end; Python itself would end with 0."""
+    """End with status 1, after all other calls at the end; Python itself would end with 0."""
     atexit.unregister(_end_with_failure)
     try:
         atexit._run_exitfuncs()

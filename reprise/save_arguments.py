@@ -1,4 +1,4 @@
-"""Checks of the arguments of a save, by errors that a rank shares with the others."""
+"""Checks of the arguments of a save, by errors which a rank shares with the others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from reprise.storage.folder import iteration_name
 
 
 def check_target(folder: str | Path, iteration: int) -> None:
-    """Refuse a folder or an iteration that cannot be saved.
+    """Refuse a folder or an iteration unfit for a save.
 
     Raises:
         ConfigError: `folder` is a URL, or no path.
-        CheckpointError: for an iteration that no folder is named after.
+        CheckpointError: for an iteration outside the names of folders.
     """
     require_path(folder)
     if is_url(str(folder)):
@@ -29,24 +29,24 @@ def check_target(folder: str | Path, iteration: int) -> None:
 
 
 def check_patterns(from_rank0: object) -> None:
-    """Refuse patterns that are no sequence of texts; a single text would be taken letter by letter.
+    """Refuse patterns other than a sequence of texts; a single text would be taken letter by letter.
 
     Raises:
-        ConfigError: naming the type that was given.
+        ConfigError: naming the given type.
     """
-    odd: list[object] = [from_rank0]
+    mistakes: list[object] = [from_rank0]
     if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
-        odd = [part for part in from_rank0 if not isinstance(part, str)]
-    if odd:
+        mistakes = [part for part in from_rank0 if not isinstance(part, str)]
+    if mistakes:
         raise ConfigError(
             "from_rank0 is no list of patterns",
             expected='texts in a list, such as ["*.running_*"]',
-            found=repr(odd[0]),
+            found=repr(mistakes[0]),
         )
 
 
 def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
-    """Refuse numbers of checkpoints and bytes that are none.
+    """Refuse invalid numbers of checkpoints and bytes.
 
     Raises:
         ConfigError: naming the first.
@@ -62,7 +62,7 @@ def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
 
 
 def check_limits(*, staging_bytes: object, **seconds: object) -> None:
-    """Refuse limits of a background save that are no numbers of bytes or seconds.
+    """Refuse limits of a background save other than numbers of bytes or seconds.
 
     Args:
         seconds: limits by their names, each a finite number of seconds above 0.
@@ -94,7 +94,7 @@ def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> Non
 
 
 def check_vacant(folder: str | Path, iteration: int) -> None:
-    """Refuse an iteration that the folder has.
+    """Refuse an existing iteration of the folder.
 
     Raises:
         CheckpointError: naming its path.
@@ -107,7 +107,7 @@ def check_vacant(folder: str | Path, iteration: int) -> None:
 
 
 def require_path(path: object) -> None:
-    """Refuse what is no path, by an error that a rank shares with the others.
+    """Refuse anything but a path, by an error which a rank shares with the others.
 
     Raises:
         ConfigError: naming its type.

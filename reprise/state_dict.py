@@ -33,31 +33,30 @@ def save_state_dict(
     files: Mapping[str, object] | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
-    """Save a nested state dict as `folder/iter_<iteration>`, and return that path. A call of all ranks of the group.
+    """Save a nested state dict as `folder/iter_<iteration>`, and return this path. A call of all ranks of the group.
 
-    Dicts and lists hold tensors, DTensors and plain values of Python. Each rank gives the keys that it has: what
-    several ranks give under one name must be equal, bit for bit, and a stage of a pipeline gives its own tensors only.
-    Optimizers are given as `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
-    Tensors under `"model"` become the weights of the folder, so that transformers opens it where the names are those it
-    uses.
+    Dicts and lists hold tensors, DTensors and plain values of Python. Each rank gives its keys: a tensor or value given
+    under the same name by several ranks must be equal, bit for bit, and a stage of a pipeline gives its own tensors
+    only. Optimizers are given as `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
+    Tensors under `"model"` become the weights of the folder, and transformers opens the folder where the names are its
+    own.
 
     Args:
-        process_group: the ranks that save; None for all. The others have no part in it, and go on meanwhile.
-        coordinator_rank: the global rank that takes the lock of the folder, decides, and renames.
-        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        process_group: the saving ranks; None for all. The others have no part in it, and go on meanwhile.
+        coordinator_rank: the deciding global rank, which takes the lock of the folder and renames.
+        max_checkpoint_keep: number of newest checkpoints kept in `folder`; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
         overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
-        from_rank0: shell patterns for the stored names of tensors that differ between ranks by design, such as
-            `["*.running_*"]`; the lowest rank that holds one saves it.
+        from_rank0: shell patterns for the stored names of tensors with differences between ranks by design, such as
+            `["*.running_*"]`; the lowest rank with such a tensor saves it.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
         files: as for `save`.
         timeout_s: seconds to wait for ranks that have not made this call.
 
     Raises:
-        ConfigError: for a folder that is a URL, a number or patterns that are none, or a rank or coordinator outside
-            the group.
-        ReplicaError: on the coordinator, if ranks hold different bits of one tensor; a CheckpointError on the others.
-        TrainerError: naming what cannot be saved, or differs between ranks; nothing that was committed is touched.
+        ConfigError: for a URL as folder, an invalid number or patterns, or a rank or coordinator outside the group.
+        ReplicaError: on the coordinator, if the bits of a tensor differ between ranks; a CheckpointError on the others.
+        TrainerError: naming an unstorable value, or a difference between ranks; committed checkpoints are untouched.
     """
     with open_call(
         f"save_state_dict(iteration={iteration})",
@@ -88,19 +87,19 @@ def load_state_dict(
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
-    """Fill a nested state dict in place from one iteration folder, or the newest valid one of a run's folder.
+    """Fill a nested state dict in place from an iteration folder, or the newest valid checkpoint of a run's folder.
 
-    Tensors are filled, values are replaced in their dicts and lists, at any topology and under any division of the
-    keys among ranks. A load is about the outermost keys that any rank gives; others of the checkpoint are left out.
+    Tensors are filled, values are replaced in their dicts and lists, at any topology and under any division of the keys
+    among ranks. A load is about the outermost keys given by any rank; others of the checkpoint are left out.
 
     Args:
         process_group: as for `save_state_dict`.
-        coordinator_rank: the global rank that chooses the checkpoint.
-        model: names the parameters where an optimizer is given as `optimizer.state_dict()`. State that such an
-            optimizer lacks, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a
-            model of FSDP2, parameters that a forward pass has gathered are freed, as they would be stale.
-        strict: refuse names that either side lacks. If not, they are logged, and what the checkpoint lacks keeps its
-            value.
+        coordinator_rank: the global rank with the choice of the checkpoint.
+        model: names the parameters where an optimizer is given as `optimizer.state_dict()`. The missing state of such
+            an optimizer, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a model
+            of FSDP2, parameters gathered by a forward pass are freed, as they would be stale.
+        strict: refuse names missing on either side. If not, they are logged, and values missing in the checkpoint are
+            kept.
         missing_ok: as for `load`.
         timeout_s: seconds to wait for ranks that have not made this call.
 

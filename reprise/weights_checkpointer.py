@@ -42,10 +42,10 @@ class WeightsPolicy:
 
 
 class WeightsCheckpointer:
-    """The saves of the weights of one run, on one rank. All ranks make the same calls in the same order.
+    """The saves of the weights of a run, on a single rank. All ranks make the same calls in the same order.
 
-    The folder `weights` below that of the checkpoints has its own lock, names and retention. So nothing that looks for
-    a checkpoint to resume from looks there.
+    The folder `weights` below that of the checkpoints has its own lock, names and retention. So a search for a
+    checkpoint to resume from skips it.
 
     Args:
         nonce: a name of this run of the program, equal on all ranks.
@@ -75,7 +75,7 @@ class WeightsCheckpointer:
         self._cast: _Cast | None = None
 
     def start(self) -> None:
-        """Take the lock, sweep what dead attempts left, and make sure that all ranks see one folder.
+        """Take the lock, sweep the remains of dead attempts, and check that all ranks see the same folder.
 
         Raises:
             TrainerError: as `Checkpointer.start`.
@@ -83,7 +83,7 @@ class WeightsCheckpointer:
         self.saver.start()
 
     def rewind(self, iteration: int) -> None:
-        """Rename weights of iterations newer than `iteration`, and take note of those that are there.
+        """Rename weights of iterations newer than `iteration`, and take note of the others.
 
         Those of `iteration` itself are missing if an earlier start was killed between its checkpoint and its weights.
         """
@@ -114,19 +114,19 @@ class WeightsCheckpointer:
         return self.saver.save(iteration, cast)
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let go of the lock."""
+        """Wait for the running save, and release the lock."""
         self.saver.close()
 
     def _remove_repeats(self) -> None:
         """Remove superseded weights whose bits an older superseded folder of the iteration has too.
 
-        A run that a launcher restarts again and again before its next checkpoint saves the same ones every time.
+        A run restarted again and again by a launcher before its next checkpoint saves the same weights every time.
         """
-        kept: dict[int | None, list[object]] = {}
+        retained: dict[int | None, list[object]] = {}
         for path in sorted(self._folder.superseded(), key=lambda path: (len(path.name), path.name)):
             try:
                 tensors = open_checkpoint(path, self._folder.files).manifest.tensors
-                older = kept.setdefault(named_iteration(path.name), [])
+                older = retained.setdefault(named_iteration(path.name), [])
                 if tensors not in older or path.is_symlink() or (path / HOLD).exists():
                     older.append(tensors)
                     continue
@@ -148,10 +148,10 @@ class WeightsCheckpointer:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A rank's shards in another dtype, in host memory that stays from save to save.
+    """A rank's shards in another dtype, in host memory kept from save to save.
 
     Args:
-        source: the shards that they are cast from.
+        source: the original shards.
     """
 
     source: tuple[LiveTensor, ...]
