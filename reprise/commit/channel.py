@@ -30,24 +30,23 @@ _EXIT_GRACE_S = 5.0
 
 
 class StoreChannel:
-    """Messages by key that all ranks of a run share.
+    """Messages by key between all ranks of a run.
 
     Args:
         store: it holds the messages; the channel clones it where there are several ranks.
         rank: this rank.
-        world_size: how many ranks share the channel.
+        world_size: number of ranks of the channel.
         timeout_s: how long to wait for the message of a peer.
-        ranks: their numbers, the coordinator's first; by default all from 0 on. Where this says rank 0, it means the
-            coordinator.
-        prefix: of all keys in the store, so that several channels share one.
-        spare: connections to the store that no channel uses, shared by its channels; None where none is kept.
+        ranks: their numbers, the coordinator's first; by default all from 0 on. Rank 0 stands for the coordinator here.
+        prefix: of all keys in the store: several channels share a store.
+        spare: idle connections to the store, shared by its channels; None to keep none.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
-    ranks make the same calls of `gather`, `broadcast`, `agree` and the methods that use them in the same order on a
-    channel, or on clones of it.
+    ranks make the same calls of `gather`, `broadcast`, `agree` and their users in the same order on a channel, or on
+    clones of it.
 
-    `gather` takes its messages, and deletes those that rank 0 has broadcast before it: a rank that takes part in it is
-    past them. A message sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
+    `gather` takes its messages, and deletes rank 0's broadcasts before it: a rank in the gather is past them. A message
+    sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
     """
 
     def __init__(
@@ -70,20 +69,20 @@ class StoreChannel:
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel on the same store with its own connection."""
-        found = copy.copy(self)
-        found.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        found._open()
-        return found
+        channel = copy.copy(self)
+        channel.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        channel._open()
+        return channel
 
     def release(self) -> None:
-        """Leave the connection to a later channel. Nothing may be sent or read on this one any more."""
+        """Leave the connection to a later channel. Nothing may be sent or read on this channel any more."""
         if self._spare is not None and self._connection is not self._source:
             self._spare.append(self._connection)
             self._spare = None
 
     @property
     def coordinator(self) -> int:
-        """Return the rank that decides for all."""
+        """Return the deciding rank."""
         return self.ranks[0]
 
     @property
@@ -92,20 +91,20 @@ class StoreChannel:
         return self.rank == self.coordinator
 
     def store(self, prefix: str, timeout_s: float) -> Store:
-        """Return the store below a prefix with a connection of its own, for a process group that is not the run's."""
-        found = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
-        found.set_timeout(timedelta(seconds=timeout_s))
-        return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, found)
+        """Return the store below a prefix with a connection of its own, for a process group other than the run's."""
+        connection = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
+        connection.set_timeout(timedelta(seconds=timeout_s))
+        return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, connection)
 
     def path_of(self, key: str) -> str:
         """Return a key of this channel as it is in the whole store."""
         return f"{self._prefix}/{key}"
 
     def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
-        """Store `data` under `key`, and make sure that it is stored: `set` on a dead host returns normally.
+        """Store `data` under `key`, and check the store: `set` on a dead host returns normally.
 
         Args:
-            is_first: whether a message that is there already is an error; else that message stays.
+            is_first: whether an earlier message under the key is an error; else the earlier message stays.
 
         Raises:
             LaunchError: if the store does not hold it.
@@ -125,7 +124,7 @@ class StoreChannel:
             raise self._lost(key, None)
 
     def publish(self, key: str, data: bytes) -> None:
-        """Store a small `data` under `key` in place of what is there, and make sure that it is stored.
+        """Store a small `data` under `key` in place of an earlier message, and check the store.
 
         Raises:
             LaunchError: if the store does not hold it.
@@ -148,7 +147,7 @@ class StoreChannel:
         return self._message(key, sender)[0]
 
     def take(self, key: str, *, sender: str = "a peer") -> bytes:
-        """Wait for `key`, return its data and delete it; for a message that only this rank reads, and once.
+        """Wait for `key`, return its data and delete it; for a message to this rank alone, read once.
 
         Raises:
             LaunchError: as `read`, or if the store is gone before the message is deleted.
@@ -161,7 +160,7 @@ class StoreChannel:
         return data
 
     def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
-        """Wait until there is a message under one of `keys`, and return that key.
+        """Wait until there is a message under any of `keys`, and return its key.
 
         Args:
             check: called again and again; ends the wait if it raises.
@@ -169,22 +168,22 @@ class StoreChannel:
         Raises:
             LaunchError: if there is none within `timeout_s`, naming the `sender`.
         """
-        found: list[str] = []
+        arrived: list[str] = []
 
         def is_there() -> bool:
             check()
-            found[:] = [key for key in keys if self._store.check([key])]
-            return bool(found)
+            arrived[:] = [key for key in keys if self._store.check([key])]
+            return bool(arrived)
 
         try:
             if not self._poll(is_there, self.timeout_s, watch=True):
                 raise dist.DistStoreError("nothing came")
         except dist.DistError as error:
             raise self._silent(keys[0], sender, error) from error
-        return found[0]
+        return arrived[0]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete messages that no rank reads any more, those of them that are stored.
+        """Delete the stored ones of messages no rank reads any more.
 
         Raises:
             LaunchError: if the store is gone.
@@ -248,15 +247,15 @@ class StoreChannel:
             self._connection.set(f"{_LAST}/{self.rank}", f"{place}\n{name}")
 
     def last_call(self, rank: int) -> tuple[str, str]:
-        """Return the place and the name of the call that a rank has made last; empty texts if it has made none.
+        """Return the place and the name of a rank's last call; empty texts without a call.
 
         Raises:
             LaunchError: if the store is gone.
         """
         key = f"{_LAST}/{rank}"
         with self._reaching(key):
-            known = bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
-        place, _, name = known.partition("\n")
+            text = bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
+        place, _, name = text.partition("\n")
         return place, name
 
     def gather(self, key: str, data: bytes) -> list[bytes]:
@@ -267,10 +266,10 @@ class StoreChannel:
         if not self.coordinates:
             self.put(f"{key}/{self.rank}", data)
             return []
-        others = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in self.ranks[1:]]
+        messages = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in self.ranks[1:]]
         self.delete(self._broadcasts)
         self._broadcasts.clear()
-        return [data, *others]
+        return [data, *messages]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
         """Return rank 0's `data` on every rank."""
@@ -286,12 +285,12 @@ class StoreChannel:
         """Let every rank go on only if none has a problem.
 
         Raises:
-            TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
-                LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
+            TrainerError: this rank's `problem`, or the first of another rank: a DataError, MismatchError, LockError,
+                LaunchError or UnreadableError keeps its class, any other becomes a CheckpointError.
         """
         messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem).encode())
-        found = [(rank, *unpack(data.decode())) for rank, data in zip(self.ranks, messages, strict=False) if data]
-        decision = "".join(pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        problems = [(rank, *unpack(data.decode())) for rank, data in zip(self.ranks, messages, strict=False) if data]
+        decision = "".join(pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in problems[:1])
         decision = self.broadcast(f"{key}/decision", decision.encode()).decode()
         if decision:
             kind, text = unpack(decision)
@@ -311,11 +310,11 @@ class StoreChannel:
         self.agree(key, None)
 
     def from_first(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return on every rank what rank 0 makes, with a single message.
+        """Return rank 0's result on every rank, with a single message.
 
         Args:
             key: of the message, new on this channel.
-            make: called on rank 0 alone; its result is passed as JSON, so that all ranks get equal types.
+            make: called on rank 0 alone; its result is passed as JSON: all ranks get equal types.
 
         Raises:
             TrainerError: on every rank, if `make` raises; of the classes of `agree`.
@@ -346,37 +345,37 @@ class StoreChannel:
             describe: returns the error of this rank, given the digest of rank 0; called if they differ.
 
         Raises:
-            TrainerError: on every rank, as `agree`: that of a rank with another digest.
+            TrainerError: on every rank, as `agree`: the error of a rank with another digest.
         """
         expected = self.broadcast(f"{key}/first", digest.encode()).decode()
         self.agree(key, None if digest == expected else describe(expected))
 
     def fail(self, text: str) -> str | None:
-        """Report to every rank that this one fails, so that none waits for its messages; the first report counts.
+        """Report this rank's failure to every rank, to end their waits for its messages; the first report counts.
 
         Returns:
-            The report of another rank that failed before; None if this one is the first.
+            The report of an earlier failure on another rank; None if this is the first.
         """
-        mine, first = f"Rank {self.rank} failed: {text}", ""
+        report, first = f"Rank {self.rank} failed: {text}", ""
         with contextlib.suppress(dist.DistError):
-            first = bytes(self._store.compare_set(_FAILED, "", mine)).decode()
+            first = bytes(self._store.compare_set(_FAILED, "", report)).decode()
             self._store.set(f"here/{self.rank}", "")
             self._store.set(f"left/{self.rank}", "")
-        return first if first not in ("", mine) else None
+        return first if first not in ("", report) else None
 
     def await_others(self, *, but: Sequence[int] = ()) -> None:
-        """Wait on rank 0, which may host the store, until all ranks have reported that they leave, or for 5 s.
+        """Wait on rank 0, which may host the store, until all ranks have reported their end, or for 5 s.
 
         Args:
-            but: ranks that will send nothing any more.
+            but: ranks without further messages.
         """
         with contextlib.suppress(dist.DistError):
-            others = [f"left/{rank}" for rank in self.ranks[1:] if rank not in but]
-            if self.coordinates and others:
-                self._await(others, _EXIT_GRACE_S)
+            keys = [f"left/{rank}" for rank in self.ranks[1:] if rank not in but]
+            if self.coordinates and keys:
+                self._await(keys, _EXIT_GRACE_S)
 
     def failure(self) -> str | None:
-        """Return the report of the first rank that failed, or None if none has.
+        """Return the report of the first failed rank, or None without a failure.
 
         Raises:
             DistError: if the store is gone.
@@ -384,11 +383,11 @@ class StoreChannel:
         return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
 
     def answer(self) -> None:
-        """Answer the failure of another rank: this one is alive."""
+        """Answer the failure of another rank: this rank is alive."""
         self._store.set(f"here/{self.rank}", "")
 
     def silent_ranks(self, timeout_s: float) -> list[int]:
-        """Return the ranks that do not answer a failure in time. After `fail`."""
+        """Return the ranks without a timely answer to a failure. After `fail`."""
         ranks = self.ranks
         with contextlib.suppress(dist.DistError):
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
@@ -396,7 +395,7 @@ class StoreChannel:
         return []
 
     def _open(self) -> None:
-        """Take an idle connection, or make one."""
+        """Take an idle connection, or make a new one."""
         self._broadcasts: list[str] = []  # rank 0's since its last `gather`
         self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
         self._connection: Store = self._source
@@ -415,8 +414,8 @@ class StoreChannel:
             raise self._lost(key, error) from error
 
     def _lost(self, key: str, error: Exception | None) -> LaunchError:
-        found = None if error is None else str(error).splitlines()[0]
-        return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
+        reason = None if error is None else str(error).splitlines()[0]
+        return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=reason)
 
     def _silent(self, key: str, sender: str, error: Exception) -> LaunchError:
         return LaunchError(
@@ -473,5 +472,5 @@ def _chunk_count(value: bytes) -> int:
 
 
 def single_rank_channel() -> StoreChannel:
-    """Return the channel of a run of one rank."""
+    """Return the channel of a run of a single rank."""
     return StoreChannel(HashStore(), 0, world_size=1, timeout_s=60.0)

@@ -193,8 +193,8 @@ class CommitState:
         """
         if rank != ranks[0]:
             return CommitState(rank, frozenset(), leads=rank in leaders)
-        others, leaders_of_others = frozenset(ranks[1:]), frozenset(leaders) - {rank}
-        return CommitState(rank, others, leaders_of_others, coordinates=True)
+        other_ranks, leaders_of_others = frozenset(ranks[1:]), frozenset(leaders) - {rank}
+        return CommitState(rank, other_ranks, leaders_of_others, coordinates=True)
 
 
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -242,15 +242,15 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
         case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
             return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
         case CommitStage.COLLECTING, ReportArrived(rank, problem) if rank in state.missing:
-            named = None if problem is None else f"Rank {rank}: {problem}"
-            return _collected(replace(state, missing=state.missing - {rank}, problem=state.problem or named))
+            text = None if problem is None else f"Rank {rank}: {problem}"
+            return _collected(replace(state, missing=state.missing - {rank}, problem=state.problem or text))
         case stage, (Silence(why) | Failed(why)) if stage in _UNDECIDED:
             return _failed(replace(state, problem=state.problem or why))
         case CommitStage.PREPARING, ReadyToRename():
             return _answered(replace(state, stage=CommitStage.AWAITING_LEADERS))
         case CommitStage.AWAITING_LEADERS, AnswerArrived(rank, problem) if rank in state.unprepared:
-            named = None if problem is None else f"Rank {rank}: {problem}"
-            return _answered(replace(state, unprepared=state.unprepared - {rank}, problem=state.problem or named))
+            text = None if problem is None else f"Rank {rank}: {problem}"
+            return _answered(replace(state, unprepared=state.unprepared - {rank}, problem=state.problem or text))
         case CommitStage.RENAMING, Renamed():
             return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
         case CommitStage.BROADCASTING, (Broadcast() | Silence()):

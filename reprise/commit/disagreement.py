@@ -29,7 +29,7 @@ class Disagreement:
 
     @property
     def witnesses(self) -> tuple[int, int]:
-        """Return one rank of each of the first two sides, whose tables show the difference."""
+        """Return a rank of each of the first two sides, whose tables show the difference."""
         return self.sides[0][0], self.sides[1][0]
 
 
@@ -44,7 +44,7 @@ def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
         raise CheckpointError(
             "The ranks save different iterations",
             expected="the same iteration on every rank",
-            found="; ".join(f"iteration {iterations[side[0]]} on {_named(side)}" for side in sides),
+            found="; ".join(f"iteration {iterations[side[0]]} on {_ranks_text(side)}" for side in sides),
             fix="Nothing was saved. Give all ranks the same iteration.",
         )
 
@@ -64,71 +64,73 @@ def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
             boxes[group.ranks][rank] = group.size, group.boxes
             contents[group.ranks][rank] = group.content
     for by_group, is_of_content in ((boxes, False), (contents, True)):
-        for found in by_group.values():
-            sides = _sides(found)
+        for values in by_group.values():
+            sides = _sides(values)
             if len(sides) > 1:
                 return Disagreement(sides, is_of_content)
     return None
 
 
-def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
-    """Return an error that names the ranks and the first tensors that differ.
+def explain(disagreement: Disagreement, tables: Sequence[bytes]) -> TrainerError:
+    """Return an error with the ranks and the first different tensors.
 
     Args:
         tables: `Inventory.to_bytes` of the two witnesses, in their order.
     """
-    a, b = found.witnesses
-    rows, others = ({row["name"]: row for row in json.loads(table)} for table in tables)
+    a, b = disagreement.witnesses
+    rows, other_rows = ({row["name"]: row for row in json.loads(table)} for table in tables)
     differences = [
-        text for name in {**rows, **others} if (text := _difference(name, rows.get(name), others.get(name), (a, b)))
+        text
+        for name in {**rows, **other_rows}
+        if (text := _difference(name, rows.get(name), other_rows.get(name), (a, b)))
     ]
-    if not differences and list(rows) != list(others):
+    if not differences and list(rows) != list(other_rows):
         differences = [f"the order of the tensors on rank {a} and rank {b}"]
-    named = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
+    details = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
     count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
-    if found.is_of_content:
-        sides = " against ".join(_named(side) for side in found.sides)
-        return replica_error(f"{count}{named}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
+    if disagreement.is_of_content:
+        sides = " against ".join(_ranks_text(side) for side in disagreement.sides)
+        return replica_error(f"{count}{details}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
     return CheckpointError(
         "The ranks do not save the same tensors",
         expected="the same table of tensors on every rank",
-        found=f"{count}{named}",
+        found=f"{count}{details}",
         fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
         "rank, cannot be saved like this. `save_state_dict` saves them.",
     )
 
 
-def replica_error(found: str, *, fix: str = "") -> ReplicaError:
-    """Return the error of replicas that differ.
+def replica_error(difference: str, *, fix: str = "") -> ReplicaError:
+    """Return the error of different replicas.
 
     Args:
-        fix: what comes before the common advice.
+        fix: advice before the common advice.
     """
     return ReplicaError(
         "Replicas of the same tensor hold different bits",
         expected="the same bits on all ranks that hold a tensor",
-        found=found,
+        found=difference,
         fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot be "
         "trusted, or the program lets its replicas drift.",
     )
 
 
-def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[int, int]) -> str | None:
-    """Return the contradiction between two ranks' rows of one tensor, or None.
+def _difference(name: str, row: _Row | None, second_row: _Row | None, ranks: tuple[int, int]) -> str | None:
+    """Return the contradiction between two ranks' rows of a tensor, or None.
 
     Ranks may hold different boxes of a tensor, or none. Boxes must be equal only if both rows list the same replicas.
     """
-    if row is None or other is None:
-        return f"{name} only on rank {ranks[0] if other is None else ranks[1]}"
-    keys = [key for key in ("dtype", "shape", "kind", "file") if row[key] != other[key]]
+    if row is None or second_row is None:
+        return f"{name} only on rank {ranks[0] if second_row is None else ranks[1]}"
+    keys = [key for key in ("dtype", "shape", "kind", "file") if row[key] != second_row[key]]
     if keys:
-        first, second = (" ".join(str(found[key]) for key in keys) for found in (row, other))
+        first, second = (" ".join(str(values[key]) for key in keys) for values in (row, second_row))
         return f"{name} is {first} on rank {ranks[0]} and {second} on rank {ranks[1]}"
-    if row.get("ranks") is None or row["ranks"] != other.get("ranks"):
+    if row.get("ranks") is None or row["ranks"] != second_row.get("ranks"):
         return None
-    if (row["offset"], row["box"]) != (other["offset"], other["box"]):
-        return f"{name}{_box(row)} on rank {ranks[0]} and{_box(other) or ' all of it'} on rank {ranks[1]}"
-    return f"{name}{_box(row)}" if row.get("digest") != other.get("digest") else None
+    if (row["offset"], row["box"]) != (second_row["offset"], second_row["box"]):
+        return f"{name}{_box(row)} on rank {ranks[0]} and{_box(second_row) or ' all of it'} on rank {ranks[1]}"
+    return f"{name}{_box(row)}" if row.get("digest") != second_row.get("digest") else None
 
 
 def _box(row: _Row) -> str:
@@ -145,7 +147,7 @@ def _sides(answers: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(side) for side in sides.values())
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks in words, at most the first eight by number."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -10,7 +10,7 @@ from reprise.format.manifest import digest_of
 
 
 class FileExchange:
-    """The files that were sent with earlier saves: rank 0 has their digests, the other leaders their bytes.
+    """The files sent with earlier saves: rank 0 has their digests, the other leaders their bytes.
 
     A tokenizer of megabytes is in every checkpoint, and travels once.
     """
@@ -36,24 +36,24 @@ class FileExchange:
         """Return the files of a message.
 
         Raises:
-            CheckpointError: for a file that was sent with a save in which this rank took no part.
+            CheckpointError: for a file sent with a save in which this rank took no part.
         """
         head, _, blobs = message.partition(b"\n")
-        found: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         at = 0
         for name, digest, length in json.loads(head):
             if length is not None:
-                found[name] = blobs[at : at + length]
+                files[name] = blobs[at : at + length]
                 at += length
             else:
-                found[name] = self._kept.get(name, b"")
-            if digest_of(found[name]) != digest:
+                files[name] = self._kept.get(name, b"")
+            if digest_of(files[name]) != digest:
                 raise CheckpointError(
                     "A file of a checkpoint has not arrived at this host",
                     where=name,
                     expected=f"digest {digest}",
-                    found="none" if not found[name] else digest_of(found[name]),
+                    found="none" if not files[name] else digest_of(files[name]),
                     fix="The next save sends all files again.",
                 )
-        self._kept = found
-        return found
+        self._kept = files
+        return files

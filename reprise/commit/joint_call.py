@@ -1,7 +1,7 @@
-"""One call that all ranks of a channel make together: who has arrived, who cannot go on, and what they agree on.
+"""A joint call of all ranks of a channel: who has arrived, who cannot go on, and what they agree on.
 
-The first decision stands, whichever rank makes it, and a rank that comes late finds it: no rank waits for one that has
-raised, that makes another call, or that never comes.
+The first decision stands, whichever rank makes it, and a late rank finds it: no rank waits for a rank which has raised,
+makes another call, or never comes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _YES, _NO = "ok", "no"
 
 
 class JointCall:
-    """One call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
+    """A joint call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
 
     `timeout_s` limits the wait for ranks that have not made the call. A rank that has made it may take the channel's
     own time to prepare. As a context, it ends the waits of the other ranks if this rank fails after the decision, and
@@ -52,11 +52,11 @@ class JointCall:
         self._is_decided, self.is_agreed = channel.world_size == 1, False
         if not self._is_decided:
             channel.announce(self._place, name)
-            first, self.nonce, other = channel.settle(f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}").split(
-                "\n", 2
-            )
-            if other != name:
-                self._decide(_NO + pack(_different_calls({int(first): other, channel.rank: name})))
+            first, self.nonce, first_name = channel.settle(
+                f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}"
+            ).split("\n", 2)
+            if first_name != name:
+                self._decide(_NO + pack(_different_calls({int(first): first_name, channel.rank: name})))
 
     def __enter__(self) -> JointCall:
         """Return the call."""
@@ -72,10 +72,10 @@ class JointCall:
             self.report(error)
 
     def report(self, error: BaseException) -> None:
-        """Let the other ranks know of an error that is no `TrainerError`; those are agreed on where they are raised.
+        """Report an error other than a `TrainerError` to the other ranks; those are agreed on where they are raised.
 
         Raises:
-            CheckpointError: in place of a LaunchError, if another rank has failed so.
+            CheckpointError: in place of a LaunchError, if another rank has failed with such an error.
         """
         if self.channel.world_size == 1:
             return
@@ -121,7 +121,7 @@ class JointCall:
         The other ranks return an empty list at once.
 
         Raises:
-            TrainerError: the decision of a rank that cannot go on; a CheckpointError if a rank does not come.
+            TrainerError: the decision of a rank which cannot go on; a CheckpointError if a rank does not come.
             LaunchError: if the store is gone.
         """
         channel = self.channel
@@ -161,7 +161,7 @@ class JointCall:
         return self.channel.path_of(self.key)
 
     def _decide(self, decision: str) -> str:
-        """Return what was decided: `decision`, unless another one was stored before it."""
+        """Return the decision: `decision`, unless another was stored before it."""
         decision = self.channel.settle(self._decision, decision)
         self._is_decided = True
         self.is_agreed = not decision.startswith(_NO)
@@ -173,10 +173,10 @@ class JointCall:
         raise error
 
     def _await(self, is_there: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
-        """Wait until something is there or decided.
+        """Wait for a message or a decision.
 
         Args:
-            absent: returns the ranks that are waited for.
+            absent: returns the awaited ranks.
         """
         channel = self.channel
 
@@ -196,7 +196,7 @@ class JointCall:
             self._decide("")
 
     def _missing(self, calls: dict[int, str]) -> CheckpointError:
-        """Return the error of ranks that have not made this call, given the last call of each."""
+        """Return the error of ranks without this call, given the last call of each."""
         last = [f"rank {rank} last called {name}" if name else f"rank {rank} nothing" for rank, name in calls.items()]
         return CheckpointError(
             f"{_ranks(list(calls))} not called {self.name} within {self.timeout_s:g} s; {', '.join(last)}",

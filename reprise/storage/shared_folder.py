@@ -32,15 +32,15 @@ def why_unseen(mark: Path, files: Files) -> str:
 
 
 def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_local: bool = False) -> None:
-    """Return as soon as this rank sees the marker file that its leader made.
+    """Return as soon as this rank sees the marker file of its leader.
 
     Args:
         folder: the folder of rank 0, or of the host.
-        leader: the rank that made it, where all ranks share the folder.
-        is_local: whether the folder is that of one host, whose first rank made it.
+        leader: the rank of the marker, where all ranks share the folder.
+        is_local: whether the folder is a host's own, whose first rank made the marker.
 
     Raises:
-        CheckpointError: naming this host and the path, if it does not within SEEN_WITHIN_S.
+        CheckpointError: naming this host and the path, if the marker is not seen within SEEN_WITHIN_S.
     """
     problem = why_unseen(mark, folder.files)
     if not problem:
@@ -59,7 +59,7 @@ def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_lo
 
 @contextlib.contextmanager
 def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
-    """Return a call that raises if `folder` is a different one than now, as after a mount appeared or disappeared.
+    """Return a call which raises if `folder` is another folder than now, as after a mount appeared or disappeared.
 
     Earlier writes are then elsewhere, even if rank 0's marker is visible now. The CheckpointError names this host and
     the path.
@@ -91,9 +91,9 @@ def look_again(problem: Callable[[], str], folder: Path) -> str:
         folder: the folder to look in; its names are revalidated before each further look.
     """
     waits = Patience(SEEN_WITHIN_S, pauses_s=_PAUSES_S).waits()
-    while (found := problem()) and next(waits, False):
+    while (answer := problem()) and next(waits, False):
         _revalidate(folder)
-    return found
+    return answer
 
 
 def on_this_host(path: Path) -> str:
