@@ -160,8 +160,8 @@ class Checkpointer:
         if self._owned is None:
             return
         checkpoint, self._saved.damaged = restored.checkpoint, restored.damaged
-        own = self._owned.folder.iteration(checkpoint.iteration)
-        if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
+        folder = self._owned.folder.iteration(checkpoint.iteration)
+        if not folder.is_symlink() and checkpoint.path.resolve() == folder.resolve():
             is_verified = restored.is_verified and self._local is None
             self._saved.loaded(checkpoint.iteration, checkpoint.has_optimizer, is_verified=is_verified)
 
@@ -204,7 +204,7 @@ class Checkpointer:
         """
         if self._owned is None:
             return None
-        asked = time.perf_counter()
+        called = time.perf_counter()
         name = self._attempts.next()  # before `wait`, which may raise on one rank alone: all ranks count alike
         with self._aborting(iteration, name) as shared:
             self.wait()
@@ -226,12 +226,12 @@ class Checkpointer:
             else:
                 self._stuck = None
                 try:
-                    self._start(self._new_job(self._owned, attempt, contents, plan, shared), asked, start)
+                    self._start(self._new_job(self._owned, attempt, contents, plan, shared), called, start)
                 except torch.OutOfMemoryError as error:  # what is copied on the device finds no room there
                     self._refuse(attempt, no_memory(attempt, error), shared)
                 if not self._is_async:
                     self.wait()
-            self.results.blocked_s += time.perf_counter() - asked
+            self.results.blocked_s += time.perf_counter() - called
             return None if self._is_async else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
@@ -321,13 +321,13 @@ class Checkpointer:
             self._keep([(iteration, name)])
             raise
 
-    def _start(self, save_job: SaveJob, asked: float, start: float) -> None:
+    def _start(self, save_job: SaveJob, called: float, start: float) -> None:
         """Let the background thread run a save, and the next steps of its optimizers wait until they may begin."""
         optimizers = save_job.contents.optimizers if self._is_async else ()
         try:
             hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
             job = self._worker.submit(save_job.run)
-            self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+            self._started = _Started(save_job, job, hooks, start, start - called, time.perf_counter() - start)
             self._staging.touch()
             if self._policy.copies_at_call:
                 self._release(save_job)

@@ -90,7 +90,9 @@ def explain(disagreement: Disagreement, tables: Sequence[bytes]) -> TrainerError
     count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
     if disagreement.is_of_content:
         sides = " against ".join(_ranks_text(side) for side in disagreement.sides)
-        return replica_error(f"{count}{details}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
+        return replica_error(
+            f"{count}{details}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. "
+        )
     return CheckpointError(
         "The ranks do not save the same tensors",
         expected="the same table of tensors on every rank",

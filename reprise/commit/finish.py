@@ -17,13 +17,13 @@ from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
 
 
-def tensors_of(attempt: Attempt, written: Sequence[Sequence[WrittenPiece]]) -> dict[str, TensorEntry]:
+def tensors_of(attempt: Attempt, pieces_by_rank: Sequence[Sequence[WrittenPiece]]) -> dict[str, TensorEntry]:
     """Return the entries of all tensors in the manifest, given the pieces of each rank.
 
     Raises:
         CheckpointError: if the pieces do not tile a tensor.
     """
-    return manifest.tile(attempt.layout, [piece for pieces in written for piece in pieces])
+    return manifest.tile(attempt.layout, [piece for pieces in pieces_by_rank for piece in pieces])
 
 
 def json_files(
@@ -48,7 +48,7 @@ def json_files(
     return files
 
 
-def prepare(attempt: Attempt, found: Mapping[str, bytes], *, lock: FolderLock | None) -> None:
+def prepare(attempt: Attempt, documents: Mapping[str, bytes], *, lock: FolderLock | None) -> None:
     """Write the JSON files into the folder of this host, and sync them together with all names in it.
 
     The syncs have no order among themselves: until the rename, which comes after all of them, nothing reads the folder.
@@ -60,11 +60,11 @@ def prepare(attempt: Attempt, found: Mapping[str, bytes], *, lock: FolderLock | 
     try:
         with contextlib.ExitStack() as ending:
             syncs: list[Callable[[], None]] = []
-            for name, data in found.items():
+            for name, data in documents.items():
                 descriptor = files.write_new(folder / name, data)
                 ending.callback(files.close, descriptor)
                 syncs.append(partial(files.sync, descriptor))
-            names = [*found, *(file.name for file in attempt.layout.files)]
+            names = [*documents, *(file.name for file in attempt.layout.files)]
             syncs += [partial(files.sync_folder, path) for path in {(folder / name).parent for name in names}]
             files.sync_together(syncs)
         if lock is not None:

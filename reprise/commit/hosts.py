@@ -55,8 +55,8 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
         local_ranks: the ranks of this host, this one among them; empty for this one alone.
         key: of the messages, new on this channel.
     """
-    mine = [socket.gethostname(), min([channel.rank, *local_ranks])]
-    rows = channel.gather(f"{key}/hosts", json.dumps(mine).encode())
+    row = [socket.gethostname(), min([channel.rank, *local_ranks])]
+    rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
     table = channel.from_first(f"{key}/table", lambda: [json.loads(data) for data in rows])
     ranks: dict[int, list[int]] = {}
     for rank, (_, leader) in enumerate(table):

@@ -108,9 +108,9 @@ class HostsCommit(TwoPhaseCommit):
     def _with_host_file(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the JSON files with `host.json` after them, as rank 0's host has it."""
         attempt = self._attempt
-        written = self._pieces()
+        pieces_by_rank = self._pieces()
         pieces = {
-            number: [piece for rank in ranks for piece in written[rank]]
+            number: [piece for rank in ranks for piece in pieces_by_rank[rank]]
             for number, ranks in enumerate(attempt.hosts.ranks)
         }
         itemsizes = {name: place.spec.dtype.itemsize for name, place in attempt.layout.places.items()}

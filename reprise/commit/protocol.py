@@ -88,9 +88,9 @@ class TwoPhaseCommit:
         action = self._event_of(Action.NOTHING, self._write)
         while action not in (Action.END, Action.NOTHING):
             action = self._event_of(action, self._actions[action])
-        known = self._shared.current
-        if known.outcome is not Outcome.COMMITTED:
-            raise self._error or CheckpointError(str(known.problem).rstrip("."))
+        state = self._shared.current
+        if state.outcome is not Outcome.COMMITTED:
+            raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
     def _event_of(self, action: Action, call: Callable[[], Event]) -> Action:
         """Perform an action and return the next one; `run` raises an error of it once the other ranks know."""
@@ -111,12 +111,12 @@ class TwoPhaseCommit:
         return commit_state.Failed(text_of(error))
 
     def _write(self) -> Event:
-        written = self._steps.write()
+        report = self._steps.write()
         self._report = replace(
             self._report,
             groups=self._inventory.groups(),
-            written_bytes=written.total_bytes,
-            pieces=encode(written.pieces, self._attempt.layout),
+            written_bytes=report.total_bytes,
+            pieces=encode(report.pieces, self._attempt.layout),
         )
         self._reports = [self._report]  # all there are, where there is one rank
         return commit_state.Wrote()
@@ -218,10 +218,10 @@ class TwoPhaseCommit:
 
     def _decision(self) -> DecisionMessage:
         """Return the decision that rank 0 sends."""
-        known = self._shared.current
-        if known.outcome is Outcome.COMMITTED:
+        state = self._shared.current
+        if state.outcome is Outcome.COMMITTED:
             return DecisionMessage(iteration=self._attempt.iteration)
-        return DecisionMessage(problem=str(known.problem))
+        return DecisionMessage(problem=str(state.problem))
 
     @property
     def _coordinator(self) -> str:

@@ -139,14 +139,14 @@ class PieceDigests:
     def add(self, part: ChunkPart, data: memoryview) -> None:
         """Digest the bytes of the next part."""
         at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
-        found = self._found.setdefault(part.piece.name, [])
+        digests = self._found.setdefault(part.piece.name, [])
         while data.nbytes:
             room = BLOCK_BYTES - at % BLOCK_BYTES
             block, data = data[:room], data[room:]
             self._open.update(block)
             at += block.nbytes
             if at % BLOCK_BYTES == 0 or at == end:
-                found.append(self._open.intdigest().to_bytes(DIGEST_BYTES, "big"))
+                digests.append(self._open.intdigest().to_bytes(DIGEST_BYTES, "big"))
                 self._open.reset()
 
     def all(self) -> dict[str, bytes]:

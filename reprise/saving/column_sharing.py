@@ -63,9 +63,9 @@ class SharedMemory:
             on_error.callback(os.close, descriptor)
             os.ftruncate(descriptor, STRIPES_AT)
             os.pwrite(descriptor, name, 0)
-            found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            memory = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
             on_error.pop_all()
-        return found
+        return memory
 
     @staticmethod
     def open(address: bytes) -> SharedMemory | None:
@@ -80,11 +80,11 @@ class SharedMemory:
                 on_error.callback(os.close, descriptor)
                 if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
                     return None
-                found = SharedMemory(descriptor, address)
+                memory = SharedMemory(descriptor, address)
                 on_error.pop_all()
         except OSError:
             return None
-        return found
+        return memory
 
     def reach(self, total_bytes: int) -> None:
         """Grow the block to at least `total_bytes` and populate its pages.
@@ -102,8 +102,8 @@ class SharedMemory:
         source = np.frombuffer(data, np.uint8)
         for shape, start, at in packed.boxes(lo, lo + data.nbytes):
             place = stripe.place + start - stripe.lo
-            there = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
-            np.copyto(there, source[at - lo : at - lo + there.size].reshape(shape))
+            target = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
+            np.copyto(target, source[at - lo : at - lo + target.size].reshape(shape))
         with self._locked():
             self._counters[stripe.number] += data.nbytes
 
@@ -149,7 +149,7 @@ class Sharing:
     def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
         self.files = {layout.places[tensor].file for tensor in stripes}
         self._memory, self._stripes = memory, stripes
-        order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
+        order = [(tensor, stripe) for tensor, stripes_of_tensor in stripes.items() for stripe in stripes_of_tensor]
         first = int(turn * len(order))
         self._order = order[first:] + order[:first]
 
@@ -200,10 +200,10 @@ class LocalRanks:
         """
         if channel.world_size == 1:
             return
-        here = f"{_host()} {self._ranks}".encode()
-        channel.put(f"{name}/{self._rank}", here)
-        others = [rank for rank in self._ranks if rank != self._rank]
-        if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
+        identity = f"{_host()} {self._ranks}".encode()
+        channel.put(f"{name}/{self._rank}", identity)
+        peers = [rank for rank in self._ranks if rank != self._rank]
+        if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != identity for rank in peers):
             _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
 
@@ -227,9 +227,9 @@ class LocalRanks:
             return None
         with self._lock:
             self._require_unanswered(attempt.name)
-        mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
+        entries = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         takes_part = may_share and not self._stays_out
-        report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
+        report = (_JOINS + encode(entries, attempt.layout)) if takes_part else _STAYS_OUT
         if self._rank == self._ranks[0]:
             decision = self._decide(attempt, report)
             self._send(self._channel, attempt.name, decision)
@@ -257,10 +257,10 @@ class LocalRanks:
             self._memory.close()
             self._memory = None
 
-    def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
+    def _decide(self, attempt: Attempt, report_of_rank: bytes) -> bytes:
         """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
         keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
-        reports = [mine, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
+        reports = [report_of_rank, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
         if not all(report.startswith(_JOINS) for report in reports):
             return _STAYS_OUT
         try:
@@ -293,13 +293,13 @@ class LocalRanks:
             raise self._cannot_share(f"{shared_bytes(stripes)} B", error.strerror) from error
         return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
-    def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
+    def _cannot_share(self, expected: str, actual: str | None) -> CheckpointError:
         """Stay out of later saves, and return the error of this one: the other ranks already count on this rank."""
         self._stays_out = True
         return CheckpointError(
             "The ranks of this host cannot share memory to assemble columns",
             expected=expected,
-            found=found,
+            found=actual,
             fix="Later saves write columns row by row, which is slower.",
         )
 

@@ -132,7 +132,7 @@ class OwnedFolder:
         if self._leads:
             try:
                 names = [*self.folder.committed(), *self.folder.non_folders()]
-                overtaken = [found for found in names if found > iteration or found in given_up]
+                overtaken = [number for number in names if number > iteration or number in given_up]
                 for path in self.folder.supersede(overtaken):
                     is_damaged = named_iteration(path.name) in saved.damaged
                     what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
@@ -162,5 +162,5 @@ class OwnedFolder:
         if not expired or not saved.is_verified(committed[-1]):
             return
         keep = retention.max_checkpoint_keep
-        for gone in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
-            _log.info("deleted iteration %d, which %s=%d does not keep", gone, self.folder.terms.keep, keep)
+        for iteration in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
+            _log.info("deleted iteration %d, which %s=%d does not keep", iteration, self.folder.terms.keep, keep)

@@ -91,8 +91,8 @@ def make_plan(
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
     shared = shared_pieces(_holdings(contents.live, layout))
-    wanted = {piece.name for piece in pieces}
-    watched = {name for tensors in shared.values() for name in tensors} - wanted
+    names = {piece.name for piece in pieces}
+    watched = {name for tensors in shared.values() for name in tensors} - names
     is_steady = copies_at_call or not is_overtaken
     steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
     chunks = _rotated(cut(pieces, layout), rank)
@@ -104,7 +104,7 @@ def make_plan(
         pieces=pieces,
         chunks=chunks,
         columns=columns_of(chunks),
-        sources=Sources(_named(contents.live, wanted), steady),
+        sources=Sources(_named(contents.live, names), steady),
         shared=shared,
         watched=Sources(_named(contents.live, watched), steady),
         is_overtaken=is_overtaken,
@@ -146,11 +146,11 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
 
     Pure, and equal on all replicas: each sees the same common boxes in the same order, whatever else it holds.
     """
-    mine: dict[str, Piece] = {}
+    by_name: dict[str, Piece] = {}
     for replicas, members in _groups(holdings).items():
         for piece in _share(members, index=replicas.index(rank), count=len(replicas)):
-            mine[piece.name] = piece
-    return [mine[holding.name] for holding in holdings if holding.name in mine]
+            by_name[piece.name] = piece
+    return [by_name[holding.name] for holding in holdings if holding.name in by_name]
 
 
 def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str, list[Piece]]]:
@@ -161,15 +161,15 @@ def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str
     Returns:
         By the ranks, then by tensor in the order of `holdings`: the pieces in the order of their bytes.
     """
-    found: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
+    by_ranks: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
     for replicas, members in _groups(holdings).items():
         if len(replicas) > 1:
             by_name: dict[str, list[Piece]] = {member.name: [] for member in members}
             for index in range(len(replicas)):
                 for piece in _share(members, index=index, count=len(replicas)):
                     by_name[piece.name].append(piece)
-            found[replicas] = by_name
-    return found
+            by_ranks[replicas] = by_name
+    return by_ranks
 
 
 def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:

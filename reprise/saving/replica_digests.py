@@ -46,7 +46,7 @@ class ReplicaDigests:
 
     Args:
         shared: the pieces of every box that other ranks hold too.
-        mine: the pieces that this rank writes.
+        pieces_of_rank: the pieces this rank writes.
         memory: the memory of each tensor; host memory does not change until `release`.
         changing: the memory of tensors that may change at any time.
     """
@@ -54,7 +54,7 @@ class ReplicaDigests:
     def __init__(
         self,
         shared: SharedPieces,
-        mine: Sequence[Piece],
+        pieces_of_rank: Sequence[Piece],
         memory: Mapping[str, Memory],
         changing: Mapping[str, Memory],
     ) -> None:
@@ -66,7 +66,7 @@ class ReplicaDigests:
         self._changed = threading.Condition()
         self._is_released = False
         self.blocked_s = 0.0
-        written = {(piece.name, piece.lo) for piece in mine}
+        starts = {(piece.name, piece.lo) for piece in pieces_of_rank}
         for piece in (piece for tensors in shared.values() for pieces in tensors.values() for piece in pieces):
             source = self._memory[piece.name]
             for block in blocks_of(piece):
@@ -74,7 +74,7 @@ class ReplicaDigests:
                     sums[block] = checksum(source.bytes[block.lo : block.hi])
                 elif piece.name in changing:
                     self._digests[block] = _digest(source, block)
-                elif (piece.name, piece.lo) not in written:
+                elif (piece.name, piece.lo) not in starts:
                     self._left.append(block)
         self._sums = _Sums(sums)
         self._open = len(self._left)
@@ -100,20 +100,20 @@ class ReplicaDigests:
         self._await_all()
         self.blocked_s += time.perf_counter() - start
 
-    def all(self, written: Written) -> SharedDigests:
+    def all(self, result: Written) -> SharedDigests:
         """Wait for the digests of all shared boxes and return them.
 
         Args:
-            written: the pieces that this rank wrote, with their digests.
+            result: the pieces written by this rank, with their digests.
         """
         self._await_all()
-        found = self._sums.all() | self._digests
-        for piece in written.pieces:
+        digests = self._sums.all() | self._digests
+        for piece in result.pieces:
             for at, block in enumerate(blocks_of(Piece(piece.name, piece.box, piece.lo, piece.hi))):
-                found.setdefault(block, piece.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+                digests.setdefault(block, piece.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
         return {
             ranks: {
-                name: b"".join(found[block] for piece in pieces for block in blocks_of(piece))
+                name: b"".join(digests[block] for piece in pieces for block in blocks_of(piece))
                 for name, pieces in tensors.items()
             }
             for ranks, tensors in self._shared.items()
@@ -147,13 +147,13 @@ class _Sums:
         self._blocks = list(sums)
         if not sums:
             return
-        found = torch.stack(list(sums.values()))
-        is_on_device = found.device.type != "cpu"
-        self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=is_on_device)
-        self._totals.copy_(found, non_blocking=True)
+        totals = torch.stack(list(sums.values()))
+        is_on_device = totals.device.type != "cpu"
+        self._totals = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=is_on_device)
+        self._totals.copy_(totals, non_blocking=True)
         self._event: torch.Event | None = None
         if is_on_device:
-            self._event = torch.get_device_module(found.device).current_stream(found.device).record_event()
+            self._event = torch.get_device_module(totals.device).current_stream(totals.device).record_event()
 
     def all(self) -> dict[DigestBlock, bytes]:
         """Wait for the copy and return the checksums. Any thread."""

@@ -29,12 +29,12 @@ def decide_expired(
     """
     try:
         committed = folder.committed()
-        held = folder.held(committed)
+        protected = folder.held(committed)
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return [], []
     records = _Records.of(folder, committed if retention.max_checkpoint_keep else [])
-    pinned = {*pinned, *held, *records.unknown}
+    pinned = {*pinned, *protected, *records.unknown}
     return retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim), committed
 
 
@@ -54,7 +54,7 @@ def delete(
         successor: the attempt that overwrites the files of the last of them in place, which therefore stay until then;
             None if there is no such attempt.
     """
-    gone = []
+    deleted = []
     for iteration in iterations:
         try:
             if lock is not None:
@@ -63,10 +63,10 @@ def delete(
                 folder.discard(iteration, successor.name)
             else:
                 folder.files.remove_tree(folder.discard(iteration, attempt))
-            gone.append(iteration)
+            deleted.append(iteration)
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)
-    return gone
+    return deleted
 
 
 @dataclass(slots=True)
@@ -131,16 +131,16 @@ def require_room(
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
-        taken = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
+        allocated = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
     except OSError as error:
         raise folder.cannot_write(error) from error
-    if free is not None and free + taken < needed:
+    if free is not None and free + allocated < needed:
         raise CheckpointError(
             "There is no room for a checkpoint",
             where=folder.root,
             expected=f"{needed} B free",
             found=f"{free} B free",
-            fix=_advice(folder, retention, short_bytes=needed - free - taken),
+            fix=_advice(folder, retention, short_bytes=needed - free - allocated),
         )
 
 
@@ -149,12 +149,16 @@ def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int)
     older, committed = decide_expired(folder, replace(retention, max_checkpoint_keep=1))
     abandoned, parts = folder.superseded(), []
     if older:
-        taken = folder.files.allocated_bytes(*map(folder.iteration, older))
+        allocated = folder.files.allocated_bytes(*map(folder.iteration, older))
         name = folder.terms.keep
-        parts.append(f"{_count(older, 'older checkpoint')} there: {taken} B, deleted by the next start with {name}=1.")
+        parts.append(
+            f"{_count(older, 'older checkpoint')} there: {allocated} B, deleted by the next start with {name}=1."
+        )
     if abandoned:
-        taken = folder.files.allocated_bytes(*abandoned)
-        parts.append(f"{_count(abandoned, 'abandoned branch', 'es')} there (*.superseded-*): {taken} B, to be deleted.")
+        allocated = folder.files.allocated_bytes(*abandoned)
+        parts.append(
+            f"{_count(abandoned, 'abandoned branch', 'es')} there (*.superseded-*): {allocated} B, to be deleted."
+        )
     if not parts:
         reason = ": the newest stays until the next is complete" if committed else ""
         parts.append(f"No checkpoint there can be deleted{reason}.")

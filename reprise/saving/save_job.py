@@ -152,15 +152,15 @@ class SaveJob:
                     sharing=sharing,
                     old=None if self.successor is None else attempt.old,
                 )
-                written = self._written(writer, partial)
+                result = self._written(writer, partial)
                 self.snapshot.check()
-                self.inventory.add(self.replicas.all(written))
+                self.inventory.add(self.replicas.all(result))
             finally:
                 self.snapshot.close()
             if not self._leads:
                 self._require_mark(partial)
                 require_unchanged()
-        return written
+        return result
 
     def _written(self, writer: Writer, partial: Path) -> Written:
         try:

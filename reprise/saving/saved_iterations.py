@@ -74,14 +74,16 @@ class SavedIterations:
         """Forget checkpoints newer than `iteration`, which were renamed."""
         if self._newest is not None and self._newest[0] > iteration:
             self._newest = None
-        self.in_doubt = [found for found in self.in_doubt if found.attempt.iteration <= iteration]
+        self.in_doubt = [candidate for candidate in self.in_doubt if candidate.attempt.iteration <= iteration]
 
     def settle(self, rank: int) -> None:
         """Find out which attempts in doubt were committed all the same: of several, the last one counts."""
-        for number, found in reversed(list(enumerate(self.in_doubt))):
-            if found.is_committed():
-                _log.info("iteration %d, in doubt on rank %d, was committed", found.attempt.iteration, rank)
-                self._newest = found.attempt.iteration, found.has_optimizer
+        for number, candidate in reversed(list(enumerate(self.in_doubt))):
+            if candidate.is_committed():
+                _log.info("iteration %d, in doubt on rank %d, was committed", candidate.attempt.iteration, rank)
+                self._newest = candidate.attempt.iteration, candidate.has_optimizer
                 del self.in_doubt[: number + 1]
                 break
-        self.in_doubt = [found for found in self.in_doubt if found.shared.current.outcome is not Outcome.FAILED]
+        self.in_doubt = [
+            candidate for candidate in self.in_doubt if candidate.shared.current.outcome is not Outcome.FAILED
+        ]

@@ -71,7 +71,7 @@ class Snapshot:
         self._arena, self._stall_timeout_s = arena, stall_timeout_s
         self._chunks = list(chunks)
         self._memory, self._reads_in_place = memory, reads_in_place
-        self.copied_bytes = sum(found.total_bytes for found in memory.values() if found.is_private)
+        self.copied_bytes = sum(source.total_bytes for source in memory.values() if source.is_private)
         self.blocked_s = 0.0
         self._changed = threading.Condition()
         self._states = {id(chunk): _State.LIVE for chunk in chunks}

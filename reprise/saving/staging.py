@@ -90,16 +90,16 @@ class Staging:
             return
         self._is_settled = True
         limit = self._policy.staging_bytes
-        wanted = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
-        if plan.is_overtaken and wanted > self.arena.total_bytes:
-            self._replace_arena(wanted, is_pinned=plan.sources.can_pin)
+        total_bytes = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
+        if plan.is_overtaken and total_bytes > self.arena.total_bytes:
+            self._replace_arena(total_bytes, is_pinned=plan.sources.can_pin)
 
-    def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
+    def _replace_arena(self, total_bytes: int, *, is_pinned: bool) -> None:
         """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""
         try:
-            larger = Arena(wanted, is_pinned=is_pinned)
+            larger = Arena(total_bytes, is_pinned=is_pinned)
         except (CheckpointError, OSError) as error:
-            _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", wanted, error)
+            _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", total_bytes, error)
             return
         self.arena.close()
         self.arena = larger

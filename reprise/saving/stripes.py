@@ -53,7 +53,7 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
         place = layout.places[piece.name]
         for number, count in _shares(piece, place.spec.image(piece.box), place.offset):
             filled[piece.name][number] += count
-    found: dict[str, list[Stripe]] = {}
+    stripes: dict[str, list[Stripe]] = {}
     number, end = 0, STRIPES_AT
     for name in sorted(filled):
         place = layout.places[name]
@@ -62,14 +62,17 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
             hi = min(place.spec.total_bytes, (index + 1) * STRIPE_BYTES - place.offset)
             if count == hi - lo and number < MAX_STRIPES:
                 start = end + (place.offset + lo - end) % PAGE_BYTES
-                found.setdefault(name, []).append(Stripe(number, lo, hi, start))
+                stripes.setdefault(name, []).append(Stripe(number, lo, hi, start))
                 number, end = number + 1, start + hi - lo
-    return found
+    return stripes
 
 
 def shared_bytes(stripes: Stripes) -> int:
     """Return the size in bytes of the memory that holds all stripes."""
-    return max((stripe.place + stripe.size for found in stripes.values() for stripe in found), default=STRIPES_AT)
+    return max(
+        (stripe.place + stripe.size for stripes_of_tensor in stripes.values() for stripe in stripes_of_tensor),
+        default=STRIPES_AT,
+    )
 
 
 def cut_by_stripes(

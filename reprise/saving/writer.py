@@ -109,15 +109,15 @@ class Writer:
         digests: dict[str, bytes],
         has_failed: threading.Event,
     ) -> None:
-        found = PieceDigests()
+        computed = PieceDigests()
         try:
             bounce = map_memory(CHUNK_BYTES + PAGE_BYTES)
             self._go_on(snapshot, has_failed)
             with target:
                 for chunk in chunks:
                     self._go_on(snapshot, has_failed)
-                    self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
-            digests.update(found.all())
+                    self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=computed)
+            digests.update(computed.all())
         except OSError as error:
             has_failed.set()
             raise self._failure(target.path, error) from error
@@ -278,10 +278,10 @@ class _Target:
 
     def close(self) -> None:
         """Close the open descriptors."""
-        known = (self._cached, self._direct)
+        descriptors = (self._cached, self._direct)
         self._cached = self._direct = None
         with ExitStack() as ending:
-            for descriptor in known:
+            for descriptor in descriptors:
                 if descriptor is not None:
                     ending.callback(self._files.close, descriptor)
 

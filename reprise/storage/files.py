@@ -134,8 +134,10 @@ class Files(FileCalls):
 
     def allocated_bytes(self, *paths: Path) -> int:
         """Return the bytes allocated to the files below `paths`, to a file of several names once; 0 without files."""
-        found = [os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names]
-        return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in found}.values())
+        statuses = [
+            os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names
+        ]
+        return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
 
 
 def describe_free_space(files: Files, path: Path) -> str:
@@ -153,7 +155,7 @@ def cannot_write(
     error: OSError,
     *,
     what: str = "The checkpoint folder",
-    found: str | None = None,
+    detail: str | None = None,
     files: Files | None = None,
     another: str = "another folder",
 ) -> CheckpointError:
@@ -161,19 +163,19 @@ def cannot_write(
 
     Args:
         path: where the error does not name one.
-        found: by default the space that is left, if the file system is full.
+        detail: by default the space that is left, if the file system is full.
         another: what to give in order to write elsewhere.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
     verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix, found = "Make room there", found or describe_free_space(files or Files(), path.parent)
+        fix, detail = "Make room there", detail or describe_free_space(files or Files(), path.parent)
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
     if error.errno == errno.ENOENT and where.parent.is_dir():  # as in /proc, which takes no folders from users
         verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
     return CheckpointError(
-        f"{what} cannot be {verb}: {reason}", where=where, found=found, fix=f"{fix}, or name {another}."
+        f"{what} cannot be {verb}: {reason}", where=where, found=detail, fix=f"{fix}, or name {another}."
     )
 
 

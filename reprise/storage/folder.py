@@ -98,8 +98,8 @@ class CheckpointFolder:
         """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
         if not self.root.is_dir():
             return []
-        found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
-        return sorted(iteration for iteration in found if iteration is not None)
+        iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(iteration for iteration in iterations if iteration is not None)
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
@@ -108,8 +108,8 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return []
-        found = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
-        return sorted(iteration for iteration in found if iteration is not None)
+        iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
+        return sorted(iteration for iteration in iterations if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
         """Return the iterations with a `hold` file."""
@@ -234,10 +234,10 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return []
-        found = sorted(self.root.iterdir())
-        folders = [path for path in found if path.is_dir() and not path.is_symlink()]
+        paths = sorted(self.root.iterdir())
+        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
         leftovers = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
-        leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
+        leftovers += [path for path in paths if _MARK.fullmatch(path.name) and path.is_file()]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
             self._report_lost(max(committed))

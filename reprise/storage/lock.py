@@ -237,22 +237,22 @@ class FolderLock:
         return holder
 
     def _refusal(self, holder: Holder | None) -> LockError:
-        found = "a holder that left no name"
+        owner = "a holder that left no name"
         fix = f"End that job, or give this one {self._another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
-            found = f"host {holder.host}, pid {holder.pid}, started {started}"
+            owner = f"host {holder.host}, pid {holder.pid}, started {started}"
         if holder is not None and holder.host == self._me.host and not _is_alive(holder.pid):
-            found += "; that process is gone, and a child of it has the lock open"
+            owner += "; that process is gone, and a child of it has the lock open"
             fix = f"End that child, which `fuser {self._path}` names, or give this job {self._another}."
         if holder is not None and holder.host != self._me.host:  # it may have died with its host
             age_s = max(0.0, self._clock() - self._heartbeat())
-            found += f", last heard of {age_s:.0f} s ago"
+            owner += f", last heard of {age_s:.0f} s ago"
             fix = (
                 f"If that job runs, end it, or give this one {self._another}. If it is dead, start "
                 f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
             )
-        return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=found, fix=fix)
+        return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=owner, fix=fix)
 
     def _no_file(self) -> LockError:
         return LockError(

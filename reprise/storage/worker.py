@@ -64,10 +64,10 @@ def _clear_frames(error: BaseException) -> None:
     """Release the local variables of the functions that an error and its causes passed through."""
     queue, seen = [error], set[int]()
     while queue:
-        found = queue.pop()
-        seen.add(id(found))
-        traceback.clear_frames(found.__traceback__)
-        for before in (found.__cause__, found.__context__):
+        exception = queue.pop()
+        seen.add(id(exception))
+        traceback.clear_frames(exception.__traceback__)
+        for before in (exception.__cause__, exception.__context__):
             if before is not None and id(before) not in seen:
                 queue.append(before)
 

@@ -36,4 +36,4 @@ def _check_free(out: Path) -> None:
 def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
     """Return the error to raise when writing an export fails."""
     free_space = describe_free_space(files, path.parent)
-    return cannot_write(path, error, what="The output", found=free_space, another="another path")
+    return cannot_write(path, error, what="The output", detail=free_space, another="another path")
