@@ -1,6 +1,6 @@
 """Import torch, join the ranks that torchrun started, and print a line: the base of `scripts.bench.startup`.
 
-Imports nothing else, so that it is the least that any trainer on torch takes.
+Imports nothing else: it is the least start of any trainer on torch.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Each rank holds half of every row of each tensor. The columns go through memory that the ranks share, as in a save, into
 the file by a strided copy to a mapping of it, or by a `pwrite` for each run of a row. The ways take turns, beside a raw
-write of as many bytes; all of them end with the file synced, and the ratios are those of one round.
+write of as many bytes; all of them end with the file synced, and the ratios are within a round.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _serve(
 
 
 class _Columns:
-    """The columns of one rank in memory, those of a tensor after those of another, and the ways of writing them."""
+    """The columns of a rank in memory, tensor after tensor, and the ways of writing them."""
 
     def __init__(self, rank: int, run_bytes: int, total_bytes: int, memory: SharedMemory) -> None:
         shape = (total_bytes // (_TENSORS * RANKS * run_bytes), RANKS * run_bytes)

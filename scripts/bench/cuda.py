@@ -1,8 +1,8 @@
 """The battery of speed on a device: `python -m scripts.bench.cuda`, or `make bench-cuda`.
 
 Training, saves and loads, each beside other ways in the same run. Every group is measured in a process of its own, so
-that its memory is its own, with the time that the battery has left; one table is printed at the end, and everything is
-written as JSON to the folder that the environment variable OUT names.
+that its memory is its own, with the time that the battery has left; a table is printed at the end, and everything is
+written as JSON to the folder in the environment variable OUT.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _GRACE_S = 20.0  # in which a group ends after its time
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of the table that are measured in one process.
+    """Rows of the table measured in a single process.
 
     Args:
-        model: overrides of the full size; a tiny one stands for it in tests.
+        model: overrides of the full size; a tiny model stands for it in tests.
         least_s: the least seconds with which it is begun; it may take `most_s`.
         state_bytes: its state, with gradients, on the device; larger devices alone measure it.
         disk_bytes: of its files, two saves at most.
-        sides: the ones that are measured; empty for all.
-        rows: the group of its rows, if that is another one.
+        sides: the measured sides; empty for all.
+        rows: the group of its rows, if another.
     """
 
     kind: str
@@ -143,7 +143,7 @@ def _write(document: Mapping[str, object]) -> None:
 def _run_group(
     name: str, options: argparse.Namespace, clock: Clock, folder: Path, rows: Sequence[Mapping[str, object]]
 ) -> list[dict[str, object]]:
-    """Measure a group in a process of its own; return its rows, or one with the reason why it is left out.
+    """Measure a group in a process of its own; return its rows, or a row with the reason why it is left out.
 
     Args:
         rows: those of the groups before.

@@ -1,4 +1,4 @@
-"""A group of the battery on a device: sides that are measured one after the other in one process, within its time."""
+"""A group of the battery on a device: sides measured in turn in a single process, within its time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REASONS = (
 
 
 class Clock:
-    """The time that a battery, or a group of it, has left."""
+    """The time left for a battery, or a group of it."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -96,7 +96,7 @@ class MeasuredSide:
 
 
 class Device:
-    """The device that is measured, with the same few calls on every kind."""
+    """The measured device, with the same few calls on every kind."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -195,7 +195,7 @@ def build_training(setting: Setting, cluster: Cluster) -> Subject:
 
 
 def step_of(subject: Subject, setting: Setting) -> Callable[[], float]:
-    """Return an iteration of the trainer on one batch of random tokens; it returns the loss."""
+    """Return an iteration of the trainer on a batch of random tokens; it returns the loss."""
     windows = random_windows(setting, subject.cluster.device)
 
     def step() -> float:

@@ -48,7 +48,7 @@ class Saving:
     _made: tuple[Subject, Callable[[], object], float] | None = None
 
     def training(self) -> tuple[Subject, Callable[[], object], float]:
-        """Return the state, its iteration, and the seconds of one with no save beside it."""
+        """Return the state, its iteration, and the seconds of an iteration with no save beside it."""
         if self._made is None:
             subject = build_training(self.setting, self.cluster)
             self._made = subject, step_of(subject, self.setting), 0.0

@@ -15,7 +15,7 @@ from scripts.bench.tables import table
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound of a ratio, the least one or the most."""
+    """A bound of a ratio, the least or the most."""
 
     name: str
     bound: float
@@ -102,7 +102,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """Return the goal and whether it is met; empty without one."""
+        """Return the goal and whether it is met; empty without a goal."""
         if self.goal is None:
             return ""
         met = self.value >= self.goal.bound if self.goal.is_least else self.value <= self.goal.bound

@@ -1,7 +1,7 @@
 """Changes of the training step that are not in the trainer: each has to be faster on a device first.
 
-Some are no change and stand beside one: the trainer's own dropout, whose seeds break the graph of every block, beside
-one without seeds, and its own `train.activation_checkpointing` beside a selective one.
+Some are no change and stand beside a change: the trainer's own dropout, whose seeds break the graph of every block,
+beside a dropout without seeds, and its own `train.activation_checkpointing` beside a selective form.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PRODUCTS = [
 
 
 def variant(name: str, setting: Setting, cluster: Cluster) -> Callable[[], float]:
-    """Return our step with one change; it returns the loss."""
+    """Return our step with a change; it returns the loss."""
     if name in (DROPOUT, UNSEEDED):
         setting = replace(setting, model=replace(setting.model, dropout=0.1))
     subject = build_training(replace(setting, compiles=setting.compiles and name != WHOLE), cluster)
@@ -84,7 +84,7 @@ def _unseeded(dropout: Dropout, key: int | None, device: torch.device) -> float:
 
 
 def _with_model(model: Model, compiled: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a loss that runs the model itself, in one graph; the call of `model` before it returns the tokens."""
+    """Return a loss that runs the model itself, in a single graph; the call of `model` before it returns the tokens."""
     forward = model.forward
 
     def keep(tokens: torch.Tensor, **_: object) -> torch.Tensor:

@@ -74,7 +74,7 @@ def _empty_file(count: int, name: str) -> TokenFile:
 
 
 def measure_mask(samples: int, length: int, rounds: int) -> list[float]:
-    """Return the ratio of a forward and backward pass with a mask to one without, of each round."""
+    """Return the ratio of a forward and backward pass with a mask to a pass without, of each round."""
     model = _model(gpt2_config(4, 4, 256, 257, positions=length))
     tokens = torch.randint(257, (samples, length + 1))
     starts = (torch.arange(length) // DOCUMENT * DOCUMENT).expand(samples, -1)

@@ -1,4 +1,4 @@
-"""The GPT-2 that is measured, in any size."""
+"""The measured GPT-2, in any size."""
 
 from __future__ import annotations
 

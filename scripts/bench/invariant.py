@@ -78,7 +78,7 @@ WAYS = ((1, 0), (2, 0), (2, 1), (2, 3))
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What the rounds of one side of a comparison gave: seconds per iteration, bytes sent per iteration, peak bytes."""
+    """The results of the rounds of a side: seconds per iteration, bytes sent per iteration, peak bytes."""
 
     seconds: list[float]
     sent_bytes: int
@@ -142,7 +142,7 @@ def measure(size: Workload, ranks: int, stage: int, options: argparse.Namespace)
 def config_of(
     size: Workload, ranks: int, stage: int, options: argparse.Namespace, *, lanes: int, folder: Path
 ) -> Config:
-    """Return the configuration of one side."""
+    """Return the configuration of a side."""
     model = gpt2_config(size.n_layer, size.n_head, size.n_embd, size.vocab_size, pad_vocab_multiple=128)
     train = TrainSection(
         dtype=Dtype(options.dtype),
@@ -166,7 +166,7 @@ def config_of(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The ranks of one side, each with a pipe that requests its rounds."""
+    """The ranks of a side, each with a pipe for requests of rounds."""
 
     pipes: Sequence[Connection]
 

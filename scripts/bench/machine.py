@@ -20,7 +20,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def describe(folder: Path) -> list[str]:
-    """Return one line per machine property that affects figures; `folder` is the folder of the files."""
+    """Return a line per machine property that affects figures; `folder` is the folder of the files."""
     memory = _first("/proc/meminfo", "MemTotal")
     kibibytes = int(memory.split()[0]) if memory else 0
     return [

@@ -173,7 +173,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Count one operator and run it."""
+        """Count an operator and run it."""
         if any(isinstance(arg, torch.Tensor) and is_dtensor(arg) for arg in args):
             return NotImplemented  # DTensor dispatches again with its component operators
         self.count += func.namespace in ("c10d", "_c10d_functional")
@@ -196,7 +196,7 @@ def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Pi
 
 
 def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, result: PlanningResult) -> dict[str, TensorEntry]:
-    """Check that the plans of one pipeline stage tile its tensors, and return the manifest's entries of these."""
+    """Check that the plans of a pipeline stage tile its tensors, and return the manifest's entries of these."""
     reports = []
     for pieces in plans:
         report = encode([_as_if_written(piece) for piece in pieces], layout)

@@ -150,7 +150,7 @@ def touched(size: int) -> npt.NDArray[np.uint8]:
 
 
 def fill_from(paths: Iterator[Path] | list[Path], memory: memoryview) -> None:
-    """Read files one after the other into memory of their total size."""
+    """Read files in turn into memory of their total size."""
     for path in paths:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(memory):

@@ -54,7 +54,7 @@ def run_ranks(folder: Path, *, size: str, rounds: int) -> dict[str, Rounds]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one rank."""
+    """Run a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Rank:
-    """One rank's part of every round; all ranks make the same calls."""
+    """A rank's part of every round; all ranks make the same calls."""
 
     def __init__(self, subject: Subject, folder: Path, name: str) -> None:
         self._subject, self._folder, self._name = subject, folder, name

@@ -1,8 +1,8 @@
 """Measure the seconds from a launch to the first iteration: `python -m scripts.bench.startup [--ranks N ...] [--json]`.
 
-A fresh run, a resumed one, and `import torch` with a rendezvous and nothing else take turns, each as a process (with
-several ranks, a torchrun) of its own. The phases are those of the run's own record, which counts from the start of
-that process; the other seconds count from outside, until a line is printed.
+A fresh run, a resumed run, and `import torch` with a rendezvous and nothing else take turns, each as a process (with
+several ranks, a torchrun) of its own. The phases are those of the run's own record, which counts from the start of that
+process; the other seconds count from outside, until a line is printed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _sides(trees: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def measure(side: str, ranks: int, folder: Path, *, tree: Path = _ROOT, overrides: Sequence[str] = ()) -> Seconds:
-    """Start one side once, and return its seconds by name.
+    """Start a side once, and return its seconds by name.
 
     Args:
         folder: the folder of runs. A fresh run replaces that of this number of ranks, a resume continues it.

@@ -11,7 +11,7 @@ _MISSING = "-"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose columns are of one width."""
+    """Return the lines of a Markdown table whose columns have a common width."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

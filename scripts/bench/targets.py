@@ -32,7 +32,7 @@ class BenchTarget:
 
     @property
     def result(self) -> str:
-        """Return whether the bound is met, in one word."""
+        """Return whether the bound is met, in a word."""
         if self.most is None or self.measured is None:
             return ""
         return "met" if self.measured <= self.most else "MISSED"

@@ -3,7 +3,7 @@
 Both sides train the same model from the same values on the same tokens, each in its own process. They take turns: a
 round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss, backward, clipping of
 the norm and fused AdamW. Our side is the trainer's `train_step`. The other side is the loop from transformers'
-documentation, with its default attention and, for comparison, with its eager one.
+documentation, with its default attention and, for comparison, with its eager attention.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _begin(subject: Subject) -> None:
 
 
 def _iterate(subject: Subject, batch: Batch) -> float:
-    """Run one iteration on random samples; return the seconds it took."""
+    """Run an iteration on random samples; return its seconds."""
     shape = (batch.samples, batch.seq_length + 1)
     samples = [torch.randint(0, subject.config.model.vocab_size, shape) for _ in range(batch.micro_batches)]
     keys = list(range(1, batch.micro_batches + 1))

@@ -32,7 +32,7 @@ _DIRECT_BYTES = 8 << 20  # in one call
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The cost of one save.
+    """The cost of a save.
 
     Args:
         durable_s: from the call until files and folder are durable.
@@ -89,7 +89,7 @@ def own_ways(subject: Subject) -> Mapping[str, Way]:
 
 
 def write_raw(subject: Subject, folder: Path) -> None:
-    """Write the bytes of all tensors to one file, one tensor after the other."""
+    """Write the bytes of all tensors to a file, tensor after tensor."""
     with (folder / "raw").open("wb") as file:
         for memory in subject.flat():
             file.write(memory.data)
@@ -129,7 +129,7 @@ def read_raw(subject: Subject, folder: Path) -> None:
 
 
 def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
-    """Return a checkpointer of one rank that is ready to save."""
+    """Return a checkpointer of a single rank, ready to save."""
     checkpointer = Checkpointer(SavePolicy(folder, async_save=async_save), single_rank_channel(), nonce="bench")
     checkpointer.start()
     return checkpointer

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_process(options: argparse.Namespace, engine: str, target: str, seconds: float) -> dict[str, Any]:
-    """Run one target and return its result; libFuzzer ends its process itself."""
+    """Run a target and return its result; libFuzzer ends its process itself."""
     command = [sys.executable, "-m", "scripts.faults.fuzz_inputs", "--inside", "--engine", engine, "--target", target]
     command += ["--seconds", str(seconds), "--seed", str(options.seed), "--findings", str(options.findings)]
     process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -140,7 +140,7 @@ def _fuzz_with_atheris(options: argparse.Namespace) -> int:
 
 
 def _fuzz_with_our_own(options: argparse.Namespace) -> int:
-    """Keep each input that takes a new edge, from line to line of one function."""
+    """Keep each input that takes a new edge, from line to line of a function."""
     signal.signal(signal.SIGALRM, _late)
     chance, seen, executions = random.Random(options.seed), set[tuple[object, int, int]](), 0
     with _attempts(options) as (attempt, good):

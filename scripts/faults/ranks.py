@@ -24,7 +24,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, timeout_s: float, hosts: in
 
     Raises:
         RuntimeError: if a rank failed.
-        TimeoutExpired: if one did not end in time.
+        TimeoutExpired: if a rank did not end in time.
     """
     port, processes = free_port(), list[subprocess.Popen[bytes]]()
     try:
@@ -41,7 +41,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, timeout_s: float, hosts: in
 
 
 def rank_variables(rank: int, ranks: int, *, port: int, hosts: int = 1) -> dict[str, str]:
-    """Return the environment variables of one rank; see `run_ranks`."""
+    """Return the environment variables of a rank; see `run_ranks`."""
     on_host = ranks // hosts
     return {
         "RANK": str(rank),

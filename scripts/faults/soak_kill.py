@@ -75,7 +75,7 @@ class Soak:
     Args:
         overrides: configuration overrides for the topology.
         keep: number of checkpoints to keep, see `checkpoint.max_checkpoint_keep`.
-        local: where killed runs have their local checkpoints, one after each iteration; None for none.
+        local: where killed runs have their local checkpoints, saved after each iteration; None for none.
         hosts: how many hosts have a folder there each; `launch` mounts them where there are several.
     """
 
@@ -131,7 +131,7 @@ class Tally:
         return self.moments.total()
 
     def line(self) -> str:
-        """Return the summary in one line."""
+        """Return the summary as a line."""
         moments = ", ".join(f"{count} {moment}" for moment, count in sorted(self.moments.items()))
         lost = ", ".join(f"{number} by {count} kills" for number, count in sorted(self.lost.items()))
         verdict = "; ".join(self.problems) or "equal to the unbroken run, nothing lost"
@@ -188,7 +188,7 @@ def soak(plan: Soak, launch: Launch) -> Tally:
 
 @dataclass(slots=True)
 class _Broken:
-    """One run that is killed repeatedly until it has ended."""
+    """A run that is killed repeatedly until it has ended."""
 
     plan: Soak
     run: Path
@@ -345,7 +345,7 @@ class Torchrun:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below one."""
+    """Return the processes below a process."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]

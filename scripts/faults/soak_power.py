@@ -49,7 +49,7 @@ CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake
 
 @dataclass(slots=True)
 class PowerTally:
-    """The results of the cuts on one file system."""
+    """The results of the cuts on a file system."""
 
     name: str
     survivals: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class PowerTally:
     problems: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """Return the summary in one line."""
+        """Return the summary as a line."""
         survivals = ", ".join(f"{count} {survival}" for survival, count in sorted(self.survivals.items()))
         verdict = "; ".join(self.problems) or "none damaged, none lost, all resumed runs equal to the unbroken one"
         return (
@@ -137,7 +137,7 @@ def train_unbroken(plan: RecordedSoak) -> Unbroken:
 
 
 def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
-    """Record jobs on one file system and try cuts of each."""
+    """Record jobs on a file system and try cuts of each."""
     tally, cut_short = PowerTally(system.name), plan.folder / f"{system.name}.cut"
     start: StartDisk | None = None
     for number in range(plan.recordings):
@@ -184,7 +184,7 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Po
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Cuts of one recording: each disk is mounted and checked, and some runs are resumed."""
+    """Cuts of a recording: each disk is mounted and checked, and some runs are resumed."""
 
     plan: RecordedSoak
     system: FileSystem

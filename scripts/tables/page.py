@@ -121,7 +121,7 @@ def _summary(variant: ModelVariant, results: Results) -> list[str]:
 
 
 def _rows(variant: ModelVariant, results: Results) -> Iterator[list[str]]:
-    """Yield the rows of one variant: of each source, the straight run and then its resumes."""
+    """Yield the rows of a variant: of each source, the straight run and then its resumes."""
     for source in TOPOLOGIES:
         straight = results.straight[variant, source.name]
         yield [f"`{source.name}`", "straight", "", *map(repr, straight)]

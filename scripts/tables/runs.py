@@ -121,7 +121,7 @@ SAVE_AGAIN = f"train.train_iters={SAVED}"
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The result of one pair: whether the loaded tensors have the saved bytes, and the losses at `STEPS`."""
+    """The result of a pair: whether the loaded tensors have the saved bytes, and the losses at `STEPS`."""
 
     is_bitwise: bool
     losses: tuple[float, ...]
@@ -140,7 +140,7 @@ def run_all(folder: Path, say: Callable[[str], None]) -> Results:
 
     Args:
         folder: the working directory of the runs; each variant's runs are deleted after it.
-        say: gets one line per variant and topology.
+        say: gets a line per variant and topology.
 
     Raises:
         RuntimeError: if a run fails or takes too long; with the end of its output.

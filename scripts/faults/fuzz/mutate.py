@@ -37,7 +37,7 @@ def _bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def _tree(data: bytes, chance: random.Random) -> bytes | None:
-    """Return JSON with one node changed; None if the data is not JSON, complete or without its last brace."""
+    """Return JSON with a node changed; None if the data is not JSON, complete or without its last brace."""
     text = data.decode(errors="replace").rstrip()
     for closing in ("", "}"):
         try:

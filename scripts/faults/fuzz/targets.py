@@ -1,4 +1,4 @@
-"""Fuzz targets: one file of a checkpoint, or a token file, gets other content and is read through the public API.
+"""Fuzz targets: a file of a checkpoint, or a token file, gets other content and is read through the public API.
 
 All digests are recomputed, as an attacker would do, so that the input reaches the parser.
 """
@@ -121,7 +121,7 @@ class Inputs:
         load(self.checkpoint, *self.fresh())
 
     def seal_file(self, name: str, entry: FileEntry) -> None:
-        """Set the manifest's entry of one file to `entry`."""
+        """Set the manifest's entry of a file to `entry`."""
         files = {**self._manifest.files, name: entry}
         self.write(MANIFEST, manifest.to_bytes(replace(self._manifest, files=files)))
 

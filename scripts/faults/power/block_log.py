@@ -22,7 +22,7 @@ class LogKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the log.
+    """An entry of the log.
 
     Args:
         at: for a write, its offset on the disk in bytes. For a flush, the number of entries that it makes durable:

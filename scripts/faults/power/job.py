@@ -24,7 +24,7 @@ _PRELOADED = [
 
 
 class PowerJob:
-    """Ranks of one job of the trainer, whose output goes to the end of a file."""
+    """Ranks of a job of the trainer, whose output goes to the end of a file."""
 
     def __init__(self, overrides: Sequence[str], output: Path, *, ranks: int) -> None:
         _context.set_forkserver_preload(_PRELOADED)  # not with the import: there is one such server in a process
@@ -41,7 +41,7 @@ class PowerJob:
         return any(process.is_alive() for process in self._processes)
 
     def end(self, timeout_s: float) -> list[int | None]:
-        """Wait for the ranks and return their exit statuses; None for one that does not end in time and is killed."""
+        """Wait for the ranks and return their exit statuses; None for a rank killed after its time."""
         try:
             for process in self._processes:
                 process.join(timeout_s)

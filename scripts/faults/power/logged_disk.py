@@ -6,9 +6,9 @@
 write with FUA, into an fsync of this file. Writes to `FOLDER/said` appear only in the log, between the writes and
 flushes of the disk. A job uses it as standard output, so the log has the time of each output line.
 
-The server implements the kernel's protocol (linux/fuse.h) in one thread, so the order of the log is that of the
-requests. It reads all waiting requests before it answers any of them. A flush that is read together with a write was
-therefore requested before the write was answered, and does not cover it.
+The server implements the kernel's protocol (linux/fuse.h) in a single thread, so the log has the order of the requests.
+It reads all waiting requests before it answers any of them. A flush that is read together with a write was therefore
+requested before the write was answered, and does not cover it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _FINE = {Opcode.FLUSH, Opcode.RELEASE, Opcode.DESTROY}  # answered with success 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of the kernel; `data` is the part after its header."""
+    """A request of the kernel; `data` is the part after its header."""
 
     opcode: int
     unique: int

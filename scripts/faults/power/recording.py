@@ -98,7 +98,7 @@ class Recording:
 def record(
     plan: RecordedSoak, system: FileSystem, folder: Path, chance: random.Random, start: StartDisk | None
 ) -> Recording:
-    """Train on a logged disk: a job that is killed after it has saved some iterations, and one that resumes.
+    """Train on a logged disk: a job that is killed after it has saved some iterations, and a job that resumes.
 
     Args:
         start: the disk to resume from; None for an empty file system.

@@ -106,7 +106,7 @@ class Replay:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file to a new one without its holes."""
+    """Copy a file to a new file without its holes."""
     with source.open("rb") as reading, target.open("xb") as writing:
         size = os.fstat(reading.fileno()).st_size
         writing.truncate(size)
