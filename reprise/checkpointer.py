@@ -135,10 +135,9 @@ class Checkpointer:
         """
         if self._owned is None:
             return
-        problem = self._owned.acquire()
         hosts = f"hosts/{self._attempts.nonce}"
         self._local_ranks.meet(self._channel, hosts)
-        self._owned.agree(problem)
+        self._owned.acquire()  # an agreement: all ranks have read the messages of `meet`
         self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
 
@@ -151,9 +150,7 @@ class Checkpointer:
             CheckpointError: if it cannot be written.
         """
         assert self._owned is not None
-        problem = self._owned.acquire(marks=False)
-        if problem is not None:
-            raise problem
+        self._owned.take(marks=False)
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""

@@ -60,8 +60,8 @@ class CheckpointSummary:
     iteration: int | None
     total_bytes: int
     written_at: float
-    status: CheckpointStatus = CheckpointStatus.WHOLE
-    problem: TrainerError | None = None
+    status: CheckpointStatus
+    problem: TrainerError | None
     state: Json | None = None
     share: HostShare | None = None
     missing_everywhere: str | None = None
@@ -106,6 +106,8 @@ def _summary(folder: Path, path: Path) -> tuple[CheckpointSummary, Checkpoint | 
         iteration_of(path),
         size_of(path),
         _written_at(path),
+        CheckpointStatus.WHOLE,
+        None,
         is_pinned=(path / HOLD).exists(),
         is_link=path.is_symlink(),
         is_superseded=iteration_of(path) is None,

@@ -35,8 +35,8 @@ class VerifiedCheckpoint:
 
     path: Path
     iteration: int | None
-    status: CheckpointStatus = CheckpointStatus.WHOLE
-    problem: TrainerError | None = None
+    status: CheckpointStatus
+    problem: TrainerError | None
     checked_bytes: int | None = None
     share: HostShare | None = None
     missing_everywhere: str | None = None
@@ -72,7 +72,7 @@ def _verify(
         is_named: whether the caller has named the checkpoint itself.
         has_others: whether other folders may have the damaged pieces.
     """
-    result, host = VerifiedCheckpoint(path, named_iteration(path.name)), None
+    result, host = VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None), None
     try:
         if not is_named:
             refuse_link(path)
