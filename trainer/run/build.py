@@ -34,6 +34,7 @@ from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import commit, versions
+from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.run_data import RunData, open_data_alone
@@ -62,8 +63,8 @@ class Run:
     context: ParallelContext
     batch_schedule: BatchSchedule
     train_data: BatchLoader
-    valid_data: BatchLoader | None
-    sampler: Sampler | None
+    valid_data: ValidData
+    sampler: Sampler
     saves: Saves
     restorer: Restorer
     control: RunControl
