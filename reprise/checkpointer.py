@@ -27,7 +27,7 @@ from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
 from reprise.saving.saved_iterations import InDoubt, SavedIterations
 from reprise.saving.staging import Staging
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
@@ -104,7 +104,7 @@ class Checkpointer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
         local_ranks: Sequence[int] = (),
         hosts: Hosts | None = None,
         local: LocalSaves | None = None,
@@ -112,7 +112,7 @@ class Checkpointer:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            folder = CheckpointFolder(policy.folder, files or Files(), policy.terms)
+            folder = CheckpointFolder(policy.folder, files, policy.terms)
             self._owned = OwnedFolder(folder, channel, nonce, hosts)
         self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")

@@ -31,7 +31,7 @@ from reprise.format.box import Box, Image
 from reprise.format.layout import Layout
 from reprise.saving.chunks import Piece
 from reprise.saving.stripes import COUNTERS_AT, STRIPES_AT, Stripe, Stripes, shared_bytes, stripes_of
-from reprise.storage.files import Files
+from reprise.storage.files import allocate
 from reprise.tensors.arena import populate
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SharedMemory:
             OSError: if there is not enough memory.
         """
         if self._memory.nbytes < total_bytes:
-            Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
+            allocate(self._descriptor, total_bytes)  # always to the same size, by any rank first
             self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
             populate(self._memory)
 

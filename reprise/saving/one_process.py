@@ -46,7 +46,7 @@ def write_checkpoint(
     nonce = secrets.token_hex(4)
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
     try:
-        lock = FolderLock(folder.root, nonce)
+        lock = FolderLock(folder.root, nonce, files=folder.files)
         lock.acquire()
         try:
             folder.sweep()

@@ -80,7 +80,13 @@ class OwnedFolder:
             self._settle(frozenset(), marks=marks)
 
     def _take_lock(self) -> None:
-        lock = FolderLock(self.folder.root, self._nonce, another=self.folder.terms.another, is_local=self._is_local)
+        lock = FolderLock(
+            self.folder.root,
+            self._nonce,
+            another=self.folder.terms.another,
+            is_local=self._is_local,
+            files=self.folder.files,
+        )
         lock.acquire()
         self.lock = lock
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError
-from reprise.files import Files, describe_free_space, why_unseen
+from reprise.files import FILE_SYSTEM, Files, describe_free_space, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
 from reprise.savers import SharedMemory
@@ -125,7 +125,7 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
     Returns:
         The finding, on rank 0.
     """
-    what, files, problem = "one folder for all hosts", Files(), ""
+    what, files, problem = "one folder for all hosts", FILE_SYSTEM, ""
     mark = CheckpointFolder(path, files).mark(cluster.nonce)
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
@@ -191,7 +191,7 @@ def machine() -> Iterator[Finding]:
 def folder(path: Path) -> Iterator[Finding]:
     """Look at what the file system of a folder can do, in a temporary folder."""
     scratch = path / f".doctor-{secrets.token_hex(4)}"
-    files = Files()
+    files = FILE_SYSTEM
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         try:

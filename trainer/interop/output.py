@@ -14,7 +14,7 @@ from models.adapters import is_adapted
 from models.families import problems as model_problems
 from reprise import savers
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM, Files
 from reprise.folder import STATE, CheckpointFolder
 from reprise.json_file import Document
 from reprise.layout import WrittenPiece, build_layout
@@ -41,7 +41,14 @@ from trainer.schedules.progress import Progress
 _log = logging.getLogger(__name__)
 
 
-def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
+def write_checkpoint(
+    source: StateSource,
+    folder: Path,
+    config: Config,
+    *,
+    consumed_samples: int | None = None,
+    files: Files = FILE_SYSTEM,
+) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
 
     Tensors become float32 one by one; NaN and infinity are refused. The folder is locked meanwhile, as by a run.
@@ -50,6 +57,7 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
         config: configuration of the run to continue; its parallel layout is ignored.
         consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
             iteration.
+        files: the store to write to.
 
     Raises:
         TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
@@ -66,7 +74,6 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
     _check(config)
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
-    files = Files()
     frozen = frozen_names(config.model, config.train.freeze)
     specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
