@@ -27,7 +27,7 @@ from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
 from reprise.saving.saved_iterations import InDoubt, SavedIterations
 from reprise.saving.staging import Staging
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
@@ -104,7 +104,7 @@ class Checkpointer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
         local_ranks: Sequence[int] = (),
         hosts: Hosts | None = None,
         local: LocalSaves | None = None,
@@ -112,7 +112,7 @@ class Checkpointer:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            folder = CheckpointFolder(policy.folder, files or Files(), policy.terms)
+            folder = CheckpointFolder(policy.folder, files, policy.terms)
             self._owned = OwnedFolder(folder, channel, nonce, hosts)
         self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")
@@ -135,10 +135,9 @@ class Checkpointer:
         """
         if self._owned is None:
             return
-        problem = self._owned.acquire()
         hosts = f"hosts/{self._attempts.nonce}"
         self._local_ranks.meet(self._channel, hosts)
-        self._owned.agree(problem)
+        self._owned.acquire()  # an agreement: all ranks have read the messages of `meet`
         self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
 
@@ -151,9 +150,7 @@ class Checkpointer:
             CheckpointError: if it cannot be written.
         """
         assert self._owned is not None
-        problem = self._owned.acquire(marks=False)
-        if problem is not None:
-            raise problem
+        self._owned.take(marks=False)
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""

@@ -169,9 +169,31 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "tests.local_folders": frozenset({"loading.blocks"}),
     "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
     "tests.simulated": frozenset({"tensors"}),
-    "trainer.commands": frozenset({"format", "loading", "local", "saving.column_sharing"}),
-    "trainer.interop": frozenset({"commit", "format.manifest", "saving.room"}),
 }
+
+# Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one
+# class with the interface of `Files`. First the calls and constructors of the library, then those of programs.
+STORE = ("reprise.storage.files", "FILE_SYSTEM")
+CHOOSES_STORE = (
+    "reprise.files",
+    "reprise.async_saver",
+    "reprise.checkpointer",
+    "reprise.local_checkpointer",
+    "reprise.weights_checkpointer",
+    "reprise.loading.newest",
+    "reprise.loading.restorer",
+    "reprise.management",
+    "reprise.nested.calls",
+    "reprise.storage.lock",
+    "scripts",
+    "trainer.commands",
+    "trainer.interop.formats",
+    "trainer.interop.open_model",
+    "trainer.interop.output",
+    "trainer.metrics.profile",
+    "trainer.metrics.run_log",
+    "trainer.train_command",
+)
 
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -442,6 +464,21 @@ def foreign_imports(sources: Sequence[Source]) -> list[str]:
                 if is_or_in(name, library) and not any(is_or_in(source.module, door) for door in doors):
                     found.append(f"{source.module} imports {name}, which only {' and '.join(doors)} may")
     return found
+
+
+def stores_are_handed_down(sources: Sequence[Source]) -> list[str]:
+    """The store of this machine is made once, and chosen where a program or a call of the library begins."""
+    module, name = STORE
+    complaints = []
+    for source in sources:
+        if source.module == module or is_or_in(source.module, "scripts"):
+            continue
+        if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Files" for n in source.nodes):
+            complaints.append(f"{source.module} makes a store, in place of taking one")
+        is_named = any(imported.endswith(f".{name}") for imported in source.imports())
+        if is_named and not any(is_or_in(source.module, place) for place in CHOOSES_STORE):
+            complaints.append(f"{source.module} chooses the store of this machine, in place of taking one")
+    return complaints
 
 
 def sizes(sources: Sequence[Source]) -> list[str]:
@@ -751,6 +788,7 @@ RULES: tuple[Rule, ...] = (
     front,
     no_cycles,
     foreign_imports,
+    stores_are_handed_down,
     sizes,
     median_size,
     annotations,
@@ -828,6 +866,13 @@ BROKEN = [
     ),
     (library_layers, f"{LIBRARY}.brand_new", _DOC, "in no layer"),
     (front, "trainer.run.build", _DOC + "from reprise.commit import finish\n", "imports reprise.commit.finish, which"),
+    (front, "trainer.interop.output", _DOC + "from reprise.saving import room\n", "imports reprise.saving.room, which"),
+    (
+        front,
+        "trainer.commands.doctor",
+        _DOC + "def f() -> None:\n    from reprise.saving.column_sharing import SharedMemory\n",
+        "imports reprise.saving.column_sharing, which",
+    ),
     (front, "trainer.run.build", _DOC + "from reprise.policy import SavePolicy\n", "imports reprise.policy, which"),
     (front, "tests.resume.test_x", _DOC + "import reprise.policy\n", "imports reprise.policy, which"),
     (front, "scripts.bench.ways", _DOC + "def f() -> None:\n    import reprise.policy\n", "imports reprise.policy"),
@@ -843,6 +888,19 @@ BROKEN = [
     (foreign_imports, "trainer.run.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
     (foreign_imports, "trainer.training.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only reprise"),
     (foreign_imports, "trainer.training.loop", _DOC + "from . import build\n", "relative import"),
+    (stores_are_handed_down, "trainer.start.base", _DOC + "files = Files()\n", "makes a store"),
+    (
+        stores_are_handed_down,
+        "reprise.saving.plan",
+        _DOC + "def f() -> None:\n    from reprise.storage.files import FILE_SYSTEM\n",
+        "reprise.saving.plan chooses the store",
+    ),
+    (
+        stores_are_handed_down,
+        "trainer.run.saves",
+        _DOC + "from reprise.files import FILE_SYSTEM\n",
+        "chooses the store",
+    ),
     (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "601 lines"),
     (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),

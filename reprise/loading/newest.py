@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 
 
@@ -17,12 +17,12 @@ def latest(folder: str | Path) -> Path | None:
     are read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged
     checkpoint.
     """
-    checkpoints = CheckpointFolder(Path(folder), Files())
+    checkpoints = CheckpointFolder(Path(folder), FILE_SYSTEM)
     committed = checkpoints.committed()
     return checkpoints.iteration(committed[-1]) if committed else None
 
 
-def has_no_checkpoint(path: Path) -> bool:
+def has_no_checkpoint(path: Path, files: Files) -> bool:
     """Return whether a load from `path` has nothing to choose from: no folder, or a folder without any iteration.
 
     Raises:
@@ -30,6 +30,6 @@ def has_no_checkpoint(path: Path) -> bool:
     """
     if not os.path.lexists(path):
         return True
-    checkpoints = CheckpointFolder(path, Files())
+    checkpoints = CheckpointFolder(path, files)
     is_checkpoint = (path / MANIFEST).exists()
     return path.is_dir() and not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()

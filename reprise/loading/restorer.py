@@ -19,7 +19,7 @@ from reprise.loading.loader import LoadReport, fill, touched_pieces
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.patience import Patience, PatientFiles, await_sight
 from reprise.storage.progress_line import ProgressLine
 from reprise.tensors.live import LiveTensor
@@ -58,14 +58,14 @@ class Restorer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
         patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
         self._channel, self._nonce = channel, nonce
         self._patience = patience or Patience()
-        self._files = PatientFiles(files or Files(), self._patience)
+        self._files = PatientFiles(files, self._patience)
         self._messages = 0
 
     def restore(

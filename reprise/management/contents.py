@@ -11,7 +11,7 @@ from reprise.json_file import Json
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.management.host_share import HostShare, share_of
 from reprise.management.paths import newest_checkpoint
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def show(checkpoint: str | Path) -> CheckpointContents:
         CheckpointError: if there is no checkpoint, or its JSON files or headers are damaged.
         UnreadableError: if it cannot be read at the moment.
     """
-    stored = open_checkpoint(newest_checkpoint(Path(checkpoint)), Files())
+    stored = open_checkpoint(newest_checkpoint(Path(checkpoint), FILE_SYSTEM), FILE_SYSTEM)
     places = sorted(read_places(stored).values(), key=lambda place: (place.file, place.offset))
     return CheckpointContents(
         path=stored.path,

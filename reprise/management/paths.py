@@ -44,7 +44,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return checkpoints
 
 
-def newest_checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Path, files: Files) -> Path:
     """Return `path` if it is a checkpoint, otherwise the newest checkpoint of the run there.
 
     Raises:
@@ -52,7 +52,7 @@ def newest_checkpoint(path: Path) -> Path:
     """
     if is_iteration_name(path.name):
         return path
-    folder = CheckpointFolder(checkpoint_folder(path), Files())
+    folder = CheckpointFolder(checkpoint_folder(path), files)
     committed = committed_in(folder)
     if not committed:
         raise _no_checkpoint(folder.root)

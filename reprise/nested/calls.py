@@ -22,6 +22,7 @@ from reprise.nested.loaded import LoadedState, Strictness, check_strict
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
 from reprise.save_arguments import check_numbers, check_patterns, check_target, check_vacant, require_path
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.tensors.live import Contents
 
@@ -189,7 +190,7 @@ def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
 
     def look() -> bool:
         try:
-            return Patience().retry(lambda: has_no_checkpoint(path), where=path)
+            return Patience().retry(lambda: has_no_checkpoint(path, FILE_SYSTEM), where=path)
         except OSError as error:
             raise unreadable(error, where=path) from error
 

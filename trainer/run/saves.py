@@ -123,9 +123,11 @@ class SharedTarget(SaveTarget):
     event = "save"
     is_main = True
 
-    def __init__(self, saver: Checkpointer, folder: Path, section: CheckpointSection, *, has_local: bool) -> None:
+    def __init__(
+        self, saver: Checkpointer, folder: CheckpointFolder, section: CheckpointSection, *, has_local: bool
+    ) -> None:
         super().__init__(saver)
-        self.folder = CheckpointFolder(folder, Files())
+        self.folder = folder
         self._section, self._has_local = section, has_local
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
@@ -213,9 +215,14 @@ class WeightsTarget(SaveTarget):
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """The targets of a run; none where it saves nothing."""
+    """The targets of a run; none where it saves nothing.
+
+    Args:
+        files: the store in which they lie, and those that the run loads from.
+    """
 
     targets: tuple[SaveTarget, ...]
+    files: Files
 
     def __iter__(self) -> Iterator[SaveTarget]:
         """Yield the targets: the shared folder, the local ones, the weights."""
@@ -316,7 +323,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
             stack.callback(call)
 
 
-def build_saves(config: Config, cluster: Cluster) -> Saves:
+def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
     """Return the targets of a configuration. Collective.
 
     Weights alone are among them also where they are no longer saved but some are there, to sweep and to rewind.
@@ -325,34 +332,36 @@ def build_saves(config: Config, cluster: Cluster) -> Saves:
     has_local = section.local.dir is not None
     if section.save is not None:
         policy = _save_policy(section, terms.SAVE)
-        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
-        targets.append(SharedTarget(saver, Path(section.save), section, has_local=has_local))
+        ranks = cluster.local_ranks
+        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks)
+        folder = CheckpointFolder(Path(section.save), files)
+        targets.append(SharedTarget(saver, folder, section, has_local=has_local))
     if section.local.dir is not None:
-        targets.append(_local_target(section, Path(section.local.dir), cluster))
+        targets.append(_local_target(section, Path(section.local.dir), cluster, files))
     if section.save is not None:
         is_asked = bool(section.save_weights_interval or section.save_steps)
-        folder = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
-        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(folder)) or is_asked:
-            targets.append(_weights_target(config, cluster))
-    return Saves(tuple(targets))
+        weights = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
+        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(weights)) or is_asked:
+            targets.append(_weights_target(config, cluster, files))
+    return Saves(tuple(targets), files)
 
 
-def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster) -> LocalTarget:
+def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, files: Files) -> LocalTarget:
     from reprise.savers import LocalCheckpointer, LocalPolicy
 
     local, saving = section.local, _save_policy(section, terms.LOCAL)
     shared, names = None if section.save is None else Path(section.save), saving.retention.named
     if names and shared is not None:  # what the shared folder has needs no memory of the hosts
-        names -= frozenset(CheckpointFolder(shared, Files()).committed())
+        names -= frozenset(CheckpointFolder(shared, files).committed())
         saving = replace(saving, retention=Retention(named=names))
     policy = LocalPolicy(folder, local.save_interval, local.keep, local.copies, saving)
     owner = LocalCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared, files=files
     )
     return LocalTarget(owner, is_main=shared is None)
 
 
-def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
+def _weights_target(config: Config, cluster: Cluster, files: Files) -> WeightsTarget:
     from reprise.savers import WeightsCheckpointer, WeightsPolicy
 
     section = config.checkpoint
@@ -363,7 +372,9 @@ def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
         section.weights_keep,
         _save_policy(section, terms.WEIGHTS),
     )
-    owner = WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+    owner = WeightsCheckpointer(
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, files=files
+    )
     return WeightsTarget(owner, config)
 
 

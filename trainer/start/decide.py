@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files, Patience, cannot_write, failed_read
+from reprise.files import Patience, cannot_write, failed_read
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource
@@ -164,7 +164,7 @@ def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start,
     with cluster.channel.agreed("beginning"):
         if folder is not None and names and _keeps_record(cluster, saves):
             try:
-                note(CheckpointFolder(folder, Files()), start.launch, None if start.is_restarted else began_at)
+                note(CheckpointFolder(folder, saves.files), start.launch, None if start.is_restarted else began_at)
             except OSError as error:
                 raise cannot_write(folder, error, another=terms.SAVE.another) from error
 
@@ -290,6 +290,6 @@ def _find_launch(config: Config, cluster: Cluster, saves: Saves) -> tuple[Launch
     with channel.agreed("launch"):
         if _keeps_record(cluster, saves):
             local = () if folders is None else folders.iterations
-            is_restarted = has_committed(CheckpointFolder(folder, Files()), launch, local)
+            is_restarted = has_committed(CheckpointFolder(folder, saves.files), launch, local)
     answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
     return launch, channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers)))
