@@ -13,6 +13,7 @@ from reprise.errors import DataError
 from trainer.data.batches import Samples
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.documents import BEGINS, DocumentMarks
+from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import open_token_file
 
 DOCUMENTS = [[1, 2, 9], [], [3, 9], [4]]
@@ -56,6 +57,19 @@ def test_windows_keep_the_documents_of_the_index(tmp_path: Path) -> None:
     windows = Samples([file], seq_length=5, marks=DocumentMarks(None)).windows(np.arange(1))
     assert np.flatnonzero(windows[0] >= BEGINS).tolist() == [0, 3, 5]
     assert Samples([file], seq_length=2, per_document=True).windows(np.arange(2))[:, 0].tolist() == [1, 3]
+
+
+def test_samples_are_those_of_megatron_with_the_same_documents(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 10, 500)
+    ends = np.flatnonzero(tokens == 9) + 1
+    documents = [part.tolist() for part in np.split(tokens, ends)]
+    write_indexed_file(tmp_path / "a.bin", [tokens], dtype=np.dtype(np.uint16), end_of_text=9)
+    files = [open_indexed_file(tmp_path / "a.bin"), open_datatrove_file(by_hand(tmp_path, documents))]
+    for per_document in (False, True):
+        expected, actual = (
+            Samples([file], seq_length=7, marks=DocumentMarks(None), per_document=per_document) for file in files
+        )
+        assert np.array_equal(actual.windows(np.arange(actual.count)), expected.windows(np.arange(expected.count)))
 
 
 def index_of(path: Path, *ends: int) -> None:
