@@ -5,6 +5,7 @@ from reprise.regular_file import SMALL_BYTES, is_file_name, is_url, open_regular
 from reprise.storage.files import FILE_SYSTEM, Files, cannot_write, describe_free_space
 from reprise.storage.patience import Patience, PatientFiles, failed_read, is_damage, unreadable
 from reprise.storage.shared_folder import on_this_host, why_unseen
+from reprise.stores.location import files_of, is_stored, location
 
 __all__ = [
     "FILE_SYSTEM",
@@ -17,9 +18,12 @@ __all__ = [
     "cannot_write",
     "describe_free_space",
     "failed_read",
+    "files_of",
     "is_damage",
     "is_file_name",
+    "is_stored",
     "is_url",
+    "location",
     "make_folders",
     "on_this_host",
     "open_regular",

@@ -121,7 +121,7 @@ LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{LIBRARY}.storage",),
     (f"{LIBRARY}.json_file",),
     (f"{LIBRARY}.format",),
-    (f"{LIBRARY}.tensors",),
+    (f"{LIBRARY}.tensors", f"{LIBRARY}.stores"),
     (f"{LIBRARY}.commit", f"{LIBRARY}.policy", f"{LIBRARY}.save_arguments"),
     (f"{LIBRARY}.saving", f"{LIBRARY}.loading"),
     (f"{LIBRARY}.local",),
@@ -211,7 +211,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "reprise.json_file",
         }
     ),
-    "reprise": frozenset({"torch", "numpy", "xxhash"}),
+    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore"}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -223,6 +223,7 @@ ONLY_IN = {
     "zstandard": ("trainer.data.text_file",),
     "torch.utils.tensorboard": ("trainer.metrics.tensorboard_sink",),
     "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "obstore": ("reprise.stores.client",),
     "google.protobuf": (
         "trainer.metrics.tensorboard_files",
     ),  # which tensorboard requires: the events are its messages
@@ -243,6 +244,7 @@ HANDED_ON = {
     ("reprise.saving.save_job", "BaseException"),
     ("reprise.saving.snapshot", "BaseException"),
     ("reprise.saving.writer", "BaseException"),
+    ("reprise.stores.serve", "Exception"),
     ("reprise.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),

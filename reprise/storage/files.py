@@ -28,6 +28,9 @@ _SYNC_THREADS = 3
 class Files(FileCalls):
     """The file system, one method per kind of call, so that a test can count, fail or kill at each."""
 
+    # How many threads fill tensors from these files; None for one on each core, up to a few.
+    reading_threads: int | None = None
+
     def make_folder(self, path: Path) -> None:
         """Make `path`, whose parent must exist; an existing folder is fine."""
         path.mkdir(exist_ok=True)
@@ -55,6 +58,14 @@ class Files(FileCalls):
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading; a link is refused, as in `size`."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def reopen(self, descriptor: int, path: Path) -> None:
+        """Open an open file again, under the same descriptor: a stale handle stays stale."""
+        fresh = self.open_for_reading(path)
+        try:
+            os.dup2(fresh, descriptor, inheritable=False)
+        finally:
+            self.close(fresh)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -93,6 +104,14 @@ class Files(FileCalls):
                 break
             filled += count
         return filled
+
+    def look(self, path: Path) -> None:
+        """Raise an OSError if there is no such file: a client of NFS asks its server again once a folder is opened."""
+        with os.scandir(path.parent.parent):
+            os.lstat(path)
+
+    def end(self) -> None:
+        """Let go of what reading needs beside open files; the next call gets it again."""
 
     def mark(self, path: Path) -> None:
         """Make an empty marker file for other hosts to see. It need not survive a power failure."""

@@ -80,7 +80,7 @@ class StoreClient:
         """
         if size == 0:
             return memoryview(b"")
-        options: dict[str, Any] = {"range": (offset, offset + size)}
+        options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
         with _translated(self.root, key):
@@ -182,7 +182,7 @@ def _open_store(root: str, timeout_s: int) -> Any:
         options["allow_http"] = endpoint.startswith("http://")  # which the user has then asked for
         if _needs_profile():
             settings["credential_provider"] = _profile_credentials()
-    return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[arg-type]
+    return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
 
 
 def _needs_profile() -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from models.adapters import base_of
 from reprise.errors import TrainerError
-from reprise.files import Patience, failed_read
+from reprise.files import Patience, failed_read, location
 from reprise.json_file import Json
 from reprise.reading import Checkpoint, Chooser, LoadSource
 from trainer.config import terms
@@ -37,7 +37,7 @@ def with_base(run: Run, start: Start) -> Run:
             the base of the adapters.
     """
     section = run.config.checkpoint
-    path = Path(section.load if section.base is None else section.base)
+    path = location(section.load if section.base is None else section.base)
 
     def choose() -> Json:
         try:
@@ -59,7 +59,7 @@ def with_base(run: Run, start: Start) -> Run:
 
 def _source(section: CheckpointSection, choice: Json) -> TensorSource:
     """Return the source of a choice of `named_source`, or of an iteration of it by `exact`."""
-    path = Path(choice["path"])
+    path = location(choice["path"])
     if choice["kind"] != "checkpoint":
         return weights_of(choice)
     if section.base is not None:
