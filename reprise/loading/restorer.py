@@ -98,7 +98,8 @@ class Restorer:
             MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
         """
         local = self._local if with_local else None
-        self._files = PatientFiles(files_of(source.path, self._system), self._patience)
+        shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 else None
+        self._files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         problem: TrainerError | None

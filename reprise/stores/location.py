@@ -26,10 +26,14 @@ def is_stored(path: Path) -> bool:
     return is_store_url(str(path))
 
 
-def files_of(path: Path, files: Files | None = None) -> Files:
-    """Return the calls that read a path: `files`, by default those of the file system, outside a store."""
+def files_of(path: Path, files: Files | None = None, *, load: str | None = None) -> Files:
+    """Return the calls that read a path: `files`, by default those of the file system, outside a store.
+
+    Args:
+        load: the name of a load of several ranks, for `StoreFiles`.
+    """
     if not is_stored(path):
         return files
     from reprise.stores.files import StoreFiles
 
-    return StoreFiles()
+    return StoreFiles(load)

@@ -7,6 +7,7 @@ import fnmatch
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PosixPath
 from typing import Any
 
@@ -14,6 +15,7 @@ from reprise.format.names import MANIFEST
 from reprise.storage.folder import is_iteration_name
 from reprise.stores.reader import StoreReader, reader_of
 from reprise.stores.url import StoreUrl
+from reprise.stores.wire import CONNECTIONS
 
 
 class StorePath(PosixPath):
@@ -21,7 +23,12 @@ class StorePath(PosixPath):
 
     The folder of an iteration is there once its manifest is, which is written last. A call of the system with such a
     path is a TypeError.
+
+    Attributes:
+        is_listed_folder: whether it is a folder of a listing, so that the store need not be asked again.
     """
+
+    is_listed_folder = False
 
     @property
     def url(self) -> StoreUrl:
@@ -67,6 +74,8 @@ class StorePath(PosixPath):
 
     def is_dir(self) -> bool:
         """Return whether there are objects below this name; below an iteration's, the manifest."""
+        if self.is_listed_folder:
+            return True
         if is_iteration_name(self.name):
             return (self / MANIFEST).is_file()
         return any(self.reader.ask("names", self.url.key))
@@ -76,9 +85,13 @@ class StorePath(PosixPath):
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
-        """Yield the folders and the objects directly below."""
+        """Yield the folders and the objects directly below, and no iteration without a manifest."""
         folders, objects = self.reader.ask("names", self.url.key)
-        return iter([self / name for name in (*folders, *objects)])
+        paths = [self / name for name in folders]
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            for path, is_there in zip(paths, threads.map(StorePath.is_dir, paths), strict=True):
+                path.is_listed_folder = is_there
+        return iter([*(path for path in paths if path.is_listed_folder), *(self / name for name in objects)])
 
     def glob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield what is directly below and fits a pattern without slashes."""

@@ -8,8 +8,9 @@ from typing import Any, BinaryIO
 
 Message = dict[str, Any]
 
-# The shared memory of a connection: a block of a checkpoint, the largest that a load reads at once.
-SLOT_BYTES = 4 << 20
+# The shared memory of a connection: a block of a checkpoint, the largest that a load reads at once, and two cells of
+# the cache of a host.
+SLOT_BYTES = (4 << 20) + (128 << 10)
 CONNECTIONS = 8
 
 
