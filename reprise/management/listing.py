@@ -14,8 +14,9 @@ from reprise.loading.accessories import misleading_files
 from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
 from reprise.management.host_share import HostShare, missing_everywhere, share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.files import Files
 from reprise.storage.folder import HOLD, iteration_of
+from reprise.stores.location import files_of, location
 
 
 class CheckpointStatus(StrEnum):
@@ -83,10 +84,10 @@ def list_checkpoints(*folders: str | Path) -> tuple[CheckpointSummary, ...]:
         OSError: if a folder cannot be listed.
     """
     summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
-    for argument in map(Path, folders):
+    for argument in map(location, folders):
         folder = checkpoint_folder(argument)
         for path in checkpoints_in(folder):
-            summary, checkpoint = _summary(folder, path, FILE_SYSTEM)
+            summary, checkpoint = _summary(folder, path, files_of(path))
             summaries.append(summary)
             parts += [] if checkpoint is None else [(checkpoint.iteration, checkpoint.host)]
     missing = missing_everywhere(folders, parts)

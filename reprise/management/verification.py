@@ -14,8 +14,9 @@ from reprise.management.host_share import HostShare, missing_everywhere, share_o
 from reprise.management.listing import CheckpointStatus
 from reprise.management.paths import all_checkpoints, refuse_link
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
+from reprise.stores.location import files_of, location
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
         OSError: if a folder cannot be listed.
     """
     results, parts = list[VerifiedCheckpoint](), list[tuple[int | None, HostFile | None]]()
-    for argument in map(Path, checkpoints):
+    for argument in map(location, checkpoints):
         for path in all_checkpoints(argument):
-            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress, FILE_SYSTEM)
+            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress, files_of(path))
             results.append(result)
             parts.append((result.iteration, host))
     missing = missing_everywhere(checkpoints, parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.files import Files
 from reprise.stores.url import is_store_url
 
 
@@ -14,7 +14,9 @@ def location(text: str | Path) -> Path:
     Raises:
         ConfigError: for a URL of a store that is malformed.
     """
-    if isinstance(text, Path) or not is_store_url(text):
+    if isinstance(text, Path):
+        return text
+    if not is_store_url(text):
         return Path(text)
     from reprise.stores.path import store_path
 

@@ -26,9 +26,11 @@ class StorePath(PosixPath):
 
     Attributes:
         is_listed_folder: whether it is a folder of a listing, so that the store need not be asked again.
+        listed: the size in bytes and the time of an object of a listing.
     """
 
     is_listed_folder = False
+    listed: tuple[int, float] | None = None
 
     @property
     def url(self) -> StoreUrl:
@@ -64,6 +66,8 @@ class StorePath(PosixPath):
 
     def is_file(self) -> bool:
         """Return whether there is an object of this name."""
+        if self.listed is not None:
+            return True
         try:
             self.reader.head(self.url.key)
         except OSError as error:
@@ -100,9 +104,11 @@ class StorePath(PosixPath):
     def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the objects below whose names fit a pattern."""
         start = len(self.url.key) + 1
-        for key, _size, _modified_at in self.reader.ask("objects", self.url.key):
+        for key, size, modified_at in self.reader.ask("objects", self.url.key):
             if fnmatch.fnmatchcase(key.rpartition("/")[2], pattern):
-                yield self / key[start:]
+                path = self / key[start:]
+                path.listed = (size, modified_at)
+                yield path
 
     def lstat(self) -> os.stat_result:
         """Return size and time of an object.
@@ -110,7 +116,7 @@ class StorePath(PosixPath):
         Raises:
             OSError: if there is none, or the store cannot be read.
         """
-        size, _, modified_at = self.reader.head(self.url.key)
+        size, modified_at = self.listed or self.reader.head(self.url.key)[::2]
         return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:

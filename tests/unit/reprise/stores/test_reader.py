@@ -151,3 +151,15 @@ def test_a_killed_reader_is_an_error_that_names_the_store(run: Path) -> None:
     close_readers()
     assert location(url_of(run)).is_dir()
     close_readers()
+
+
+def test_the_tools_take_urls(run: Path) -> None:
+    listed = reprise.list(url_of(run))
+    assert [(summary.iteration, summary.status.value) for summary in listed] == [(1, "whole"), (2, "whole")]
+    assert [summary.total_bytes for summary in listed] == [summary.total_bytes for summary in reprise.list(run)]
+    assert reprise.show(url_of(run)).tensors == reprise.show(run).tensors
+    assert [result.checked_bytes for result in reprise.verify(url_of(run))] == [
+        result.checked_bytes for result in reprise.verify(run)
+    ]
+    assert reprise.diff(url_of(run), run).is_empty
+    close_readers()
