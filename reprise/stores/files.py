@@ -123,6 +123,7 @@ class StoreFiles(Files):
         return part.nbytes
 
     def close(self, descriptor: int) -> None:
+        """Close an object that `open_for_reading` opened."""
         cached = self._open.pop(descriptor).cached
         if cached is not None:
             cached.close()
