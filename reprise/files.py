@@ -6,6 +6,7 @@ from reprise.storage.files import FILE_SYSTEM, Files, cannot_write, describe_fre
 from reprise.storage.patience import Patience, PatientFiles, failed_read, is_damage, unreadable
 from reprise.storage.shared_folder import on_this_host, why_unseen
 from reprise.stores.location import files_of, is_stored, location
+from reprise.stores.url import is_store_url
 
 __all__ = [
     "FILE_SYSTEM",
@@ -21,6 +22,7 @@ __all__ = [
     "files_of",
     "is_damage",
     "is_file_name",
+    "is_store_url",
     "is_stored",
     "is_url",
     "location",

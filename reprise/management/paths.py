@@ -7,6 +7,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
 from reprise.stores.location import files_of, location
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.stores.url import is_store_url
 
 
@@ -28,7 +28,7 @@ def is_stored(path: Path) -> bool:
     return is_store_url(str(path))
 
 
-def files_of(path: Path, files: Files | None = None, *, load: str | None = None) -> Files:
+def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:
     """Return the calls that read a path: `files`, by default those of the file system, outside a store.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
-from reprise.files import is_url, location
+from reprise.files import is_store_url, is_url, location
 
 # Keys that name a file or a folder, or become a part of a path.
 _PATHS = (
@@ -70,7 +70,7 @@ def path_problems(config: object) -> list[str]:
             problems.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
         elif key in _PATHS and not value.strip():
             problems.append(f"{key}={value}: is empty; omit it to use the default")
-        elif key in _MAY_BE_STORED and is_url(value):
+        elif key in _MAY_BE_STORED and is_store_url(value):
             problems += _store_problems(key, value)
         elif key in _PATHS and is_url(value):
             problems.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
@@ -81,7 +81,7 @@ def _store_problems(key: str, value: str) -> list[str]:
     try:
         location(value)
     except ConfigError as error:
-        return [f"{key}: {error}"]
+        return [f"{key}={value}: {error}"]
     return []
 
 

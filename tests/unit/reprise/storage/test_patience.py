@@ -243,7 +243,7 @@ def test_the_command_does_not_call_damaged_what_it_cannot_read(
     run: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (listing, verification):
-        monkeypatch.setattr(module, "FILE_SYSTEM", Failing("open_for_reading", errno.EIO))
+        monkeypatch.setattr(module, "files_of", lambda _: Failing("open_for_reading", errno.EIO))
     assert script.main([command, str(run)]) == script.IMPOSSIBLE
     table = capsys.readouterr().out
     assert "cannot be read now: Input/output error (errno 5)" in table
