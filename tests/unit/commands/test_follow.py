@@ -261,21 +261,24 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, train: dict[str, int], is_
     assert iterations(tmp_path) == [1, 2]
 
 
-def test_a_last_save_between_two_looks_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last checkpoint is committed after the folder was listed, and before the length of the run is read."""
+@pytest.mark.parametrize("call", range(1, 7))
+def test_a_last_save_between_two_looks_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The last checkpoint is committed after any listing of the folder, and the run then reads as ended."""
     save(tmp_path, 1)
     committed, calls = CheckpointFolder.committed, [0]
 
     def list_then_save(folder: CheckpointFolder) -> list[int]:
         listed = committed(folder)
         calls[0] += 1
-        if calls[0] == 4:  # the second look, whose first listing asks for the end of the run
+        if calls[0] == call:
             save(tmp_path, 2)
             end_run(tmp_path, 2, train_iters=2)
         return listed
 
     monkeypatch.setattr(CheckpointFolder, "committed", list_then_save)
-    assert run_follower(tmp_path, FakeRunner(lambda: None)) == 0
+    assert run_follower(tmp_path, FakeRunner(*[lambda: None] * 3)) == 0
     assert iterations(tmp_path) == [1, 2]
 
 
