@@ -113,7 +113,7 @@ def _draw_metric(
     for metrics, style in zip(evaluations, styles, strict=True):
         series = metrics.get(metric, {})
         axes.plot(sorted(series), [series[iteration] for iteration in sorted(series)], marker="o", **style)
-    axes.set_ylabel(metric)
+    axes.set_title(metric, fontsize=10)
     axes.set_xlabel("iteration")
     axes.grid(alpha=0.25)
 
