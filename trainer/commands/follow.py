@@ -31,7 +31,7 @@ from typing import Protocol
 
 from reprise import json_file
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import Files, read_regular
+from reprise.files import FILE_SYSTEM, read_regular
 from reprise.folder import MANIFEST, STATE, WEIGHTS, CheckpointFolder, FolderLock, Hold, shown_name
 from reprise.json_file import Json, dumps, finite_number
 from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, saved_lineage
@@ -167,7 +167,7 @@ class FollowLog:
             if end < len(data):
                 os.ftruncate(descriptor, end)
             os.fsync(descriptor)
-            Files().sync_folder(path.parent)
+            FILE_SYSTEM.sync_folder(path.parent)
             records, _ = parse_records(data[:end].decode(errors="replace"), source=str(path))
             yield FollowLog(descriptor, {str(record.get("digest")) for _, record in records}, check)
         finally:
@@ -242,7 +242,7 @@ class Follower:
 
     def _folder(self, *, weights: bool) -> CheckpointFolder:
         root = LoadSource.named(self._run).path
-        return CheckpointFolder(root / WEIGHTS if weights else root, Files())
+        return CheckpointFolder(root / WEIGHTS if weights else root, FILE_SYSTEM)
 
     def _next(self) -> Path | None:
         """Return the first checkpoint without a line."""
@@ -269,7 +269,7 @@ class Follower:
     def _open(self, path: Path) -> Checkpoint | None:
         """Open a checkpoint; None where that fails, which is logged. The next look tries again."""
         try:
-            checkpoint = open_checkpoint(path, Files())
+            checkpoint = open_checkpoint(path, FILE_SYSTEM)
         except TrainerError as error:
             self._digests.pop(path.name, None)
             if path.exists():  # else retention was faster
