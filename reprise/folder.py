@@ -1,8 +1,7 @@
-"""The folder of a run's checkpoints: its iterations and their names, its lock, the names of a checkpoint's files."""
+"""The folder of a run's checkpoints: its iterations and their names, its lock, holds, the names of their files."""
 
 from reprise.format.names import ACCESSORIES, ADAPTERS, FORMAT, HOST, INDEX, INTERIM, MANIFEST, STATE
 from reprise.storage.folder import (
-    HOLD,
     TRACKER,
     WEIGHTS,
     CheckpointFolder,
@@ -14,6 +13,7 @@ from reprise.storage.folder import (
     named_iteration,
     shown_name,
 )
+from reprise.storage.holds import HOLD, Hold
 from reprise.storage.lock import FolderLock
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointFolder",
     "FolderLock",
     "FolderTerms",
+    "Hold",
     "is_iteration_name",
     "iteration_name",
     "iteration_of",

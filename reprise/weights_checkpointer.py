@@ -16,7 +16,7 @@ from reprise.format.layout import TensorSpec, build_layout
 from reprise.loading.reader import open_checkpoint
 from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.folder import HOLD, WEIGHTS, CheckpointFolder, named_iteration
+from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, LiveTensor
 
@@ -127,11 +127,10 @@ class WeightsCheckpointer:
             try:
                 tensors = open_checkpoint(path, self._folder.files).manifest.tensors
                 older = retained.setdefault(named_iteration(path.name), [])
-                if tensors not in older or path.is_symlink() or (path / HOLD).exists():
+                leaving = path.with_name(f".{path.name}.{self._nonce}.deleting")
+                if tensors not in older or path.is_symlink() or not self._folder.hide(path, leaving):
                     older.append(tensors)
                     continue
-                leaving = path.with_name(f".{path.name}.{self._nonce}.deleting")
-                self._folder.files.rename(path, leaving)
                 self._folder.files.remove_tree(leaving)
             except TrainerError:  # it cannot be compared
                 continue

@@ -15,7 +15,8 @@ from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoi
 from reprise.management.host_share import HostShare, missing_everywhere, share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.storage.files import Files
-from reprise.storage.folder import HOLD, iteration_of
+from reprise.storage.folder import iteration_of
+from reprise.storage.holds import is_held
 from reprise.stores.location import files_of, location
 
 
@@ -51,7 +52,7 @@ class CheckpointSummary:
             None where a single folder is listed, or no part of the iteration.
         foreign_files: files read by transformers in place of the checkpoint's own.
         has_adapters: whether it holds low-rank adapters.
-        is_pinned: whether a file `hold` protects it from deletion.
+        is_pinned: whether a hold protects it from deletion.
         is_link: whether its path is a symbolic link, which no run loads.
         is_superseded: whether a later save of the iteration replaced it.
     """
@@ -109,7 +110,7 @@ def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary,
         _written_at(path),
         CheckpointStatus.WHOLE,
         None,
-        is_pinned=(path / HOLD).exists(),
+        is_pinned=is_held(path),
         is_link=path.is_symlink(),
         is_superseded=iteration_of(path) is None,
     )

@@ -51,7 +51,7 @@ def prune(
     dry_run: bool = False,
     terms: FolderTerms = TERMS,
 ) -> PruneReport:
-    """Delete all checkpoints but the newest, those with a file `hold`, and every multiple of an interval.
+    """Delete all checkpoints but the newest, those that are held, and every multiple of an interval.
 
     The folder is locked meanwhile, so a run with saves to it is not disturbed.
 
@@ -89,7 +89,12 @@ def prune(
         if lock is not None:
             for iteration in iterations:
                 lock.check()
-                checkpoints.files.remove_tree(checkpoints.discard(iteration, secrets.token_hex(4)))
+                path = checkpoints.discard(iteration, secrets.token_hex(4))
+                if path is None:  # somebody has begun to read it
+                    expired = [checkpoint for checkpoint in expired if checkpoint.iteration != iteration]
+                    retained = sorted({*retained, iteration})
+                else:
+                    checkpoints.files.remove_tree(path)
     return PruneReport(tuple(expired), tuple(retained), dry_run)
 
 

@@ -14,7 +14,7 @@ from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
 from reprise.format.names import HOST, INDEX, MANIFEST, STATE
 from reprise.nested.typed_values import is_unicode
-from reprise.storage.folder import HOLD
+from reprise.storage.holds import HOLD
 
 _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}
 _MOST_NAME_BYTES = 255  # of a name on Linux

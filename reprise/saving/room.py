@@ -25,7 +25,7 @@ def decide_expired(
     """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
 
     Args:
-        pinned: iterations that stay, beside those with a `hold` file.
+        pinned: iterations that stay, beside those that are held.
     """
     try:
         committed = folder.committed()
@@ -48,6 +48,8 @@ def delete(
 ) -> list[int]:
     """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
 
+    An iteration that is held by now stays.
+
     Args:
         attempt: names the folders on their way out; unique in the life of the folder.
         lock: looked at again before each of them.
@@ -59,10 +61,13 @@ def delete(
         try:
             if lock is not None:
                 lock.check()
-            if successor is not None and iteration == iterations[-1] >= successor.first:
-                folder.discard(iteration, successor.name)
-            else:
-                folder.files.remove_tree(folder.discard(iteration, attempt))
+            is_taken_over = successor is not None and iteration == iterations[-1] >= successor.first
+            path = folder.discard(iteration, successor.name if successor is not None and is_taken_over else attempt)
+            if path is None:
+                _log.info("iteration %d stays, somebody has begun to read it", iteration)
+                continue
+            if not is_taken_over:
+                folder.files.remove_tree(path)
             deleted.append(iteration)
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)

@@ -28,6 +28,7 @@ from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.room import decide_expired, delete, require_room
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import THREADS, Writer, writing_failed
+from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
 from reprise.storage.shared_folder import require_mark, sees_mark, unchanged
@@ -130,7 +131,8 @@ class SaveJob:
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
             if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
                 for path in attempt.folder.superseded():
-                    self._remove(path)
+                    if not is_held(path):
+                        self._remove(path)
 
     def write(self) -> Written:
         """Write this rank's part, and make sure that it lies in the folder of its host's leader."""

@@ -16,10 +16,10 @@ from reprise.atomic import temporary_of
 from reprise.errors import CheckpointError
 from reprise.regular_file import read_regular
 from reprise.storage.files import Files, cannot_write
+from reprise.storage.holds import is_held
 
 _log = logging.getLogger(__name__)
 
-HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
 WEIGHTS = "weights"  # the folder below a run's checkpoints in which saves of the weights alone lie
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 64
@@ -112,8 +112,8 @@ class CheckpointFolder:
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
-        """Return the iterations with a `hold` file."""
-        return [iteration for iteration in iterations if (self.iteration(iteration) / HOLD).exists()]
+        """Return the iterations that a hold protects."""
+        return [iteration for iteration in iterations if is_held(self.iteration(iteration))]
 
     def iteration(self, iteration: int) -> Path:
         """Return the folder of a committed iteration."""
@@ -151,7 +151,8 @@ class CheckpointFolder:
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
 
         Args:
-            replaces: whether a checkpoint of that name is deleted, in place of being kept as superseded.
+            replaces: whether a checkpoint of that name is deleted, in place of being kept as superseded; one that is
+                held is kept.
 
         Returns:
             Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
@@ -181,7 +182,7 @@ class CheckpointFolder:
                 raise
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
-        if aside is not None and replaces and is_durable:
+        if aside is not None and replaces and is_durable and not is_held(aside):
             self._delete_replaced(iteration, attempt, aside)
         elif aside is not None:
             self._keep_replaced(aside, target)
@@ -206,12 +207,31 @@ class CheckpointFolder:
             self._mend_tracker()
         return renamed
 
-    def discard(self, iteration: int, attempt: str) -> Path:
-        """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time."""
+    def discard(self, iteration: int, attempt: str) -> Path | None:
+        """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time.
+
+        Returns:
+            Its new path; None for a folder that is held, which keeps its name.
+        """
         target = self._leaving(iteration, attempt)
-        self.files.rename(self.iteration(iteration), target)
+        if not self.hide(self.iteration(iteration), target):
+            return None
         self.files.sync_folder(self.root)
         return target
+
+    def hide(self, source: Path, target: Path) -> bool:
+        """Rename a folder that is to be deleted, unless a hold protects it; return whether the folder was renamed.
+
+        A hold that is taken before the rename is seen after it at the latest, and the folder gets its name back. Its
+        reader misses the folder for that moment only.
+        """
+        if is_held(source):
+            return False
+        self.files.rename(source, target)
+        if is_held(target):
+            self.files.rename(target, source)
+            return False
+        return True
 
     def _leaving(self, iteration: int, attempt: str) -> Path:
         return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
@@ -219,24 +239,26 @@ class CheckpointFolder:
     def discarded(self, name: str) -> list[Path]:
         """Return the folders that were discarded under the name of an attempt, or by any attempt of a nonce.
 
-        None where the root cannot be listed.
+        None where the root cannot be listed, and none that is held.
         """
         try:
             matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
         except OSError:
             return []
-        return [path for path, match in matches if match and f"{match[1]}-".startswith(f"{name}-")]
+        discarded = [path for path, match in matches if match and f"{match[1]}-".startswith(f"{name}-")]
+        return [path for path in discarded if not is_held(path)]
 
     def sweep(self) -> list[Path]:
         """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
 
-        A leftover that cannot be removed is logged and stays.
+        A leftover that is held stays, and so does one that cannot be removed, which is logged.
         """
         if not self.root.is_dir():
             return []
         paths = sorted(self.root.iterdir())
         folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
-        leftovers = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
+        settled = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
+        leftovers = [path for path in settled if not is_held(path)]
         leftovers += [path for path in paths if _MARK.fullmatch(path.name) and path.is_file()]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
@@ -290,7 +312,7 @@ class CheckpointFolder:
         if match is None:
             return path
         settled = self.root / match[1]
-        if os.path.lexists(settled) and path.name.endswith(_OUTDATED):
+        if os.path.lexists(settled) and path.name.endswith(_OUTDATED) and not is_held(path):
             self.files.sync_folder(self.root)  # what has replaced it is durable before it goes
             settled = path.with_suffix(".deleting")
         elif os.path.lexists(settled):

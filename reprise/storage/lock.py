@@ -66,6 +66,7 @@ class FolderLock:
         kind: the kind of folder, for messages.
         another: what to give for another folder, for messages.
         is_local: whether the folder is this host's own, whatever the host was called before: flock alone decides.
+        name: the name of the lock file.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class FolderLock:
         another: str = "another folder",
         is_local: bool = False,
         files: Files = FILE_SYSTEM,
+        name: str = "lock",
     ) -> None:
         self._files = files
         self._is_local = is_local
         self._kind, self._another = kind, another
-        self._path = folder / "lock"
+        self._path = folder / name
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
         self._clock = clock
         self._descriptor: int | None = None

@@ -2,20 +2,22 @@
 
 Each argument is a run folder, a metrics.jsonl or a text log; or BASE and TEST are two folders of logs, which are
 compared by name. The exit status is 0 when all curves are equal to BASE, 1 when a curve differs, 2 when an input cannot
-be used.
+be used. A metric that `reprise follow` has recorded of a run is shown beside the validation loss, and changes no
+status.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from reprise.errors import DataError, TrainerError
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
+from trainer.compare.evaluations import Series, evaluation_table, read_evaluations
 from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
@@ -32,18 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base, *tests = (_read(path, options) for path in (options.base, *options.tests))
         names = name_runs([curve.source for curve in (base, *tests)])
         comparisons = [_compare(base, test, options) for test in tests]
+        evaluations = [read_evaluations(path) for path in (options.base, *options.tests)]
         if options.plot:
-            _plot(comparisons, names, options.plot)
+            _plot(comparisons, names, options.plot, evaluations)
             print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
         print(f"reprise compare-loss: {error}", file=sys.stderr)
         return UNUSABLE
+    metrics = dict(zip(names, evaluations, strict=True)) if any(evaluations) else {}
     if options.json:
-        print(dumps(summarize_all(comparisons, names)))
-    elif len(comparisons) == 1:
-        print(report(comparisons[0], max_rows=options.max_rows))
+        print(dumps(summarize_all(comparisons, names) | ({"evaluations": metrics} if metrics else {})))
     else:
-        print(report_all(comparisons, names))
+        if metrics:
+            print("\n".join([*evaluation_table(metrics), ""]))
+        is_single = len(comparisons) == 1
+        print(report(comparisons[0], max_rows=options.max_rows) if is_single else report_all(comparisons, names))
     return EQUAL if all(comparison.equal for comparison in comparisons) else DIFFERENT
 
 
@@ -85,11 +90,13 @@ def _compare(base: Curve, test: Curve, options: argparse.Namespace) -> Compariso
     )
 
 
-def _plot(comparisons: Sequence[Comparison], names: Sequence[str], path: str) -> None:
+def _plot(
+    comparisons: Sequence[Comparison], names: Sequence[str], path: str, evaluations: Sequence[Mapping[str, Series]]
+) -> None:
     if len(comparisons) == 1:
-        plot_comparison(comparisons[0], path)
+        plot_comparison(comparisons[0], path, evaluations=evaluations)
     else:
-        plot_comparisons(comparisons, names, path)
+        plot_comparisons(comparisons, names, path, evaluations=evaluations)
 
 
 def _read(path: str, options: argparse.Namespace) -> Curve:

@@ -40,6 +40,7 @@ COMMANDS = {
     ),
     "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare, join and delete checkpoints"),
     "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs", _COMPOSITION),
+    "follow": Command("trainer.commands.follow", "run a command on every checkpoint of a run, while it trains"),
     "generate": Command("trainer.commands.generate", "continue a text with a trained model"),
     "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts", _COMPOSITION),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),

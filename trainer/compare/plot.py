@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.compare.curves import Comparison, Curve, Tolerance, absolute_difference
+from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
 from trainer.compare.table import short_verdict
 
@@ -15,7 +16,13 @@ _BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 
-def plot_comparison(comparison: Comparison, path: str | Path, *, names: tuple[str, str] | None = None) -> None:
+def plot_comparison(
+    comparison: Comparison,
+    path: str | Path,
+    *,
+    names: tuple[str, str] | None = None,
+    evaluations: Sequence[Mapping[str, Series]] = (),
+) -> None:
     """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` is the format.
 
     Infinite and nan losses are marked at the lower edge, such differences at the upper. Differences of 0 do not appear
@@ -23,29 +30,43 @@ def plot_comparison(comparison: Comparison, path: str | Path, *, names: tuple[st
 
     Args:
         names: of the base and of the test run; None for their paths.
+        evaluations: the metrics of the base and of the test run; each metric has a panel below.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
     """
-    figure = make_figure()
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    metrics = metrics_of(evaluations)
+    figure = make_figure(height=7 + 2 * len(metrics))
+    upper, lower, *panels = figure.subplots(2 + len(metrics), 1, sharex=True, height_ratios=(2, 1, *[1] * len(metrics)))
     figure.suptitle(comparison.verdict, fontsize=13)
-    _draw_losses(upper, comparison, names or (_path(comparison.base), _path(comparison.test)))
+    names = names or (_path(comparison.base), _path(comparison.test))
+    _draw_losses(upper, comparison, names)
     _draw_differences(lower, comparison)
+    styles = [{"color": _BASE_COLOUR, "linewidth": 4.0}, {"color": _TEST_COLOUR, "linewidth": 1.2}]
+    for axes, metric in zip(panels, metrics, strict=True):
+        _draw_metric(axes, metric, evaluations, styles)
     figure.align_ylabels()
     write_figure(figure, path)
 
 
-def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], path: str | Path) -> None:
+def plot_comparisons(
+    comparisons: Sequence[Comparison],
+    names: Sequence[str],
+    path: str | Path,
+    *,
+    evaluations: Sequence[Mapping[str, Series]] = (),
+) -> None:
     """Write the figure of `draw_comparisons`; the suffix of `path` is the format.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
     """
-    write_figure(draw_comparisons(comparisons, names), path)
+    write_figure(draw_comparisons(comparisons, names, evaluations=evaluations), path)
 
 
-def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
+def draw_comparisons(
+    comparisons: Sequence[Comparison], names: Sequence[str], *, evaluations: Sequence[Mapping[str, Series]] = ()
+) -> Any:
     """Draw the losses of several runs over their base, and the difference of each from the base below.
 
     Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The axis of
@@ -55,12 +76,14 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
     Args:
         comparisons: results of `compare`, all with the same base.
         names: of the base and of the test runs, in order.
+        evaluations: the metrics of the runs, in order; each metric has a panel below.
 
     Raises:
         TrainerError: matplotlib is not installed.
     """
-    figure = make_figure(height=7.5)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    metrics = metrics_of(evaluations)
+    figure = make_figure(height=7.5 + 2 * len(metrics))
+    upper, lower, *panels = figure.subplots(2 + len(metrics), 1, sharex=True, height_ratios=(3, 2, *[2] * len(metrics)))
     equal = sum(comparison.equal for comparison in comparisons)
     figure.suptitle(f"{equal} of {len(comparisons)} runs are equal to {names[0]}", fontsize=13)
     _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", {"color": BASE_COLOUR, "linewidth": 6.0})
@@ -68,6 +91,10 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
         style = _style(number, len(comparisons))
         _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
         _draw_sizes(lower, _sizes(comparison), style)
+    base_style = {"color": BASE_COLOUR, "linewidth": 6.0}
+    styles = [base_style, *(_style(number, len(comparisons)) for number in range(len(comparisons)))]
+    for axes, metric in zip(panels, metrics, strict=True):
+        _draw_metric(axes, metric, evaluations, styles)
     _scale_differences(lower, [size for comparison in comparisons for size in _sizes(comparison).values()])
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
@@ -77,6 +104,18 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
     figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.align_ylabels()
     return figure
+
+
+def _draw_metric(
+    axes: Any, metric: str, evaluations: Sequence[Mapping[str, Series]], styles: Sequence[dict[str, Any]]
+) -> None:
+    """Draw what was measured of the checkpoints of each run, in the styles of their losses."""
+    for metrics, style in zip(evaluations, styles, strict=True):
+        series = metrics.get(metric, {})
+        axes.plot(sorted(series), [series[iteration] for iteration in sorted(series)], marker="o", **style)
+    axes.set_title(metric, fontsize=10)
+    axes.set_xlabel("iteration")
+    axes.grid(alpha=0.25)
 
 
 def _style(number: int, total: int) -> dict[str, Any]:

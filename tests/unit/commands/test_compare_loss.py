@@ -274,3 +274,19 @@ def test_one_threshold_serves_every_dtype(tmp_path: Path, compare_loss: Run) -> 
         test = make_run(tmp_path / f"{dtype}_b", {1: 1.001}, dtype)
         assert compare_loss(base, test, "--threshold", "0.002").returncode == 0
         assert compare_loss(base, test, "--threshold", "0.0005").returncode == 1
+
+
+def test_metrics_of_followers_are_shown_beside_the_losses(tmp_path: Path, compare_loss: Run) -> None:
+    for name, value in (("a", 0.25), ("b", 0.5), ("c", 0.75)):
+        make_run(tmp_path / name, {1: 2.0, 2: 1.5})
+        line = {"iteration": 2, "metric": "acc", "value": value}
+        (tmp_path / name / "follow.jsonl").write_text(json.dumps(line) + "\n")
+    ended = compare_loss("a", "b", "--plot", "two.png")
+    assert ended.returncode == 0
+    lines = ended.stdout.splitlines()
+    assert [row.split() for row in lines[:3]] == [["metric", "iteration", "a", "b"], ["acc", "2", "0.25", "0.5"], []]
+    assert lines[-1].startswith("bit-identical")
+    ended = compare_loss("a", "b", "c", "--plot", "three.png", "--json")
+    metrics = json.loads(ended.stdout)["evaluations"]
+    assert metrics == {"a": {"acc": {"2": 0.25}}, "b": {"acc": {"2": 0.5}}, "c": {"acc": {"2": 0.75}}}
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("two.png", "three.png"))

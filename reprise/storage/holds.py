@@ -1,0 +1,204 @@
+"""Holds: files in the folder of a checkpoint that protect the checkpoint from deletion.
+
+A file `hold` is a user's, and stays until the user removes the file. A file `hold.PID`, or `hold.PID.NONCE`, is that of
+a process, and expires:
+
+- For a process of this machine and its namespace of process ids, the kernel decides: the hold lasts as long as the
+  process of that id and start time.
+- For any other process, and for a file without a readable record, the heartbeat decides: a hold that was not touched
+  for `EXPIRY_S` has expired. A time in the future has not.
+
+Deletion looks for holds twice, before and after the rename that takes the checkpoint out of sight. A process that takes
+a hold looks for the folder afterwards. So either the process misses the folder, or the deletion sees the hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from reprise.regular_file import read_regular
+
+HOLD = "hold"
+HEARTBEAT_S = 15.0
+EXPIRY_S = 600.0  # longer than a lock's: a clock that is minutes off deletes nothing that is read
+_OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
+_MOST_BYTES = 4096
+_BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
+_STATE, _START = 0, 19  # the fields of /proc/PID/stat after the name, proc(5)
+_DEAD = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingProcess:
+    """The process of a hold.
+
+    Args:
+        host: the name of the host, for people.
+        started: the start of the process, in clock ticks since the boot.
+        boot: the id of the boot of the machine; empty if unknown.
+        namespace: the namespace of process ids.
+    """
+
+    host: str
+    pid: int
+    started: int
+    boot: str
+    namespace: str
+
+    @staticmethod
+    def of_this_process() -> HoldingProcess:
+        """Return the record of the calling process."""
+        boot, namespace = "", ""
+        with contextlib.suppress(OSError):
+            boot, namespace = Path(_BOOT_ID).read_text().strip(), os.readlink(_NAMESPACE)
+        return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0, boot, namespace)
+
+    def is_alive(self, age_s: float) -> bool:
+        """Return whether the process may still run.
+
+        Args:
+            age_s: seconds since its last heartbeat.
+        """
+        viewer = HoldingProcess.of_this_process()
+        is_visible = bool(self.boot) and (self.boot, self.namespace) == (viewer.boot, viewer.namespace)
+        if not is_visible or _is_hidden(self.pid):
+            return age_s < EXPIRY_S
+        return _start_of(self.pid) == self.started
+
+
+def is_held(folder: Path, *, clock: Callable[[], float] = time.time) -> bool:
+    """Return whether a hold that has not expired lies in a folder; True for a folder that cannot be read now."""
+    try:
+        return any(name == HOLD or _lasts(folder / name, clock) for name in os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+class Hold:
+    """A hold of this process on the folder of a checkpoint, which it follows through renames.
+
+    Args:
+        folder: the path of the folder.
+        descriptor: the open folder.
+    """
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self._folder, self._descriptor = folder, descriptor
+        self.name = f"{HOLD}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._is_over = threading.Event()
+
+    @staticmethod
+    def take(folder: Path) -> Hold | None:
+        """Take a hold, and remove expired ones; None if the folder does not exist, or no longer.
+
+        Raises:
+            OSError: if the folder cannot be written.
+        """
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        hold = Hold(folder, descriptor)
+        try:
+            hold._create()
+        except FileNotFoundError:  # the folder is removed, and open here alone
+            hold.release()
+            return None
+        except OSError:
+            hold.release()
+            raise
+        if not hold.is_in_place():
+            hold.release()
+            return None
+        threading.Thread(target=hold._beat, name="hold-heartbeat", daemon=True).start()
+        return hold
+
+    def is_in_place(self) -> bool:
+        """Return whether the folder has the path at which the hold was taken."""
+        try:
+            return os.path.samestat(os.stat(self._folder, follow_symlinks=False), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Remove the hold, wherever the folder is; calling it again is fine."""
+        self._is_over.set()
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # it expires with this process
+                os.unlink(self.name, dir_fd=self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _create(self) -> None:
+        """Write the record, for other hosts to read, beside no hold that has expired."""
+        for name in os.listdir(self._descriptor):
+            if _OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, time.time):
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._descriptor)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(self.name, flags, 0o644, dir_fd=self._descriptor)
+        try:
+            os.write(file, json.dumps(asdict(HoldingProcess.of_this_process())).encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):  # the folder is on its way out, or the file system fails for a while
+                os.utime(self.name, dir_fd=self._descriptor)
+
+
+def _lasts(path: Path, clock: Callable[[], float]) -> bool:
+    """Return whether a file is the hold of a process and has not expired."""
+    if not _OF_PROCESS.fullmatch(path.name):
+        return False
+    try:
+        age_s = clock() - path.lstat().st_mtime
+        holder = _holder(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return age_s < EXPIRY_S if holder is None else holder.is_alive(age_s)
+
+
+def _holder(path: Path) -> HoldingProcess | None:
+    """Return the record in a hold; None if the record is torn, or none."""
+    try:
+        holder = HoldingProcess(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return holder if type(holder.pid) is int and type(holder.started) is int else None
+
+
+def _start_of(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the boot; None for a process that does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[_STATE].decode() in _DEAD else int(fields[_START])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process exists, but /proc does not show it to this user."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return not os.path.exists(f"/proc/{pid}/stat")
+    return False

@@ -1,0 +1,427 @@
+"""`reprise follow`: which checkpoints have a line, exactly once, and what ends a follower. No test waits for time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import ConfigError, DataError, LockError
+from reprise.files import Files
+from reprise.folder import CheckpointFolder, FolderLock, Hold
+from reprise.json_file import Json
+from tests.unit.reprise.management.test_listing import save
+from trainer.commands.follow import Choice, CommandOutcome, Commands, Follower, FollowLog, main, number_at
+
+ECHO = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import sys; print('text'); print('{\"a\": {\"b\": 2.5}}'); print(sys.argv[1])",
+    "{}",
+]
+
+
+class FakeRunner:
+    """Counts time, and calls what is to happen at each pause and during each command; stops when nothing is left."""
+
+    def __init__(
+        self, *events: Callable[[], object], during: Callable[[Path], CommandOutcome | None] = lambda path: None
+    ) -> None:
+        self._events, self._during = list(events), during
+        self.now, self.is_stopped = 0.0, False
+        self.folders: list[str] = []
+
+    def run(self, command: Sequence[str]) -> CommandOutcome:
+        self.folders.append(Path(command[-1]).name)
+        assert list(Path(command[-1]).glob("hold.*"))
+        return self._during(Path(command[-1])) or CommandOutcome(0, 1.5, {"loss": 2.0, "n": len(self.folders)})
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        if self._events:
+            self._events.pop(0)()
+        else:
+            self.is_stopped = True
+
+
+def run_follower(
+    run: Path, runner: FakeRunner, *, once: bool = False, metric: str | None = None, choice: Choice | None = None
+) -> int:
+    with FollowLog.open(run / "follow.jsonl") as log:
+        return Follower(run, ["evaluate", "{}"], log, runner, choice=choice or Choice(), metric=metric).follow(
+            once=once, poll_s=3
+        )
+
+
+def lines(run: Path, name: str = "follow.jsonl") -> list[Json]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def iterations(run: Path) -> list[int]:
+    return [line["iteration"] for line in lines(run)]
+
+
+def no_hold_in(run: Path) -> bool:
+    return not any(run.rglob("hold*"))
+
+
+def test_each_checkpoint_has_one_line_as_they_come(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 1, 2)
+    runner = FakeRunner(
+        lambda: None,
+        lambda: save(tmp_path / "checkpoints", 3),
+        lambda: None,
+        lambda: save(tmp_path / "checkpoints", 4, 5),
+    )
+    assert run_follower(tmp_path, runner) == 0
+    assert iterations(tmp_path) == [1, 2, 3, 4, 5]
+    assert runner.folders == [f"iter_000000{n}" for n in (1, 2, 3, 4, 5)]
+    assert runner.now == 15.0
+    first = lines(tmp_path)[0]
+    assert first["command"] == ["evaluate", str(tmp_path / "checkpoints" / "iter_0000001")]
+    assert (first["checkpoint"], first["status"], first["seconds"]) == ("iter_0000001", 0, 1.5)
+    assert (first["result"], first["branch"], first["branches"]) == ({"loss": 2.0, "n": 1}, None, [])
+    assert no_hold_in(tmp_path)
+
+
+def test_a_follower_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    run_follower(tmp_path, FakeRunner(), once=True)
+    save(tmp_path, 3)
+    runner = FakeRunner()
+    assert run_follower(tmp_path, runner, once=True) == 0
+    assert runner.folders == ["iter_0000003"]
+    assert runner.now == 0.0
+    assert iterations(tmp_path) == [1, 2, 3]
+
+
+def test_a_checkpoint_whose_command_did_not_end_is_run_again(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(path: Path) -> CommandOutcome:
+        raise Killed
+
+    save(tmp_path, 1)
+    with pytest.raises(Killed):
+        run_follower(tmp_path, FakeRunner(during=die))
+    assert lines(tmp_path) == []
+    run_follower(tmp_path, FakeRunner(), once=True)
+    assert iterations(tmp_path) == [1]
+
+
+def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    run_follower(tmp_path, FakeRunner(), once=True)
+    complete = (tmp_path / "follow.jsonl").read_bytes()
+    (tmp_path / "follow.jsonl").write_bytes(complete[:-5])
+    runner = FakeRunner()
+    run_follower(tmp_path, runner, once=True)
+    assert runner.folders == ["iter_0000002"]
+    assert iterations(tmp_path) == [1, 2]
+
+
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "follow.jsonl").write_text("no\n")
+    with pytest.raises(DataError, match="line 1"):
+        run_follower(tmp_path, FakeRunner(), once=True)
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    sync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("follow.jsonl") and os.fstat(descriptor).st_size:
+            raise OSError(28, "full")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="full"):
+            run_follower(tmp_path, FakeRunner(), once=True)
+    assert (tmp_path / "follow.jsonl").read_bytes() == b""
+    assert no_hold_in(tmp_path)
+
+
+def test_the_choice_of_iterations(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 6, 8)
+    runner = FakeRunner()
+    run_follower(tmp_path, runner, once=True, choice=Choice(every=2, first=4))
+    assert iterations(tmp_path) == [4, 6, 8]
+
+
+def test_light_saves_are_followed_in_their_folder(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 1, 2)
+    save(tmp_path / "checkpoints" / "weights", 2)
+    run_follower(tmp_path, FakeRunner(), once=True, choice=Choice(weights=True))
+    assert [line["checkpoint"] for line in lines(tmp_path)] == ["weights/iter_0000002"]
+
+
+def test_a_failed_command_has_its_line_and_the_rest_follows(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    runner = FakeRunner(during=lambda path: CommandOutcome(3, 0.1) if path.name == "iter_0000001" else None)
+    assert run_follower(tmp_path, runner, once=True) == 1
+    assert [(line["iteration"], line["status"]) for line in lines(tmp_path)] == [(1, 3), (2, 0)]
+    assert run_follower(tmp_path, FakeRunner(), once=True) == 0
+
+
+def test_retention_deletes_the_held_checkpoint_only_afterwards(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = CheckpointFolder(tmp_path, Files())
+
+    def retain(path: Path) -> None:
+        save(tmp_path, 2, 3)
+        for iteration in (1, 2):
+            discarded = folder.discard(iteration, f"n-{iteration}")
+            assert (discarded is None) == (iteration == 1)
+
+    def retain_once(path: Path) -> None:
+        if path.name == "iter_0000001":
+            retain(path)
+
+    run_follower(tmp_path, FakeRunner(during=retain_once), once=True)
+    assert iterations(tmp_path) == [1, 3]
+    assert folder.discard(1, "n-3") is not None
+
+
+def test_a_checkpoint_that_vanishes_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+    take = Hold.take
+
+    def delete_and_take(path: Path) -> Hold | None:
+        if path.name == "iter_0000001":
+            shutil.rmtree(path)
+        return take(path)
+
+    monkeypatch.setattr(Hold, "take", delete_and_take)
+    caplog.set_level("INFO")
+    assert run_follower(tmp_path, FakeRunner(), once=True) == 0
+    assert iterations(tmp_path) == [2]
+    assert "iter_0000001 was deleted before it could be held" in caplog.text
+
+
+def test_an_iteration_that_is_saved_again_is_another_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    run_follower(tmp_path, FakeRunner(), once=True)
+    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.superseded-1")
+    save(tmp_path, 2)
+    run_follower(tmp_path, FakeRunner(), once=True)
+    assert iterations(tmp_path) == [1, 2, 2]
+    assert len({line["digest"] for line in lines(tmp_path)}) == 3
+
+
+def test_the_result_of_a_renamed_checkpoint_is_dropped(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = CheckpointFolder(tmp_path, Files())
+
+    def rewind(path: Path) -> None:
+        if not folder.superseded():
+            folder.supersede([1])
+            save(tmp_path, 1)
+
+    runner = FakeRunner(during=rewind)
+    assert run_follower(tmp_path, runner, once=True) == 0
+    (line,) = lines(tmp_path)
+    assert line["result"]["n"] == 2
+    assert no_hold_in(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named_once_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "iter_0000001" / "trainer_state.json").write_text("{}")
+    assert run_follower(tmp_path, FakeRunner(lambda: None, lambda: None)) == 0
+    assert caplog.text.count("iter_0000001 cannot be opened") == 1
+    assert iterations(tmp_path) == [2]
+    assert run_follower(tmp_path, FakeRunner(), once=True) == 1
+
+
+def end_run(folder: Path, iteration: int, **train: object) -> None:
+    """Give a checkpoint the configuration of a run of the trainer; a follower reads its length there."""
+    (folder / f"iter_{iteration:07d}" / "run_config.json").write_text(json.dumps({"config": {"train": train}}))
+
+
+@pytest.mark.parametrize(("train", "is_over"), [({"train_iters": 2}, True), ({"train_iters": 3}, False), ({}, False)])
+def test_a_follower_ends_with_the_run(tmp_path: Path, train: dict[str, int], is_over: bool) -> None:
+    save(tmp_path, 1, 2)
+    end_run(tmp_path, 2, **train)
+    runner = FakeRunner()
+    assert run_follower(tmp_path, runner) == 0
+    assert runner.is_stopped == (not is_over)
+    assert iterations(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+def test_a_last_save_between_two_looks_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The last checkpoint is committed after any listing of the folder, and the run then reads as ended."""
+    save(tmp_path, 1)
+    committed, calls = CheckpointFolder.committed, [0]
+
+    def list_then_save(folder: CheckpointFolder) -> list[int]:
+        listed = committed(folder)
+        calls[0] += 1
+        if calls[0] == call:
+            save(tmp_path, 2)
+            end_run(tmp_path, 2, train_iters=2)
+        return listed
+
+    monkeypatch.setattr(CheckpointFolder, "committed", list_then_save)
+    assert run_follower(tmp_path, FakeRunner(*[lambda: None] * 3)) == 0
+    assert iterations(tmp_path) == [1, 2]
+
+
+def test_light_saves_are_over_when_their_lock_is_released(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    end_run(tmp_path, 2, train_iters=2)
+    lock = FolderLock(tmp_path / "weights", "a run")
+    lock.acquire()
+
+    def end() -> None:
+        lock.release()
+        save(tmp_path / "weights", 2)
+
+    runner = FakeRunner(lambda: None, end)
+    assert run_follower(tmp_path, runner, choice=Choice(weights=True)) == 0
+    assert not runner.is_stopped
+    assert iterations(tmp_path) == [2]
+
+
+def test_a_metric_is_stored_by_its_dotted_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2)
+    result = {"results": {"arc.easy": {"acc,none": 0.25, "nan": float("nan"), "flag": True}}}
+    run_follower(
+        tmp_path,
+        FakeRunner(during=lambda _: CommandOutcome(0, 1.0, result)),
+        once=True,
+        metric="results.arc.easy.acc,none",
+    )
+    assert [(line["metric"], line["value"]) for line in lines(tmp_path)] == [("results.arc.easy.acc,none", 0.25)] * 2
+    for name in (
+        "results",
+        "results.arc.easy.nan",
+        "results.arc.easy.flag",
+        "acc,none",
+        "",
+        "results.arc.easy.acc,none.x",
+    ):
+        assert number_at(result, name) is None
+    assert number_at(None, "a") is None
+    save(tmp_path, 3)
+    run_follower(tmp_path, FakeRunner(), once=True, metric="missing")
+    assert lines(tmp_path)[-1]["value"] is None
+    assert "no number missing" in caplog.text
+
+
+def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "checkpoints", 1, 2)
+    (tmp_path / "metrics.jsonl").touch()
+    assert main([str(tmp_path / "checkpoints"), "--once", "--json-metric", "a.b", "--", *ECHO]) == 0
+    assert [(line["value"], line["status"], line["result"]) for line in lines(tmp_path)] == [
+        (2.5, 0, {"a": {"b": 2.5}})
+    ] * 2
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[:3] == ["text", '{"a": {"b": 2.5}}', str(tmp_path / "checkpoints" / "iter_0000001")]
+    assert main([str(tmp_path), "--once", "--name", "b", "--every", "2", "--", *ECHO]) == 0
+    assert [line["iteration"] for line in lines(tmp_path, "follow.b.jsonl")] == [2]
+
+
+def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
+    lock = FolderLock(tmp_path, "another", name="follow.lock")
+    lock.acquire()
+    try:
+        assert main([str(tmp_path), "--once", "--", *ECHO]) == 2
+        assert "Another job writes to this follow.jsonl" in capsys.readouterr().err
+        assert main([str(tmp_path), "--once", "--name", "b", "--", *ECHO]) == 0
+    finally:
+        lock.release()
+
+
+def test_a_line_is_refused_where_another_follower_took_over(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise LockError("taken")
+
+    save(tmp_path, 1)
+    with FollowLog.open(tmp_path / "follow.jsonl", check=refuse) as log, pytest.raises(LockError):
+        Follower(tmp_path, ["c", "{}"], log, FakeRunner()).follow(once=True)
+    assert lines(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["none", "--once", "--", "true", "{}"], 2, "There is no run"),
+        (["s3://b/run", "--", "true", "{}"], 2, "is a URL"),
+        ([".", "--", "true"], 2, "expected a command with {}"),
+        (["."], 2, "expected a command with {}"),
+        ([".", "--name", "a/b", "--", "true", "{}"], 2, "must be letters"),
+        ([".", "--every", "0", "--", "true", "{}"], 2, "must be 1 or more"),
+        (["run", "--once", "--", "./no-such-program", "{}"], 2, "A command cannot be started (./no-such-program)"),
+    ],
+)
+def test_a_wrong_use_is_one_message(
+    words: list[str],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "run", 1)
+    try:
+        ended = main(words)
+    except SystemExit as error:
+        ended = int(str(error.code))
+    assert ended == status
+    assert message in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_command_and_the_follower(tmp_path: Path) -> None:
+    """The command sends the signal itself, and would then run for ever."""
+    save(tmp_path, 1, 2)
+    text = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); signal.pause()"
+    assert main([str(tmp_path), "--", sys.executable, "-S", "-c", text, "{}"]) == 0
+    assert lines(tmp_path) == []
+    assert not list(tmp_path.rglob("hold*"))
+
+
+def test_a_second_signal_kills_a_command_that_ignores_the_first(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    text = (
+        "import os, signal; signal.signal(signal.SIGTERM, lambda *_: "
+        f"os.kill({os.getpid()}, signal.SIGINT)); os.kill({os.getpid()}, signal.SIGTERM)\nwhile True: signal.pause()"
+    )
+    assert main([str(tmp_path), "--", sys.executable, "-S", "-c", text, "{}"]) == 0
+    assert lines(tmp_path) == []
+
+
+def test_a_signal_ends_a_pause_and_the_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Commands() as commands:
+        os.kill(os.getpid(), signal.SIGINT)
+        commands.pause(600.0)
+        assert commands.is_stopped
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_command_has_its_status_and_its_last_object(capfd: pytest.CaptureFixture[str]) -> None:
+    ticks = iter((10.0, 12.5, 20.0))
+    text = "print('{\"a\": 1}'); print('{\"a\": 2}'); print('{torn'); print('[3]'); raise SystemExit(4)"
+    with Commands(clock=ticks.__next__) as commands:
+        assert commands.run([sys.executable, "-S", "-c", text]) == CommandOutcome(4, 2.5, {"a": 2})
+        with pytest.raises(ConfigError):
+            commands.run(["./no-such-program"])
+    assert "{torn" in capfd.readouterr().out

@@ -1,0 +1,59 @@
+"""The metrics that followers have recorded of a run: whose lines count, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import DataError
+from trainer.compare.evaluations import evaluation_table, read_evaluations
+
+A, B, C = ({"id": name, "began_at": began_at} for name, began_at in (("a", -1), ("b", 4), ("c", 2)))
+
+
+def write_lines(path: Path, *records: dict[str, object]) -> None:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def line(iteration: int, value: float | None, *branches: dict[str, object], metric: str = "acc") -> dict[str, object]:
+    return {"iteration": iteration, "branches": list(branches), "metric": metric, "value": value}
+
+
+def test_metrics_come_with_the_validation_loss(tmp_path: Path) -> None:
+    evaluation = {"iteration": 2, "event": "evaluation", "valid_loss": 4.5}
+    write_lines(tmp_path / "metrics.jsonl", {"iteration": 1, "loss": 5.0}, evaluation)
+    assert read_evaluations(tmp_path) == {}
+    write_lines(tmp_path / "follow.jsonl", line(1, 0.25), line(2, None), line(3, 0.5), {"iteration": 4})
+    write_lines(tmp_path / "follow.hard.jsonl", line(2, 0.125))
+    expected = {"valid_loss": {2: 4.5}, "hard: acc": {2: 0.125}, "acc": {1: 0.25, 3: 0.5}}
+    assert read_evaluations(tmp_path) == expected
+    assert read_evaluations(tmp_path / "metrics.jsonl") == expected
+    assert read_evaluations(tmp_path / "run.log") == {}
+
+
+def test_lines_of_an_abandoned_branch_are_left_out(tmp_path: Path) -> None:
+    """The run goes on from 4 on branch b, and later from 2 on branch c. The order of the lines means nothing."""
+    records = [line(n, n / 10, A) for n in (2, 4, 6)] + [line(n, n + 0.5, A, B) for n in (5, 6)]
+    write_lines(tmp_path / "follow.jsonl", *records)
+    assert read_evaluations(tmp_path) == {"acc": {2: 0.2, 4: 0.4, 5: 5.5, 6: 6.5}}
+    write_lines(tmp_path / "follow.jsonl", line(3, 9.0, A, B, C), *records)
+    assert read_evaluations(tmp_path) == {"acc": {2: 0.2, 3: 9.0}}
+
+
+def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "follow.jsonl", {"metric": "acc", "value": 1.0})
+    with pytest.raises(DataError, match=r"follow\.jsonl, line 1"):
+        read_evaluations(tmp_path)
+
+
+def test_the_table_has_a_column_for_each_run() -> None:
+    runs = {"one": {"acc": {1: 0.25, 2: 0.5}}, "other": {"acc": {2: 0.75}, "f1": {3: 1.0}}}
+    assert [row.split() for row in evaluation_table(runs)] == [
+        ["metric", "iteration", "one", "other"],
+        ["acc", "1", "0.25", "-"],
+        ["acc", "2", "0.5", "0.75"],
+        ["f1", "3", "-", "1"],
+    ]
+    assert evaluation_table({"one": {}}) == []

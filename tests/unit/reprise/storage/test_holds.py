@@ -1,0 +1,265 @@
+"""Holds: whose protect a folder, for how long, and who wins where a hold and a deletion meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import reprise
+from reprise.folder import CheckpointFolder, iteration_name
+from reprise.policy import Retention
+from reprise.saving.room import decide_expired, delete
+from reprise.storage.files import Files
+from reprise.storage.holds import EXPIRY_S, HOLD, Hold, HoldingProcess, is_held
+from tests import ROOT
+from tests.unit.reprise.management.test_listing import save
+
+LIMIT_S = 120.0
+HOLDER = """
+import sys
+from pathlib import Path
+from reprise.storage.holds import Hold
+
+hold = Hold.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def folder_with(root: Path, *iterations: int) -> CheckpointFolder:
+    for iteration in iterations:
+        (root / iteration_name(iteration)).mkdir(parents=True)
+        (root / iteration_name(iteration) / "content").touch()
+    return CheckpointFolder(root, Files())
+
+
+def record(folder: Path, holder: HoldingProcess, *, written_at: float) -> Path:
+    path = folder / f"{HOLD}.{holder.pid}.ab"
+    path.write_text(json.dumps(asdict(holder)))
+    os.utime(path, (written_at, written_at))
+    return path
+
+
+class ActingFiles(Files):
+    """Files that act once, before a rename or after."""
+
+    def __init__(
+        self, *, before: Callable[[Path], object] | None = None, after: Callable[[Path], object] | None = None
+    ) -> None:
+        self._before, self._after = before, after
+
+    def rename(self, source: Path, target: Path) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before(source)
+        super().rename(source, target)
+        after, self._after = self._after, None
+        if after is not None:
+            after(source)
+
+
+def test_a_hold_lasts_until_it_is_released(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    hold = Hold.take(tmp_path)
+    assert hold is not None
+    assert hold.is_in_place()
+    assert hold.name.startswith(f"hold.{os.getpid()}.")
+    assert is_held(tmp_path)
+    hold.release()
+    hold.release()
+    assert not is_held(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_hold_lasts_until_it_is_removed(tmp_path: Path) -> None:
+    (tmp_path / HOLD).touch()
+    os.utime(tmp_path / HOLD, (0, 0))
+    assert is_held(tmp_path)
+
+
+def test_files_of_similar_names_protect_nothing(tmp_path: Path) -> None:
+    for name in ("hold.txt", "hold.1.txt", "holdings", ".hold", "hold.", "hold.1.XY"):
+        (tmp_path / name).touch()
+    assert not is_held(tmp_path)
+    assert not is_held(tmp_path / "none")
+    assert not is_held(tmp_path / "holdings")
+
+
+def test_a_folder_that_cannot_be_listed_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object) -> list[str]:
+        raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    assert is_held(tmp_path)
+
+
+def test_the_hold_of_a_process_ends_with_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        process.send_signal(signal.SIGSTOP)
+        assert is_held(tmp_path, clock=lambda: 1e12)  # however long it stands still
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+        assert not is_held(tmp_path)
+        process.wait(LIMIT_S)
+    assert not is_held(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    hold = Hold.take(tmp_path)
+    assert hold is not None
+    assert [path.name for path in tmp_path.iterdir()] == [hold.name]  # the dead one is cleared away
+    hold.release()
+
+
+def test_a_process_id_that_is_used_again_holds_nothing(tmp_path: Path) -> None:
+    this = HoldingProcess.of_this_process()
+    path = record(tmp_path, this, written_at=0.0)
+    assert is_held(tmp_path)
+    path.unlink()
+    record(tmp_path, replace(this, started=this.started - 1), written_at=0.0)
+    assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize("changed", [{"boot": "another"}, {"boot": ""}, {"namespace": "pid:[1]"}])
+def test_elsewhere_a_hold_lasts_as_long_as_its_heartbeat(tmp_path: Path, changed: dict[str, str]) -> None:
+    record(tmp_path, replace(HoldingProcess.of_this_process(), **changed), written_at=5000.0)  # type: ignore[arg-type]
+    assert is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S - 1)
+    assert not is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S)
+    assert is_held(tmp_path, clock=lambda: 1000.0)  # a clock that is behind
+
+
+@pytest.mark.parametrize("content", [b"", b'{"host": "a", "pid"', b"[1]", b'{"pid": 3}', b"\xff"])
+def test_a_torn_record_lasts_as_long_as_its_heartbeat(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "hold.7"
+    path.write_bytes(content)
+    os.utime(path, (5000.0, 5000.0))
+    assert is_held(tmp_path, clock=lambda: 5001.0)
+    assert not is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S)
+
+
+def test_a_folder_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert [Hold.take(tmp_path / name) for name in ("none", "file", "link")] == [None, None, None]
+
+
+def test_retention_keeps_what_is_held(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1, 2, 3)
+    hold = Hold.take(folder.iteration(1))
+    assert hold is not None
+    expired, _ = decide_expired(folder, Retention(1))
+    assert expired == [2]
+    hold.release()
+    assert decide_expired(folder, Retention(1))[0] == [1, 2]
+
+
+def test_a_hold_between_the_decision_and_the_rename_wins(tmp_path: Path) -> None:
+    renamed: list[Path] = []
+    folder = replace(folder_with(tmp_path, 1, 2), files=ActingFiles(before=renamed.append))
+    expired, _ = decide_expired(folder, Retention(1))
+    hold = Hold.take(folder.iteration(1))
+    assert hold is not None
+    assert delete(folder, expired, attempt="n-1", lock=None) == []
+    assert (folder.committed(), renamed) == ([1, 2], [])  # its reader does not miss it for a moment
+    hold.release()
+
+
+def test_a_hold_just_before_the_rename_wins(tmp_path: Path) -> None:
+    holds: list[Hold | None] = []
+    files = ActingFiles(before=lambda path: holds.append(Hold.take(path)))
+    folder = replace(folder_with(tmp_path, 1, 2), files=files)
+    assert delete(folder, [1], attempt="n-1", lock=None) == []
+    (hold,) = holds
+    assert hold is not None
+    assert hold.is_in_place()
+    assert (folder.iteration(1) / "content").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [iteration_name(1), iteration_name(2)]
+    hold.release()
+    assert delete(folder, [1], attempt="n-2", lock=None) == [1]
+
+
+def test_a_hold_after_the_rename_is_too_late(tmp_path: Path) -> None:
+    holds: list[Hold | None] = []
+    files = ActingFiles(after=lambda path: holds.append(Hold.take(path)))
+    folder = replace(folder_with(tmp_path, 1, 2), files=files)
+    assert delete(folder, [1], attempt="n-1", lock=None) == [1]
+    assert holds == [None]
+    assert [path.name for path in tmp_path.iterdir()] == [iteration_name(2)]
+
+
+def test_a_hold_in_a_folder_that_leaves_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is opened, then renamed after both looks of the deletion, then the hold is written."""
+    folder, listdir = folder_with(tmp_path, 1, 2), os.listdir
+    leaving: list[Path | None] = []
+
+    def list_and_discard(path: object) -> list[str]:
+        if isinstance(path, int):
+            monkeypatch.setattr(os, "listdir", listdir)
+            leaving.append(folder.discard(1, "n-1"))
+        return listdir(path)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "listdir", list_and_discard)
+    assert Hold.take(folder.iteration(1)) is None
+    (path,) = leaving
+    assert path is not None
+    assert listdir(path) == ["content"]
+
+
+def test_a_hold_follows_a_checkpoint_that_is_superseded(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1)
+    hold = Hold.take(folder.iteration(1))
+    assert hold is not None
+    (renamed,) = folder.supersede([1])
+    assert not hold.is_in_place()
+    assert is_held(renamed)
+    hold.release()
+    assert [path.name for path in renamed.iterdir()] == ["content"]
+
+
+def test_a_replaced_checkpoint_that_is_held_is_kept(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1)
+    folder.partial(1, "n-1").mkdir()
+    hold = Hold.take(folder.iteration(1))
+    assert hold is not None
+    assert folder.commit(1, "n-1", replaces=True)
+    (superseded,) = folder.superseded()
+    assert (superseded / "content").exists()
+    hold.release()
+
+
+@pytest.mark.parametrize("name", [".iter_0000001.n-1.deleting", ".iter_0000002.n-1.outdated.replaced"])
+def test_a_sweep_removes_nothing_that_is_held(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path, 2)
+    (tmp_path / name).mkdir()
+    hold = Hold.take(tmp_path / name)
+    assert hold is not None
+    assert folder.sweep() == []
+    (path,) = [path for path in tmp_path.iterdir() if is_held(path)]
+    assert (path / hold.name).exists()
+    hold.release()
+
+
+def test_prune_keeps_what_is_held_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, holds, rename = save(tmp_path, 1, 2, 3), list[Hold | None](), Files.rename
+
+    def hold_and_rename(files: Files, source: Path, target: Path) -> None:
+        if source.name == iteration_name(2) and not holds:
+            holds.append(Hold.take(source))
+        rename(files, source, target)
+
+    monkeypatch.setattr(Files, "rename", hold_and_rename)
+    report = reprise.prune(folder, keep=1)
+    assert ([checkpoint.iteration for checkpoint in report.expired], report.retained) == ([1], (2, 3))
+    assert [(c.iteration, c.is_pinned) for c in reprise.list(folder)] == [(2, True), (3, False)]
+    assert holds[0] is not None
+    holds[0].release()

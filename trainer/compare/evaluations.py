@@ -1,0 +1,103 @@
+"""Reads what followers of a run have measured of its checkpoints, beside the validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reprise.errors import DataError
+from reprise.files import read_regular
+from reprise.json_file import Json, integer
+from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.compare.text_table import format_table
+
+FOLLOW = "follow"  # the stem of the records of `reprise follow`
+VALID_LOSS = "valid_loss"
+Series = dict[int, float]  # by iteration
+
+
+def read_evaluations(source: str | Path) -> dict[str, Series]:
+    """Return the metrics of a run by name, the validation loss first; empty for a run without a follower's metric.
+
+    A metric of `follow.NAME.jsonl` has the name `NAME: METRIC`. Lines of a branch that a later one has given up are
+    left out; of several lines of an iteration the last counts.
+
+    Args:
+        source: the folder of a run, or its metrics.jsonl.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    metrics: dict[str, Series] = {}
+    if not path.is_dir() and path.name != METRICS_FILE:
+        return metrics
+    for file in sorted(folder.glob(f"{FOLLOW}*.jsonl")):
+        prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
+        for name, series in _metrics(_records(file)).items():
+            metrics[f"{prefix}: {name}" if prefix else name] = series
+    losses = _valid_losses(folder / METRICS_FILE) if metrics else {}
+    return {VALID_LOSS: losses, **metrics} if losses else metrics
+
+
+def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
+    """Return the lines of a table of the metrics of runs, by the name of the run; none without a metric."""
+    rows = [("metric", "iteration", *runs)]
+    for metric in metrics_of(list(runs.values())):
+        columns = [series.get(metric, {}) for series in runs.values()]
+        iterations = sorted({iteration for column in columns for iteration in column})
+        rows += [
+            (metric, str(n), *(f"{column[n]:.6g}" if n in column else "-" for column in columns)) for n in iterations
+        ]
+    return format_table([list(row) for row in rows], align=">") if len(rows) > 1 else []
+
+
+def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
+    """Return the names of the metrics of runs, each once, in order."""
+    return list(dict.fromkeys(name for metrics in runs for name in metrics))
+
+
+def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:
+    """Return the metrics in the lines of a follower."""
+    metrics: dict[str, Series] = {}
+    branches = max((_branches(record) for _, record in records), key=len, default=[])
+    for where, record in records:
+        name, value, saved = record.get("metric"), record.get("value"), _branches(record)
+        try:
+            iteration = integer(record.get("iteration"))
+        except ValueError as error:
+            raise DataError("A line of a follower has no iteration", where=where, found=error) from error
+        is_abandoned = any(iteration > began_at for _, began_at in branches[len(saved) :])
+        if isinstance(name, str) and isinstance(value, int | float) and not is_abandoned:
+            metrics.setdefault(name, {})[iteration] = float(value)
+    return metrics
+
+
+def _branches(record: Json) -> list[tuple[object, int]]:
+    """Return the id and the begin of each branch of the run, up to that of the checkpoint."""
+    listed = record.get("branches")
+    members = listed if isinstance(listed, list) else []
+    return [
+        (member.get("id"), member["began_at"])
+        for member in members
+        if isinstance(member, dict) and isinstance(member.get("began_at"), int)
+    ]
+
+
+def _valid_losses(path: Path) -> Series:
+    losses = {
+        record["iteration"]: record["valid_loss"]
+        for _, record in (_records(path) if path.exists() else [])
+        if record.get("event") == "evaluation"
+    }
+    return {iteration: loss for iteration, loss in losses.items() if isinstance(loss, int | float)}
+
+
+def _records(path: Path) -> list[tuple[str, Json]]:
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except OSError as error:
+        raise DataError("Cannot read the metrics of a run", where=path, found=error.strerror) from error
+    records, _ = parse_records(text, source=str(path))
+    return records
