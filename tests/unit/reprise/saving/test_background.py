@@ -33,7 +33,7 @@ from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.saving import chunks
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
 from tests import ROOT
@@ -127,7 +127,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def started(policy: SavePolicy, files: Files | None = None, channel: StoreChannel | None = None) -> Checkpointer:
+def started(policy: SavePolicy, files: Files = FILE_SYSTEM, channel: StoreChannel | None = None) -> Checkpointer:
     checkpointer = Checkpointer(policy, channel or single_rank_channel(), nonce="n", files=files)
     checkpointer.start()
     return checkpointer
