@@ -184,6 +184,7 @@ CHOOSES_STORE = (
     "reprise.management",
     "reprise.nested.calls",
     "reprise.storage.lock",
+    "reprise.stores.location",
     "scripts",
     "trainer.commands",
     "trainer.interop.formats",
