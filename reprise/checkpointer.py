@@ -104,7 +104,7 @@ class Checkpointer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files = FILE_SYSTEM,
+        files: Files | None = None,
         local_ranks: Sequence[int] = (),
         hosts: Hosts | None = None,
         local: LocalSaves | None = None,
@@ -112,7 +112,7 @@ class Checkpointer:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            folder = CheckpointFolder(policy.folder, files, policy.terms)
+            folder = CheckpointFolder(policy.folder, files or FILE_SYSTEM, policy.terms)
             self._owned = OwnedFolder(folder, channel, nonce, hosts)
         self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")

@@ -59,10 +59,11 @@ class LocalCheckpointer:
         nonce: str,
         local_ranks: Sequence[int] = (),
         shared: Path | None = None,
-        files: Files = FILE_SYSTEM,
+        files: Files | None = None,
     ) -> None:
         name, timeout_s = f"{nonce}-local", policy.saving.commit_timeout_s
         hosts = find_hosts(channel, local_ranks, f"local/{nonce}")
+        files = files or FILE_SYSTEM
         self._channel, self._nonce, self._waits = channel, name, 0
         self._copies = Copies(channel, hosts, nonce=name, count=policy.copies, timeout_s=timeout_s)
         saving = replace(

@@ -59,10 +59,10 @@ class WeightsCheckpointer:
         *,
         nonce: str,
         local_ranks: Sequence[int] = (),
-        files: Files = FILE_SYSTEM,
+        files: Files | None = None,
     ) -> None:
         assert policy.saving.folder is not None
-        self._folder = CheckpointFolder(policy.saving.folder / WEIGHTS, files)
+        self._folder = CheckpointFolder(policy.saving.folder / WEIGHTS, files or FILE_SYSTEM)
         self._policy, self._channel, self._nonce = policy, channel, f"{nonce}-{WEIGHTS}"
         saving = replace(
             policy.saving,

@@ -176,7 +176,6 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
 STORE = ("reprise.storage.files", "FILE_SYSTEM")
 CHOOSES_STORE = (
     "reprise.files",
-    "reprise.async_saver",
     "reprise.checkpointer",
     "reprise.local_checkpointer",
     "reprise.weights_checkpointer",
@@ -185,6 +184,7 @@ CHOOSES_STORE = (
     "reprise.management",
     "reprise.nested.calls",
     "reprise.storage.lock",
+    "reprise.stores.location",
     "scripts",
     "trainer.commands",
     "trainer.interop.formats",

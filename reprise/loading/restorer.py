@@ -59,14 +59,14 @@ class Restorer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files = FILE_SYSTEM,
+        files: Files | None = None,
         patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
         self._channel, self._nonce = channel, nonce
         self._patience = patience or Patience()
-        self._system = files
+        self._system = files or FILE_SYSTEM
         self._files = PatientFiles(self._system, self._patience)
         self._messages = 0
 
