@@ -216,7 +216,7 @@ class SaveJob:
         """Make all files of this host's folder durable."""
         if self._is_marked:
             _remove_mark(self.attempt)
-        finish.prepare(self.attempt, files, lock=self.lock)
+        finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
         """Rename this host's folder to the checkpoint that it becomes."""

@@ -6,7 +6,7 @@ No other module reads the internals of torch's DTensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class Contents:
             to be changed by the step. Tensors changed by none of them are copied.
         constant: live tensors without change while a save is under way: they need no copy.
         is_own: whether the live tensors are copies without change until the end of the save.
+        syncs: calls that make durable what no checkpoint may be newer than, such as a log. The rank that renames makes
+            them on a background thread, beside the syncs before the rename; they raise nothing but OSError.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -82,6 +84,7 @@ class Contents:
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     constant: tuple[torch.Tensor, ...] = ()
     is_own: bool = False
+    syncs: tuple[Callable[[], None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from models.adapters import model_documents
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.folder import INTERIM, STATE
 from reprise.json_file import Document
@@ -225,7 +224,8 @@ def _sample(run: Run, sampler: Sampler) -> None:
 
 def _check_replicas(run: Run) -> None:
     """Raise ReplicaError if the bits of a tensor differ between its ranks."""
-    check_tied_copies(run.state, run.context.embedding_group)
+    if run.context.embedding_group is not None:
+        check_tied_copies(run.state, run.context.embedding_group)
     shards = (*run.state.shards(), *run.state.base_shards())
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
@@ -239,14 +239,15 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     due = run.saves.due(iteration, moment)
     if not due:
         return due
-    check_tied_copies(run.state, run.context.embedding_group)
+    if run.context.embedding_group is not None:
+        check_tied_copies(run.state, run.context.embedding_group)
+    syncs: tuple[Callable[[], None], ...] = ()
     if any(target.is_main for target in due):
         run.control.saving()
-        for log in run.logs:
-            log.sync()
+        syncs = tuple(log.sync for log in run.logs)
     for target in due:
         is_interim = moment is Moment.stopped and not target.saver.is_due(iteration)
-        report = target.save(run.state, _documents(run, is_interim=is_interim))
+        report = target.save(run.state, _documents(run, is_interim=is_interim), syncs)
         if report is not None:
             _record_saves(run, target, [report], slowdown)
     return due
@@ -256,7 +257,7 @@ def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
     record = run_record.state_record(run.state.progress, _lr(run), run.description)
     return {
-        **model_documents(run.config.model),
+        **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,28 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, cap
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
     assert [event.step for event in points.Scalars("train/loss")] == [3]
+
+
+def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = run_log(tmp_path, sinks=["tensorboard"])
+    log.open(0, "a: 1\n")
+    log.iteration(iteration_record(1))
+    is_syncing, may_end = threading.Event(), threading.Event()
+
+    def stuck(_: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(os, "fsync", stuck)
+    thread = threading.Thread(target=log.sync, daemon=True)
+    thread.start()
+    assert is_syncing.wait(60)
+    log.iteration(iteration_record(2))  # would wait for the disk
+    assert thread.is_alive()
+    may_end.set()
+    thread.join(60)
+    log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2]
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
