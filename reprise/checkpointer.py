@@ -118,7 +118,8 @@ class Checkpointer:
         self._worker = Worker("checkpoint")
         # A clone has a connection of its own, which a run that saves nothing does not need.
         self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
-        self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
+        # A run of one rank has nobody to share columns with.
+        self._local_ranks = LocalRanks(self._worker_channel, local_ranks) if channel.world_size > 1 else None
         self._staging = Staging(policy, channel.rank, self._worker)
         self._attempts = AttemptNames(nonce)
         self._saved = SavedIterations()
@@ -137,9 +138,11 @@ class Checkpointer:
             return
         problem = self._owned.acquire()
         hosts = f"hosts/{self._attempts.nonce}"
-        self._local_ranks.meet(self._channel, hosts)
+        if self._local_ranks is not None:
+            self._local_ranks.meet(self._channel, hosts)
         self._owned.agree(problem)
-        self._local_ranks.part(self._channel, hosts)
+        if self._local_ranks is not None:
+            self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
 
     def take_folder(self) -> None:
@@ -213,7 +216,7 @@ class Checkpointer:
             has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
             if not again and self._saved.has(iteration, with_optimizer=has_optimizer):
                 _log.info("iteration %d is saved already, nothing to do", iteration)
-                self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
+                self._refuse_columns(name)  # a rank on which that save is in doubt may try again
                 if self._channel.coordinates:
                     messages.already_committed(self._channel, name, iteration)
                 self._keep([(iteration, name)])
@@ -300,7 +303,8 @@ class Checkpointer:
         is_stuck = self._stuck is not None and not self._stuck.is_done
         self._worker.close(0.0 if is_stuck else self._policy.commit_timeout_s)
         if not is_stuck:
-            self._local_ranks.drop()
+            if self._local_ranks is not None:
+                self._local_ranks.drop()
             self._staging.close()
             self._worker_channel.release()
         self.abandon()
@@ -367,8 +371,13 @@ class Checkpointer:
 
     def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
         """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
-        self._local_ranks.refuse(self._channel, attempt.name)
+        self._refuse_columns(attempt.name)
         return messages.abort(self._channel, attempt, error, shared)
+
+    def _refuse_columns(self, name: str) -> None:
+        """Let no rank of the host wait for this one's columns of attempt `name`."""
+        if self._local_ranks is not None:
+            self._local_ranks.refuse(self._channel, name)
 
     def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
         """Let the next save remove what is left of these attempts."""

@@ -198,8 +198,6 @@ class LocalRanks:
         Raises:
             LaunchError: if a rank does not answer.
         """
-        if channel.world_size == 1:
-            return
         identity = f"{_host()} {self._ranks}".encode()
         channel.put(f"{name}/{self._rank}", identity)
         peers = [rank for rank in self._ranks if rank != self._rank]

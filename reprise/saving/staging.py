@@ -43,7 +43,7 @@ class Staging:
             self._is_settled = False
         return self._plan
 
-    def begin(self, plan: Plan, *, with_replicas: bool) -> tuple[Snapshot, ReplicaDigests]:
+    def begin(self, plan: Plan, *, with_replicas: bool) -> tuple[Snapshot, ReplicaDigests | None]:
         """Take the state as it is now. No other save may use the arena.
 
         Args:
@@ -59,8 +59,8 @@ class Staging:
             copies_first=self._policy.copies_at_call and self._is_touched,
             reads_in_place=not self._policy.copies_at_call,
         )
-        if not with_replicas:
-            return snapshot, ReplicaDigests({}, [], {}, {})
+        if not (with_replicas and plan.shared):
+            return snapshot, None
         watched = plan.watched
         return snapshot, ReplicaDigests(plan.shared, plan.pieces, {**memory, **watched.steady}, watched.changing())
 

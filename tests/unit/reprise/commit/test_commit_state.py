@@ -28,10 +28,8 @@ from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.policy import Retention
-from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
-from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
@@ -369,12 +367,12 @@ class SimulatedJob(SaveJob):
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
             plan=plan,
             snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
-            replicas=ReplicaDigests({}, [], {}, {}),
+            replicas=None,
             channel=channel,
             shared=rank.shared,
             lock=None,
             retention=Retention(1 if is_local else 0),
-            local_ranks=LocalRanks(channel, ()),
+            local_ranks=None,
             local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
             number=rank.number,
             attempted=attempted,
