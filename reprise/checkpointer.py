@@ -11,22 +11,20 @@ from dataclasses import dataclass, field
 import torch
 
 from reprise.commit import messages
-from reprise.commit.attempt import Attempt, AttemptNames, SharedCommitState
+from reprise.commit.attempt import Attempt, AttemptNames, Hosts, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
-from reprise.commit.hosts import Hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving.column_sharing import LocalRanks
-from reprise.saving.owned_folder import OwnedFolder
+from reprise.saving.owned_folder import InDoubt, OwnedFolder, SavedIterations
 from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
-from reprise.saving.saved_iterations import InDoubt, SavedIterations
-from reprise.saving.staging import Staging
+from reprise.saving.snapshot import Staging
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.worker import Job, Worker

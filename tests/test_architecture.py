@@ -163,14 +163,14 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
     "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
     "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),
-    "tests.distributed": frozenset({"format.manifest", "nested", "saving.plan", "saving.staging", "storage"}),
+    "tests.distributed": frozenset({"format.manifest", "nested", "saving.plan", "saving.snapshot", "storage"}),
     "tests.fakes": frozenset({"format.box", "saving.snapshot", "storage.worker"}),
     "tests.golden": frozenset({"saving.plan"}),
     "tests.local_folders": frozenset({"loading.blocks"}),
     "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
     "tests.simulated": frozenset({"tensors"}),
     "trainer.commands": frozenset({"format", "loading", "local", "saving.column_sharing"}),
-    "trainer.interop": frozenset({"commit", "format.manifest", "saving.room"}),
+    "trainer.interop": frozenset({"commit", "format.manifest", "saving.owned_folder"}),
 }
 
 # What a package may import besides the standard library and itself.
@@ -265,6 +265,8 @@ OF_NO_MODULE = {
     "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
     "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
     "tests.unit.reprise.test_changes_after_a_save": "programs that change tensors while a save is under way",
+    "tests.unit.reprise.saving.test_chunks": "the chunks of a plan, and their digests",
+    "tests.unit.reprise.saving.test_stripes": "the stripes of columns",
     "tests.unit.reprise.saving.test_background": "saves while training goes on",
     "tests.unit.reprise.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.reprise.test_golden": "the checkpoint in tests/golden",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from reprise.commit import commit_state, disagreement
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Outcome
 from reprise.errors import LaunchError, TrainerError
@@ -141,11 +141,6 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
     kinds = ("report", "table", "stripes", "marked", "prepared")
     of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
     channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
-
-
-def key_of(name: str) -> str:
-    """Return the prefix of all keys of attempt `name`."""
-    return f"save/{name}"
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from reprise.commit import commit_state, disagreement
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.finish import tensors_of
 from reprise.commit.inventory import Inventory
-from reprise.commit.messages import DecisionMessage, broadcast, is_committed, key_of, marked_key, text_of
+from reprise.commit.messages import DecisionMessage, broadcast, is_committed, marked_key, text_of
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.manifest import TensorEntry, Written, WrittenPiece
 from reprise.format.report import RankReport, decode, encode

@@ -23,9 +23,9 @@ from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
 from reprise.policy import Retention
 from reprise.saving.column_sharing import LocalRanks, Sharing
+from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
 from reprise.saving.replica_digests import ReplicaDigests
-from reprise.saving.room import decide_expired, delete, require_room
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.lock import FolderLock

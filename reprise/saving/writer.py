@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout, Layout
-from reprise.format.manifest import Written, WrittenPiece
-from reprise.saving.chunks import CHUNK_BYTES, Chunk, Piece, PieceDigests
-from reprise.saving.column_sharing import Sharing
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenPiece
+from reprise.saving.column_sharing import Sharing, cut_by_stripes
+from reprise.saving.plan import CHUNK_BYTES, Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
-from reprise.saving.stripes import cut_by_stripes
 from reprise.storage.files import Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
-from reprise.tensors.arena import Bytes, map_memory
+from reprise.tensors.memory import Bytes, map_memory
 
 # Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
 # a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
@@ -315,3 +315,28 @@ class _Target:
 def _is_aligned(pages: memoryview) -> bool:
     """Return whether O_DIRECT may write from this memory."""
     return np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0
+
+
+class PieceDigests:
+    """Computes the digests of pieces whose bytes are added in order, one piece after the other."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[bytes]] = {}
+        self._open = xxhash.xxh3_64()
+
+    def add(self, part: ChunkPart, data: memoryview) -> None:
+        """Digest the bytes of the next part."""
+        at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
+        digests = self._found.setdefault(part.piece.name, [])
+        while data.nbytes:
+            room = BLOCK_BYTES - at % BLOCK_BYTES
+            block, data = data[:room], data[room:]
+            self._open.update(block)
+            at += block.nbytes
+            if at % BLOCK_BYTES == 0 or at == end:
+                digests.append(self._open.intdigest().to_bytes(DIGEST_BYTES, "big"))
+                self._open.reset()
+
+    def all(self) -> dict[str, bytes]:
+        """Return the digests of each piece's blocks, packed, by name."""
+        return {name: b"".join(digests) for name, digests in self._found.items()}

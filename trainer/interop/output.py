@@ -21,7 +21,7 @@ from reprise.folder import STATE, CheckpointFolder, FolderLock
 from reprise.json_file import Document
 from reprise.layout import build_layout
 from reprise.savers import Retention
-from reprise.saving.room import require_room
+from reprise.saving.owned_folder import require_room
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -183,7 +183,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     return {
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
-        STATE: run_record.state_record(progress, lr, {**description, "batch": batch}),
+        STATE: progress.state_record(lr, {**description, "batch": batch}),
         RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }

@@ -13,7 +13,6 @@ from models.adapters import adapter_problems, is_adapted
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from reprise.errors import CheckpointError
-from reprise.folder import FORMAT
 from reprise.json_file import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -100,11 +99,6 @@ def describe(
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
-
-
-def state_record(progress: Progress, lr: float, description: Json) -> Json:
-    """Return the whole `trainer_state.json`."""
-    return {"format": FORMAT, **progress.record(), "lr": lr, **description}
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:

@@ -51,6 +51,7 @@ class _Enumerated:
     marks: tuple[Marks, ...]
     specs: tuple[TensorSpec, ...]
     live: tuple[LiveTensor, ...]
+    aliases: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -121,11 +122,11 @@ class TrainerState:
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
             specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
-            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
+            second_names = {} if is_adapted(self.config) else aliases(self.config)
+            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)), second_names)
             self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
-        names = {} if is_adapted(self.config) else aliases(self.config)
-        specs, live = enumerated.specs, enumerated.live
+        specs, live, names = enumerated.specs, enumerated.live, enumerated.aliases
         return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs)
 
 

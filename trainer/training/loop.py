@@ -18,7 +18,6 @@ from trainer.config.train import OnNonfinite
 from trainer.generate.during_training import Sampler, sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown
-from trainer.record import run_record
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
@@ -255,7 +254,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
-    record = run_record.state_record(run.state.progress, _lr(run), run.description)
+    record = run.state.progress.state_record(_lr(run), run.description)
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,

@@ -226,7 +226,7 @@ def test_reduced_precision_of_products_needs_the_flag_of_a_dtype() -> None:
 )
 def test_every_member_of_the_record_has_a_rule(overrides: list[str]) -> None:
     """All but the progress and the rate, which are not compared."""
-    record = run_record.state_record(Progress(), 1e-3, description(*overrides))
+    record = Progress().state_record(1e-3, description(*overrides))
     fields = flattened(record).keys() - Progress().record().keys() - {"format", "lr"}
     assert [field for field in fields if rule_for(field, resume_rules.RULES) is None] == []
 

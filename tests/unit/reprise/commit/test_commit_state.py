@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from reprise.commit import channel as channel_module
 from reprise.commit import commit_state, messages
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.hosts import Hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
@@ -34,9 +33,8 @@ from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.tensors.arena import Arena
 from reprise.tensors.live import Contents
-from reprise.tensors.memory import Sources
+from reprise.tensors.memory import Arena, Sources
 from tests.turns import Fault, FaultyStore, Task, Turns
 
 PATIENCE_S = 0.3  # of a rank that waits for a message

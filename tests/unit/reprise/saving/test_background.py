@@ -32,7 +32,7 @@ from reprise.loading.restorer import Restorer
 from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.policy import Retention, SavePolicy, SaveReport
-from reprise.saving import chunks
+from reprise.saving import plan
 from reprise.storage.files import Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
@@ -47,8 +47,8 @@ SMALL_CHUNK = 1 << 16
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(plan, "EXTENT_BYTES", 4 * SMALL_CHUNK)
 
 
 _SEEDED = threading.Lock()
