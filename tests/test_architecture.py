@@ -77,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.config",
         "trainer.record.data_origin",
         "trainer.launch",
-        "trainer.record.sample_counts",
+        "trainer.record.resume_rules",
     ),
     ("trainer.optim.table",),
     (

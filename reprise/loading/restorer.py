@@ -103,9 +103,11 @@ class Restorer:
             path, digest, loaded_from = self._pick(chooser, damage, check, live)
             problem, reader = None, self._channel.coordinator
             try:
-                if not self._channel.coordinates:
+                if self._channel.coordinates and chooser.checkpoint is not None:
+                    checkpoint = chooser.checkpoint
+                else:
                     await_sight(path / MANIFEST, self._patience, rank=self._channel.rank, reader=reader)
-                checkpoint = open_same(path, digest, self._files, reader=reader)
+                    checkpoint = open_same(path, digest, self._files, reader=reader)
                 if verify_all:
                     self._verify(checkpoint)
                 tensors = live(checkpoint)
@@ -216,4 +218,4 @@ def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool)
         path = chooser.pick(is_complete=is_complete)
     except TrainerError as error:
         raise chooser.terms.completed(error) from None
-    return [str(path), chooser.digest]
+    return [str(path), "" if chooser.checkpoint is None else chooser.checkpoint.digest]

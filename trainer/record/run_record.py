@@ -174,7 +174,7 @@ def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset
     patterns = state.get("freeze", [])
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
-    return frozen_names(model, patterns)
+    return frozen_names(model, patterns) if patterns else frozenset()
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
