@@ -93,7 +93,7 @@ def test_the_tracker_names_the_newest_and_nothing_else_is_left(tmp_path: Path) -
     assert load(tmp_path) == 10.0
 
 
-def test_a_log_is_durable_before_the_rename_and_training_does_not_wait(tmp_path: Path) -> None:
+def test_a_log_is_durable_before_the_rename(tmp_path: Path) -> None:
     checkpointer, threads = started(SavePolicy(tmp_path, async_save=True)), list[str]()
 
     def sync() -> None:
