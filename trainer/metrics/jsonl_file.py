@@ -28,6 +28,8 @@ class JsonlFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._waiting = bytearray()
         self._lock = threading.Lock()  # of the lines that wait
+        self._syncing = threading.Lock()  # of the descriptor, but for writes
+        self._is_closed = False
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
@@ -38,15 +40,19 @@ class JsonlFile:
         self._try(self._write)
 
     def sync(self) -> None:
-        """Make all lines durable."""
-        self._try(self._write, lambda: os.fsync(self._descriptor))
+        """Make all lines durable; they are once the file is closed."""
+        with self._syncing:
+            if not self._is_closed:
+                self._try(self._write, lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
-        """Write the pending lines, and close the file."""
-        self._try(self._write)
-        if self._waiting:
-            _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
-        os.close(self._descriptor)
+        """Make all lines durable, since a save under way may land later, and close the file."""
+        with self._syncing:
+            self._try(self._write, lambda: os.fsync(self._descriptor))
+            if self._waiting:
+                _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
+            self._is_closed = True
+            os.close(self._descriptor)
 
     def _write(self) -> None:
         with self._lock:

@@ -109,6 +109,7 @@ class GuardedSink(MetricSink):
 
     def close(self) -> None:
         self._attempt(self._sink.close)
+        self._is_off = True  # a save that ends later has nothing to sync
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         """Return whether a call of the sink succeeds."""
