@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
-
 from reprise.errors import CheckpointError, MismatchError
 from reprise.regular_file import open_regular
 from reprise.storage.patience import failed_read
@@ -231,7 +229,13 @@ def finite(value: object) -> object:
 def sealed(body: Json) -> bytes:
     """Return JSON with the digest of its own bytes: its last member is that of all bytes before its comma."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
-    return text + (_SEAL % xxhash.xxh3_64_hexdigest(text)).encode()
+    return text + (_SEAL % _digest_of(text)).encode()
+
+
+def _digest_of(data: bytes) -> str:
+    import xxhash  # most commands read JSON without a seal, and start sooner without it
+
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def unsealed(
@@ -249,7 +253,7 @@ def unsealed(
         CheckpointError: if it is damaged, or `build` finds a member missing or impossible.
     """
     tail = len(_SEAL % ("0" * 16))
-    if data[-tail:] != (_SEAL % xxhash.xxh3_64_hexdigest(data[:-tail])).encode():
+    if data[-tail:] != (_SEAL % _digest_of(data[:-tail])).encode():
         raise CheckpointError(f"A {kind} is damaged", where=where, fix=fix)
     table = parse(data, where=where)
     if table.get("format") != form:
