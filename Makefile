@@ -23,7 +23,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda tables check docs format clean
+.PHONY: setup demo test test-slow test-interop test-engines test-soak test-cuda bench bench-cuda tables check docs format clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,11 @@ test-interop: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps --ignore-requires-python --upgrade \
 		--target $(VENV)/build/megatron-core $(NEWEST_MEGATRON)
 	$(BIN)/python -m pytest tests/interop
+
+# The loops and the corpus in examples/ that need another engine, which is installed for it. Some minutes.
+test-engines: setup
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[corpus,loops]'
+	$(BIN)/python -m pytest tests/engines
 
 # What takes minutes each.
 test-soak: setup

@@ -25,7 +25,7 @@ from reprise.nested.own_state import own_state
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
 from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 
 
 class AsyncSaver:
@@ -77,7 +77,7 @@ class AsyncSaver:
         coordinator_rank: int = 0,
         from_rank0: Sequence[str] = (),
         timeout_s: float = CALL_TIMEOUT_S,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
     ) -> None:
         call = open_call(
             "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank

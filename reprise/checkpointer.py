@@ -25,7 +25,7 @@ from reprise.saving.owned_folder import InDoubt, OwnedFolder, SavedIterations
 from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
 from reprise.saving.snapshot import Staging
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
@@ -102,7 +102,7 @@ class Checkpointer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
         local_ranks: Sequence[int] = (),
         hosts: Hosts | None = None,
         local: LocalSaves | None = None,
@@ -110,7 +110,7 @@ class Checkpointer:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            folder = CheckpointFolder(policy.folder, files or Files(), policy.terms)
+            folder = CheckpointFolder(policy.folder, files, policy.terms)
             self._owned = OwnedFolder(folder, channel, nonce, hosts)
         self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")
@@ -134,11 +134,10 @@ class Checkpointer:
         """
         if self._owned is None:
             return
-        problem = self._owned.acquire()
         hosts = f"hosts/{self._attempts.nonce}"
         if self._local_ranks is not None:
             self._local_ranks.meet(self._channel, hosts)
-        self._owned.agree(problem)
+        self._owned.acquire()  # an agreement: all ranks have read the messages of `meet`
         if self._local_ranks is not None:
             self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
@@ -152,9 +151,7 @@ class Checkpointer:
             CheckpointError: if it cannot be written.
         """
         assert self._owned is not None
-        problem = self._owned.acquire(marks=False)
-        if problem is not None:
-            raise problem
+        self._owned.take(marks=False)
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""

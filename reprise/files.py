@@ -2,11 +2,14 @@
 
 from reprise.atomic import FileCalls, atomic_output, make_folders, replace_file, temporary_of
 from reprise.regular_file import SMALL_BYTES, is_file_name, is_url, open_regular, read_regular
-from reprise.storage.files import Files, cannot_write, describe_free_space
+from reprise.storage.files import FILE_SYSTEM, Files, cannot_write, describe_free_space
 from reprise.storage.patience import Patience, PatientFiles, failed_read, is_damage, unreadable
 from reprise.storage.shared_folder import on_this_host, why_unseen
+from reprise.stores.location import files_of, is_stored, location
+from reprise.stores.url import is_store_url
 
 __all__ = [
+    "FILE_SYSTEM",
     "SMALL_BYTES",
     "FileCalls",
     "Files",
@@ -16,9 +19,13 @@ __all__ = [
     "cannot_write",
     "describe_free_space",
     "failed_read",
+    "files_of",
     "is_damage",
     "is_file_name",
+    "is_store_url",
+    "is_stored",
     "is_url",
+    "location",
     "make_folders",
     "on_this_host",
     "open_regular",

@@ -1,4 +1,4 @@
-"""Where the bytes of logical tensors lie: boxes of tensors, files of tensors, the part of each rank."""
+"""Where the bytes of tensors lie: boxes of tensors, files of tensors, the part and the digests of each rank."""
 
 from reprise.format.box import Box, Image, absolute, cut, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import (
@@ -12,9 +12,11 @@ from reprise.format.layout import (
     build_layout,
     model_index,
 )
+from reprise.format.manifest import BLOCK_BYTES, WrittenPiece, digest_of
 from reprise.saving.plan import Holding, pieces_of
 
 __all__ = [
+    "BLOCK_BYTES",
     "DEFAULT_FILE_BYTES",
     "DTYPE_NAMES",
     "Box",
@@ -25,9 +27,11 @@ __all__ = [
     "Place",
     "TensorKind",
     "TensorSpec",
+    "WrittenPiece",
     "absolute",
     "build_layout",
     "cut",
+    "digest_of",
     "extent",
     "image",
     "in_bytes",

@@ -16,7 +16,7 @@ from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
 from reprise.policy import Retention, SavePolicy
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 
 # How long the last save of a run waits for the copies of the one before.
@@ -59,11 +59,10 @@ class LocalCheckpointer:
         nonce: str,
         local_ranks: Sequence[int] = (),
         shared: Path | None = None,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
     ) -> None:
         name, timeout_s = f"{nonce}-local", policy.saving.commit_timeout_s
         hosts = find_hosts(channel, local_ranks, f"local/{nonce}")
-        files = files or Files()
         self._channel, self._nonce, self._waits = channel, name, 0
         self._copies = Copies(channel, hosts, nonce=name, count=policy.copies, timeout_s=timeout_s)
         saving = replace(

@@ -1,6 +1,6 @@
 """Saves and restores a training run: to a shared folder, to each host's disk, or its weights alone.
 
-Savers of local checkpoints and of weights are imported at their first use, as most runs have neither.
+What most runs do not have is imported at its first use.
 """
 
 from importlib import import_module
@@ -13,6 +13,8 @@ from reprise.policy import Retention, SavePolicy, SaveReport
 if TYPE_CHECKING:
     from reprise.local.host_folders import HostFolders
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+    from reprise.saving.column_sharing import SharedMemory
+    from reprise.saving.one_process import write_checkpoint
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
@@ -25,21 +27,25 @@ __all__ = [
     "Retention",
     "SavePolicy",
     "SaveReport",
+    "SharedMemory",
     "WeightsCheckpointer",
     "WeightsPolicy",
+    "write_checkpoint",
 ]
 
 _MODULES = {
     "HostFolders": "reprise.local.host_folders",
     "LocalCheckpointer": "reprise.local_checkpointer",
     "LocalPolicy": "reprise.local_checkpointer",
+    "SharedMemory": "reprise.saving.column_sharing",
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",
+    "write_checkpoint": "reprise.saving.one_process",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import a saver or its policy at its first use."""
+    """Import a saver, its policy or a part of it at the first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -15,7 +15,7 @@ from reprise.errors import TrainerError
 from reprise.format.layout import TensorSpec, build_layout
 from reprise.loading.reader import open_checkpoint
 from reprise.policy import Retention, SavePolicy, SaveReport
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import HOLD, WEIGHTS, CheckpointFolder, named_iteration
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, LiveTensor
@@ -59,10 +59,10 @@ class WeightsCheckpointer:
         *,
         nonce: str,
         local_ranks: Sequence[int] = (),
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
     ) -> None:
         assert policy.saving.folder is not None
-        self._folder = CheckpointFolder(policy.saving.folder / WEIGHTS, files or Files())
+        self._folder = CheckpointFolder(policy.saving.folder / WEIGHTS, files)
         self._policy, self._channel, self._nonce = policy, channel, f"{nonce}-{WEIGHTS}"
         saving = replace(
             policy.saving,

@@ -22,6 +22,7 @@ from typing import Any
 
 import trainer.__main__
 import trainer.training.loop
+from reprise.files import FILE_SYSTEM
 from scripts.faults.ranks import become_rank, free_port
 from trainer.config.compose import compose as compose
 from trainer.config.schema import Config
@@ -299,7 +300,7 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
 def built(config: Config, cluster: Cluster) -> Run:
     """Return the run of a configuration before its tensors are filled."""
-    return build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster))
+    return build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster, FILE_SYSTEM))
 
 
 def filled(run: Run) -> Run:

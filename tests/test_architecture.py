@@ -121,7 +121,7 @@ LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{LIBRARY}.storage",),
     (f"{LIBRARY}.json_file",),
     (f"{LIBRARY}.format",),
-    (f"{LIBRARY}.tensors",),
+    (f"{LIBRARY}.tensors", f"{LIBRARY}.stores"),
     (f"{LIBRARY}.commit", f"{LIBRARY}.policy", f"{LIBRARY}.save_arguments"),
     (f"{LIBRARY}.saving", f"{LIBRARY}.loading"),
     (f"{LIBRARY}.local",),
@@ -169,9 +169,31 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "tests.local_folders": frozenset({"loading.blocks"}),
     "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
     "tests.simulated": frozenset({"tensors"}),
-    "trainer.commands": frozenset({"format", "loading", "local", "saving.column_sharing"}),
-    "trainer.interop": frozenset({"commit", "format.manifest", "saving.owned_folder"}),
 }
+
+# Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one
+# class with the interface of `Files`. First the calls and constructors of the library, then those of programs.
+STORE = ("reprise.storage.files", "FILE_SYSTEM")
+CHOOSES_STORE = (
+    "reprise.files",
+    "reprise.async_saver",
+    "reprise.checkpointer",
+    "reprise.local_checkpointer",
+    "reprise.weights_checkpointer",
+    "reprise.loading.newest",
+    "reprise.loading.restorer",
+    "reprise.management",
+    "reprise.nested.calls",
+    "reprise.storage.lock",
+    "scripts",
+    "trainer.commands",
+    "trainer.interop.formats",
+    "trainer.interop.open_model",
+    "trainer.interop.output",
+    "trainer.metrics.profile",
+    "trainer.metrics.run_log",
+    "trainer.train_command",
+)
 
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -189,7 +211,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "reprise.json_file",
         }
     ),
-    "reprise": frozenset({"torch", "numpy", "xxhash"}),
+    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore"}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -201,6 +223,7 @@ ONLY_IN = {
     "zstandard": ("trainer.data.text_file",),
     "torch.utils.tensorboard": ("trainer.metrics.tensorboard_sink",),
     "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "obstore": ("reprise.stores.client",),
     "google.protobuf": (
         "trainer.metrics.tensorboard_files",
     ),  # which tensorboard requires: the events are its messages
@@ -221,6 +244,8 @@ HANDED_ON = {
     ("reprise.saving.save_job", "BaseException"),
     ("reprise.saving.snapshot", "BaseException"),
     ("reprise.saving.writer", "BaseException"),
+    ("reprise.stores.files", "BaseException"),
+    ("reprise.stores.serve", "Exception"),
     ("reprise.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),
@@ -444,6 +469,21 @@ def foreign_imports(sources: Sequence[Source]) -> list[str]:
                 if is_or_in(name, library) and not any(is_or_in(source.module, door) for door in doors):
                     found.append(f"{source.module} imports {name}, which only {' and '.join(doors)} may")
     return found
+
+
+def stores_are_handed_down(sources: Sequence[Source]) -> list[str]:
+    """The store of this machine is made once, and chosen where a program or a call of the library begins."""
+    module, name = STORE
+    complaints = []
+    for source in sources:
+        if source.module == module or is_or_in(source.module, "scripts"):
+            continue
+        if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Files" for n in source.nodes):
+            complaints.append(f"{source.module} makes a store, in place of taking one")
+        is_named = any(imported.endswith(f".{name}") for imported in source.imports())
+        if is_named and not any(is_or_in(source.module, place) for place in CHOOSES_STORE):
+            complaints.append(f"{source.module} chooses the store of this machine, in place of taking one")
+    return complaints
 
 
 def sizes(sources: Sequence[Source]) -> list[str]:
@@ -753,6 +793,7 @@ RULES: tuple[Rule, ...] = (
     front,
     no_cycles,
     foreign_imports,
+    stores_are_handed_down,
     sizes,
     median_size,
     annotations,
@@ -830,6 +871,18 @@ BROKEN = [
     ),
     (library_layers, f"{LIBRARY}.brand_new", _DOC, "in no layer"),
     (front, "trainer.run.build", _DOC + "from reprise.commit import finish\n", "imports reprise.commit.finish, which"),
+    (
+        front,
+        "trainer.interop.output",
+        _DOC + "from reprise.saving import owned_folder\n",
+        "imports reprise.saving.owned_folder, which",
+    ),
+    (
+        front,
+        "trainer.commands.doctor",
+        _DOC + "def f() -> None:\n    from reprise.saving.column_sharing import SharedMemory\n",
+        "imports reprise.saving.column_sharing, which",
+    ),
     (front, "trainer.run.build", _DOC + "from reprise.policy import SavePolicy\n", "imports reprise.policy, which"),
     (front, "tests.resume.test_x", _DOC + "import reprise.policy\n", "imports reprise.policy, which"),
     (front, "scripts.bench.ways", _DOC + "def f() -> None:\n    import reprise.policy\n", "imports reprise.policy"),
@@ -845,6 +898,19 @@ BROKEN = [
     (foreign_imports, "trainer.run.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
     (foreign_imports, "trainer.training.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only reprise"),
     (foreign_imports, "trainer.training.loop", _DOC + "from . import build\n", "relative import"),
+    (stores_are_handed_down, "trainer.start.base", _DOC + "files = Files()\n", "makes a store"),
+    (
+        stores_are_handed_down,
+        "reprise.saving.plan",
+        _DOC + "def f() -> None:\n    from reprise.storage.files import FILE_SYSTEM\n",
+        "reprise.saving.plan chooses the store",
+    ),
+    (
+        stores_are_handed_down,
+        "trainer.run.saves",
+        _DOC + "from reprise.files import FILE_SYSTEM\n",
+        "chooses the store",
+    ),
     (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "601 lines"),
     (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),

@@ -44,6 +44,14 @@ def test_the_versions_of_other_programs_are_those_installed() -> None:
     assert named.keys() == {"transformers", "accelerate", "peft", "deepspeed", "megatron-core"}
 
 
+def test_the_versions_of_the_engines_are_those_installed() -> None:
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", text, re.M)
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert [name for name, _ in named] == ["datatrove", "ray", "lightning-fabric"]
+    assert {f"{name}=={version}" for name, version in named} <= set(pins)
+
+
 def test_the_readme_s_example_of_an_own_model_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

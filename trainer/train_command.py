@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError
+from reprise.files import FILE_SYSTEM
 from trainer.config.checks import loose_threads, require_ranks, unused_keys, validate
 from trainer.config.compose import Resolved, compose_command, over_saved, resolve
 from trainer.config.derived import topology_of
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raw = compose_command()
         if raw is not None:
             _start_log(environment.rank, is_silent="stdout" in closed)
-            run(resolve(over_saved(raw)), environment)
+            run(resolve(over_saved(raw, FILE_SYSTEM)), environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -153,7 +154,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with ExitStack() as stack:
         stack.enter_context(hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce))
-        saves = stack.enter_context(build_saves(config, cluster))
+        saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
         start = decide(config, cluster, saves)
         times.end(Phase.load)
         keys = resolved.environment_keys

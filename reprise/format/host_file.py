@@ -6,7 +6,6 @@ the ranges of the listed pieces are there; every other range is a hole and must 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +88,7 @@ def stored_name(name: str, *, is_whole: bool) -> str:
 def path_of(folder: Path, name: str) -> Path:
     """Return the path of a file of the manifest in a folder, perhaps of a host."""
     path, of_part = folder / name, folder / stored_name(name, is_whole=False)
-    return path if os.path.lexists(path) or not os.path.lexists(of_part) else of_part
+    return path if path == of_part or path.is_symlink() or path.exists() or not of_part.exists() else of_part
 
 
 def from_bytes(data: bytes, *, where: object) -> HostFile:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
+from reprise.stores.location import files_of, location
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -17,19 +17,20 @@ def latest(folder: str | Path) -> Path | None:
     are read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged
     checkpoint.
     """
-    checkpoints = CheckpointFolder(Path(folder), Files())
+    path = location(folder)
+    checkpoints = CheckpointFolder(path, files_of(path))
     committed = checkpoints.committed()
     return checkpoints.iteration(committed[-1]) if committed else None
 
 
-def has_no_checkpoint(path: Path) -> bool:
+def has_no_checkpoint(path: Path, files: Files) -> bool:
     """Return whether a load from `path` has nothing to choose from: no folder, or a folder without any iteration.
 
     Raises:
         OSError: if the folder cannot be listed.
     """
-    if not os.path.lexists(path):
+    if not (path.is_symlink() or path.exists()):
         return True
-    checkpoints = CheckpointFolder(path, Files())
+    checkpoints = CheckpointFolder(path, files_of(path, files))
     is_checkpoint = (path / MANIFEST).exists()
     return path.is_dir() and not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()

@@ -19,9 +19,10 @@ from reprise.loading.loader import LoadReport, fill, touched_pieces
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.patience import Patience, PatientFiles, await_sight
 from reprise.storage.progress_line import ProgressLine
+from reprise.stores.location import files_of, location
 from reprise.tensors.live import LiveTensor
 
 _log = logging.getLogger(__name__)
@@ -58,14 +59,15 @@ class Restorer:
         channel: StoreChannel,
         *,
         nonce: str,
-        files: Files | None = None,
+        files: Files = FILE_SYSTEM,
         patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
         self._channel, self._nonce = channel, nonce
         self._patience = patience or Patience()
-        self._files = PatientFiles(files or Files(), self._patience)
+        self._system = files
+        self._files = PatientFiles(self._system, self._patience)
         self._messages = 0
 
     def restore(
@@ -96,6 +98,8 @@ class Restorer:
             MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
         """
         local = self._local if with_local else None
+        shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 else None
+        self._files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         problem: TrainerError | None
@@ -106,7 +110,7 @@ class Restorer:
                 if self._channel.coordinates and chooser.checkpoint is not None:
                     checkpoint = chooser.checkpoint
                 else:
-                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank, reader=reader)
+                    self._see(path, reader)
                     checkpoint = open_same(path, digest, self._files, reader=reader)
                 if verify_all:
                     self._verify(checkpoint)
@@ -121,12 +125,17 @@ class Restorer:
                 raise
             except TrainerError as error:
                 damage = None if loaded_from and self._heal(path, error) else error
+        self._files.end()
         self.check_replicas(tensors)
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
         is_verified = verify_all or (verify and is_all_read)
         return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
+
+    def _see(self, path: Path, reader: int) -> None:
+        """Wait until this rank sees the checkpoint that rank `reader` has chosen."""
+        await_sight(path / MANIFEST, self._patience, self._files, rank=self._channel.rank, reader=reader)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare the bits of live tensors between their ranks. A call of all ranks.
@@ -152,7 +161,7 @@ class Restorer:
         while True:
             pick = partial(_picked, chooser, damage, is_complete=bool(loaded_from))
             name, digest = self._channel.from_first(self._key("pick"), pick)
-            path = Path(name)
+            path = location(name)
             if digest:
                 is_local = self._local is not None and self._local.owns(path)
                 return path, digest, loaded_from if is_local else ""
@@ -199,7 +208,14 @@ class Restorer:
     def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
         title = f"loading iteration {checkpoint.iteration}"
         line = ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors))
-        return fill(checkpoint, read_places(checkpoint), tensors, verify=verify, progress=lambda done, _: line.at(done))
+        return fill(
+            checkpoint,
+            read_places(checkpoint),
+            tensors,
+            verify=verify,
+            threads=self._files.reading_threads,
+            progress=lambda done, _: line.at(done),
+        )
 
     def _agree(self, problem: TrainerError | None) -> None:
         self._channel.agree(self._key("agree"), problem)

@@ -9,6 +9,7 @@ from reprise.format.names import MANIFEST
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.storage.files import Files
 from reprise.storage.shared_folder import look_again, on_this_host
+from reprise.stores.location import is_stored
 
 
 def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
@@ -40,7 +41,7 @@ def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Chec
             return ""
         return f"digest {checkpoint.digest}"
 
-    difference = look_again(problem, path)
+    difference = problem() if is_stored(path) else look_again(problem, path)
     if difference:
         raise MismatchError(
             f"This host reads another checkpoint than rank {reader} under the same path",

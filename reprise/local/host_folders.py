@@ -227,27 +227,28 @@ class HostFolders:
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
-        verdict = b""
+        is_damaged = False
         if self._leads and (path / HOST).exists():
             try:
-                verdict = self._give_up_damaged(path)
+                is_damaged = self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
                 _log.error("%s cannot be checked: %s", path, error)
-        verdicts = self._channel.gather(self._key("damaged"), verdict)
-        is_damaged = self._channel.from_first(self._key("healed"), lambda: any(verdicts))
+        verdicts = self._channel.gather(self._key("damaged"), json.dumps(is_damaged).encode())
+        is_damaged = bool(self._channel.from_first(self._key("healed"), lambda: any(map(json.loads, verdicts))))
         self.survey()
-        return bool(is_damaged)
+        return is_damaged
 
-    def _give_up_damaged(self, path: Path) -> bytes:
+    def _give_up_damaged(self, path: Path) -> bool:
+        """Give up the damaged pieces of a local checkpoint on this host; return whether there were any."""
         checkpoint = open_checkpoint(path, self.folder.files)
         assert checkpoint.host is not None
         damaged = damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held)
         if not damaged:
-            return b""
+            return False
         _log.error("%s on this host is damaged: %s", path, describe(damaged, checkpoint.host))
         intact = without(checkpoint.host.held, damaged)
         replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=intact).to_bytes())
-        return b"+"
+        return True
 
     def _own(self) -> dict[int, HostFile]:
         """Return each `host.json` of this host by iteration; damaged files are logged and left out."""

@@ -12,10 +12,9 @@ import torch
 from reprise.format.host_file import missing
 from reprise.format.layout import DTYPE_NAMES, Place
 from reprise.json_file import Json
-from reprise.loading.reader import Checkpoint, not_held, open_checkpoint, open_tensor_file, read_places
-from reprise.management.paths import newest_checkpoint
+from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
+from reprise.management.paths import open_newest
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.storage.files import Files
 
 ITEMS = 1 << 20  # compared at once
 
@@ -87,7 +86,7 @@ def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_pr
             host. Digests of tensors are not checked.
         UnreadableError: if a file cannot be read at the moment.
     """
-    first, second = (open_checkpoint(newest_checkpoint(Path(path)), Files()) for path in (a, b))
+    first, second = (open_newest(path) for path in (a, b))
     total, tensors = len(first.manifest.tensors.keys() | second.manifest.tensors.keys()), list[TensorDifference]()
     progress("", 0, total)
     for difference in tensor_differences(first, second):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from reprise.format.layout import DTYPE_NAMES
 from reprise.json_file import Json
-from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.reader import read_places
 from reprise.management.host_share import HostShare, share_of
-from reprise.management.paths import newest_checkpoint
-from reprise.storage.files import Files
+from reprise.management.paths import open_newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def show(checkpoint: str | Path) -> CheckpointContents:
         CheckpointError: if there is no checkpoint, or its JSON files or headers are damaged.
         UnreadableError: if it cannot be read at the moment.
     """
-    stored = open_checkpoint(newest_checkpoint(Path(checkpoint)), Files())
+    stored = open_newest(checkpoint)
     places = sorted(read_places(stored).values(), key=lambda place: (place.file, place.offset))
     return CheckpointContents(
         path=stored.path,

@@ -14,7 +14,7 @@ from reprise.loading.reader import Checkpoint, read_places
 from reprise.local.join import join, newest_complete, open_parts
 from reprise.management.paths import TERMS
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms
 from reprise.storage.lock import FolderLock
 
@@ -75,11 +75,11 @@ def gather(
     for path in map(Path, hosts):
         if not path.is_dir():
             raise no_folder(path)
-        parts += open_parts(LoadSource.named(path).path, Files())
+        parts += open_parts(LoadSource.named(path).path, FILE_SYSTEM)
     parts = newest_complete(parts, iteration)
-    folder = CheckpointFolder(Path(out), Files(), terms)
+    folder = CheckpointFolder(Path(out), FILE_SYSTEM, terms)
     _refuse_host_folder(folder)
-    lock = FolderLock(folder.root, secrets.token_hex(4))
+    lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     lock.acquire()
     try:
         for number, attempt in folder.partials():  # of a call that was killed

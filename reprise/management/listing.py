@@ -15,6 +15,7 @@ from reprise.management.host_share import HostShare, missing_everywhere, share_o
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.storage.files import Files
 from reprise.storage.folder import HOLD, iteration_of
+from reprise.stores.location import files_of, location
 
 
 class CheckpointStatus(StrEnum):
@@ -59,8 +60,8 @@ class CheckpointSummary:
     iteration: int | None
     total_bytes: int
     written_at: float
-    status: CheckpointStatus = CheckpointStatus.WHOLE
-    problem: TrainerError | None = None
+    status: CheckpointStatus
+    problem: TrainerError | None
     state: Json | None = None
     share: HostShare | None = None
     missing_everywhere: str | None = None
@@ -82,29 +83,31 @@ def list_checkpoints(*folders: str | Path) -> tuple[CheckpointSummary, ...]:
         OSError: if a folder cannot be listed.
     """
     summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
-    for argument in map(Path, folders):
+    for argument in map(location, folders):
         folder = checkpoint_folder(argument)
         for path in checkpoints_in(folder):
-            summary, checkpoint = _summary(folder, path)
+            summary, checkpoint = _summary(folder, path, files_of(path))
             summaries.append(summary)
             parts += [] if checkpoint is None else [(checkpoint.iteration, checkpoint.host)]
     missing = missing_everywhere(folders, parts)
     return tuple(replace(summary, missing_everywhere=missing.get(summary.iteration)) for summary in summaries)
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path: Path, files: Files) -> bool:
     """Return whether a checkpoint is whole, as far as its JSON files, headers and first blocks show."""
-    return _summary(path.parent, path)[0].status is CheckpointStatus.WHOLE
+    return _summary(path.parent, path, files)[0].status is CheckpointStatus.WHOLE
 
 
-def _summary(folder: Path, path: Path) -> tuple[CheckpointSummary, Checkpoint | None]:
+def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary, Checkpoint | None]:
     """Return the summary of a checkpoint, and the checkpoint unless it cannot be opened."""
     summary = CheckpointSummary(
         folder,
         path,
         iteration_of(path),
-        size_of(path),
+        size_of(path, files),
         _written_at(path),
+        CheckpointStatus.WHOLE,
+        None,
         is_pinned=(path / HOLD).exists(),
         is_link=path.is_symlink(),
         is_superseded=iteration_of(path) is None,
@@ -112,7 +115,7 @@ def _summary(folder: Path, path: Path) -> tuple[CheckpointSummary, Checkpoint | 
     checkpoint: Checkpoint | None = None
     try:
         refuse_link(path)
-        checkpoint = open_checkpoint(path, Files())
+        checkpoint = open_checkpoint(path, files)
         summary = replace(summary, iteration=checkpoint.iteration, has_adapters=ADAPTERS in checkpoint.manifest.files)
         check_first_blocks(checkpoint, read_places(checkpoint))
         summary = replace(summary, state=checkpoint.state)
@@ -123,12 +126,12 @@ def _summary(folder: Path, path: Path) -> tuple[CheckpointSummary, Checkpoint | 
         return replace(summary, status=CheckpointStatus.of(error), problem=error), checkpoint
 
 
-def size_of(path: Path) -> int:
+def size_of(path: Path, files: Files) -> int:
     """Return the size of a checkpoint's files in bytes; in the folder of a host, their size on the disk."""
     if (path / HOST).exists():  # most of its files may be holes
-        return Files().allocated_bytes(path)
-    files = () if path.is_symlink() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file())
+        return files.allocated_bytes(path)
+    paths = () if path.is_symlink() else path.rglob("*")
+    return sum(file.lstat().st_size for file in paths if file.is_file())
 
 
 def _written_at(path: Path) -> float:

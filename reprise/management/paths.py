@@ -6,8 +6,10 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
+from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
+from reprise.stores.location import files_of, location
 
 TERMS = FolderTerms()  # of a caller that gives the folder as an argument
 
@@ -44,7 +46,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return checkpoints
 
 
-def newest_checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Path, files: Files) -> Path:
     """Return `path` if it is a checkpoint, otherwise the newest checkpoint of the run there.
 
     Raises:
@@ -52,11 +54,22 @@ def newest_checkpoint(path: Path) -> Path:
     """
     if is_iteration_name(path.name):
         return path
-    folder = CheckpointFolder(checkpoint_folder(path), Files())
+    folder = CheckpointFolder(checkpoint_folder(path), files)
     committed = committed_in(folder)
     if not committed:
         raise _no_checkpoint(folder.root)
     return folder.iteration(committed[-1])
+
+
+def open_newest(checkpoint: str | Path) -> Checkpoint:
+    """Open a checkpoint, or the newest of a run.
+
+    Raises:
+        CheckpointError: as `newest_checkpoint` and `open_checkpoint`.
+    """
+    path = location(checkpoint)
+    files = files_of(path)
+    return open_checkpoint(newest_checkpoint(path, files), files)
 
 
 def refuse_link(path: Path) -> None:

@@ -14,7 +14,7 @@ from reprise.loading.choose import committed_in
 from reprise.management.listing import is_whole, size_of
 from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.policy import Retention
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms
 from reprise.storage.lock import FolderLock
 
@@ -74,7 +74,7 @@ def prune(
             expected="keep of at least 1, retain_interval of at least 0",
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
-    checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), Files(), terms)
+    checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
     with contextlib.nullcontext() if dry_run else _locked(checkpoints) as lock:
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
@@ -82,7 +82,10 @@ def prune(
         if iterations:
             _require_whole(checkpoints, retained)
         paths = [checkpoints.iteration(iteration) for iteration in iterations]
-        expired = [ExpiredCheckpoint(path, n, size_of(path)) for path, n in zip(paths, iterations, strict=True)]
+        expired = [
+            ExpiredCheckpoint(path, n, size_of(path, checkpoints.files))
+            for path, n in zip(paths, iterations, strict=True)
+        ]
         if lock is not None:
             for iteration in iterations:
                 lock.check()
@@ -92,7 +95,7 @@ def prune(
 
 @contextlib.contextmanager
 def _locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
-    lock = FolderLock(folder.root, secrets.token_hex(4))
+    lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     lock.acquire()
     try:
         yield lock
@@ -103,7 +106,7 @@ def _locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
 def _require_whole(folder: CheckpointFolder, retained: Sequence[int]) -> None:
     """Refuse to delete checkpoints where none of the others is whole."""
     paths = [folder.iteration(iteration) for iteration in retained]
-    if not any(is_whole(path) for path in paths):
+    if not any(is_whole(path, folder.files) for path in paths):
         is_of_host = any((path / HOST).exists() for path in paths)
         raise CheckpointError(
             "None of the checkpoints that would stay is whole",

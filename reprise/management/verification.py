@@ -15,6 +15,7 @@ from reprise.management.paths import all_checkpoints, refuse_link
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
+from reprise.stores.location import files_of, location
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class VerifiedCheckpoint:
 
     path: Path
     iteration: int | None
-    status: CheckpointStatus = CheckpointStatus.WHOLE
-    problem: TrainerError | None = None
+    status: CheckpointStatus
+    problem: TrainerError | None
     checked_bytes: int | None = None
     share: HostShare | None = None
     missing_everywhere: str | None = None
@@ -53,9 +54,9 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
         OSError: if a folder cannot be listed.
     """
     results, parts = list[VerifiedCheckpoint](), list[tuple[int | None, HostFile | None]]()
-    for argument in map(Path, checkpoints):
+    for argument in map(location, checkpoints):
         for path in all_checkpoints(argument):
-            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress)
+            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress, files_of(path))
             results.append(result)
             parts.append((result.iteration, host))
     missing = missing_everywhere(checkpoints, parts)
@@ -63,7 +64,7 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 
 
 def _verify(
-    path: Path, is_named: bool, has_others: bool, progress: ProgressCallback
+    path: Path, is_named: bool, has_others: bool, progress: ProgressCallback, files: Files
 ) -> tuple[VerifiedCheckpoint, HostFile | None]:
     """Return the result for a checkpoint, and the undamaged pieces of a local checkpoint.
 
@@ -71,11 +72,11 @@ def _verify(
         is_named: whether the caller has named the checkpoint itself.
         has_others: whether other folders may have the damaged pieces.
     """
-    result, host = VerifiedCheckpoint(path, named_iteration(path.name)), None
+    result, host = VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None), None
     try:
         if not is_named:
             refuse_link(path)
-        checkpoint = open_checkpoint(path, Files())
+        checkpoint = open_checkpoint(path, files)
         result = replace(result, iteration=checkpoint.iteration, share=share_of(checkpoint))
         host = checkpoint.host
         try:

@@ -22,7 +22,9 @@ from reprise.nested.loaded import LoadedState, Strictness, check_strict
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
 from reprise.save_arguments import check_numbers, check_patterns, check_target, check_vacant, require_path
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
+from reprise.stores.location import location
 from reprise.tensors.live import Contents
 
 MakeTree = Callable[[], Tree]
@@ -168,7 +170,8 @@ def fill(
         local = local_tensors(tree)
         table = local.table(tree, ())
     joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
-    if missing_ok and _has_no_checkpoint(channel, Path(path)):
+    source = location(path)
+    if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
     filling = Filling(tree, local.shared(joint, channel.rank), joint, strict=strict)
 
@@ -177,7 +180,7 @@ def fill(
         check(checkpoint)
 
     restorer = Restorer(channel, nonce=call.nonce)
-    checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
+    checkpoint = restorer.restore(LoadSource(source), check=check_all, live=filling.live).checkpoint
     if not tree.receivers:
         return filling.finish(checkpoint, is_first=channel.coordinates)
     with channel.agreed("taken"):
@@ -189,7 +192,7 @@ def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
 
     def look() -> bool:
         try:
-            return Patience().retry(lambda: has_no_checkpoint(path), where=path)
+            return Patience().retry(lambda: has_no_checkpoint(path, FILE_SYSTEM), where=path)
         except OSError as error:
             raise unreadable(error, where=path) from error
 

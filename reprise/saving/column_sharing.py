@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -22,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +32,10 @@ from reprise.commit.attempt import Attempt
 from reprise.commit.channel import StoreChannel
 from reprise.commit.messages import stripes_key
 from reprise.errors import CheckpointError, LaunchError
-from reprise.format.box import Image
+from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout
-from reprise.format.manifest import WrittenPiece
-from reprise.format.report import decode, encode
 from reprise.saving.plan import Piece
-from reprise.storage.files import Files
+from reprise.storage.files import allocate
 from reprise.tensors.memory import populate
 
 _log = logging.getLogger(__name__)
@@ -131,13 +131,13 @@ def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
 
 _NAME = "checkpoint"
 _NAME_BYTES = 16
-_JOINS, _STAYS_OUT = b"+", b"-"
+_Rows = list[list[Any]]  # of pieces in a message: name, offset and shape of the box, first byte, end
 
 
 class SharedMemory:
     """An anonymous block of memory (memfd). The kernel frees it when the last process closes it."""
 
-    def __init__(self, descriptor: int, address: bytes) -> None:
+    def __init__(self, descriptor: int, address: str) -> None:
         self.address = address
         self._descriptor = descriptor
         self._lock = threading.Lock()
@@ -156,14 +156,14 @@ class SharedMemory:
             on_error.callback(os.close, descriptor)
             os.ftruncate(descriptor, STRIPES_AT)
             os.pwrite(descriptor, name, 0)
-            memory = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            memory = SharedMemory(descriptor, f"{os.getpid()} {descriptor} {name.hex()}")
             on_error.pop_all()
         return memory
 
     @staticmethod
-    def open(address: bytes) -> SharedMemory | None:
+    def open(address: str) -> SharedMemory | None:
         """Open the block of another process on this host; None if it cannot be opened or its name differs."""
-        pid, number, name = address.decode().split()
+        pid, number, name = address.split()
         path = f"/proc/{pid}/fd/{number}"
         try:
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the descriptor belongs to another file here
@@ -186,7 +186,7 @@ class SharedMemory:
             OSError: if there is not enough memory.
         """
         if self._memory.nbytes < total_bytes:
-            Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
+            allocate(self._descriptor, total_bytes)  # always to the same size, by any rank first
             self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
             populate(self._memory)
 
@@ -278,7 +278,7 @@ class LocalRanks:
         self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
         self._memory: SharedMemory | None = None
         self._stays_out = False
-        self._table: tuple[Layout, bytes, Stripes] | None = None
+        self._table: tuple[Layout, _Rows, Stripes] | None = None
         self._lock = threading.Lock()
         self._answered = ""  # the last attempt on which this rank has sent its message
 
@@ -318,25 +318,24 @@ class LocalRanks:
             return None
         with self._lock:
             self._require_unanswered(attempt.name)
-        entries = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         takes_part = may_share and not self._stays_out
-        report = (_JOINS + encode(entries, attempt.layout)) if takes_part else _STAYS_OUT
+        rows = [[p.name, p.box.offset, p.box.shape, p.lo, p.hi] for p in pieces] if takes_part else None
         if self._rank == self._ranks[0]:
-            decision = self._decide(attempt, report)
+            decision = json.dumps(self._decide(attempt, rows)).encode()
             self._send(self._channel, attempt.name, decision)
         else:
-            self._send(self._channel, attempt.name, report)
+            self._send(self._channel, attempt.name, json.dumps(rows).encode())
             decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
-        if not decision.startswith(_JOINS):
+        plan = json.loads(decision)
+        if plan is None:
             return None
-        address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
-        return self._share(self._open(address), everyone, attempt.layout)
+        return self._share(self._open(plan["address"]), plan["pieces"], attempt.layout)
 
     def refuse(self, channel: StoreChannel, attempt: str) -> None:
         """Let the ranks of the host know that this one writes nothing of an attempt: none is to wait. Main thread."""
         if len(self._ranks) > 1:
             try:
-                self._send(channel, attempt, _STAYS_OUT)
+                self._send(channel, attempt, json.dumps(None).encode())
             except CheckpointError:  # it has joined already, and its report will fail the attempt
                 return
             except LaunchError as lost:
@@ -348,21 +347,26 @@ class LocalRanks:
             self._memory.close()
             self._memory = None
 
-    def _decide(self, attempt: Attempt, report_of_rank: bytes) -> bytes:
-        """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
+    def _decide(self, attempt: Attempt, rows: _Rows | None) -> dict[str, Any] | None:
+        """Return the memory's address and the pieces of all ranks of the host; None if a rank stays out.
+
+        Args:
+            rows: the pieces of this rank; None if this rank stays out.
+        """
         keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
-        reports = [report_of_rank, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
-        if not all(report.startswith(_JOINS) for report in reports):
-            return _STAYS_OUT
+        reports = [json.loads(self._channel.read(key, sender=f"rank {rank}")) for rank, key in keys.items()]
+        reports = [rows, *reports]
+        if None in reports:
+            return None
         try:
             self._memory = self._memory or SharedMemory.make()
         except OSError as error:
             _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
             self._stays_out = True
-            return _STAYS_OUT
-        return _JOINS + self._memory.address + b"\n" + b"".join(report[len(_JOINS) :] for report in reports)
+            return None
+        return {"address": self._memory.address, "pieces": [row for report in reports for row in report]}
 
-    def _open(self, address: bytes) -> SharedMemory:
+    def _open(self, address: str) -> SharedMemory:
         if self._memory is not None and self._memory.address != address:
             self.drop()
         if self._memory is None:
@@ -371,10 +375,10 @@ class LocalRanks:
             raise self._cannot_share(f"the memory of rank {self._ranks[0]}", "it cannot be opened")
         return self._memory
 
-    def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
-        if self._table is None or self._table[0] is not layout or self._table[1] != everyone:
-            pieces = [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in decode(everyone, layout)]
-            self._table = layout, everyone, stripes_of(pieces, layout)
+    def _share(self, memory: SharedMemory, rows: _Rows, layout: Layout) -> Sharing | None:
+        if self._table is None or self._table[0] is not layout or self._table[1] != rows:
+            pieces = [Piece(name, Box(tuple(offset), tuple(shape)), lo, hi) for name, offset, shape, lo, hi in rows]
+            self._table = layout, rows, stripes_of(pieces, layout)
         stripes = self._table[2]
         if not stripes:
             return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from reprise import json_file
@@ -125,24 +126,50 @@ class OwnedFolder:
         self._key = "local" if self._is_local else "folder"
         self._agreements = 0
 
-    def acquire(self, *, marks: bool = True) -> TrainerError | None:
-        """Take the lock, settle what dead attempts left, and mark the folder; return the problem, if any.
+    def acquire(self) -> None:
+        """Take the lock, settle what dead attempts left, and leave the mark that `require_shared` looks for.
 
-        Nothing is raised: the other ranks would wait for this one.
+        Raises:
+            LockError: on every rank, if another job writes to the folder.
+            CheckpointError: on every rank, if the folder cannot be written.
+        """
+        if not self._is_local:
+            with self._agreed():
+                if self._leads:
+                    self.take(marks=True)
+            return
+        with self._agreed(), self._writing():
+            if self._leads:
+                self._take_lock()
+        elsewhere = self._committed_elsewhere()
+        with self._agreed(), self._writing():
+            if self._leads:
+                self._settle(elsewhere, marks=True)
+
+    def take(self, *, marks: bool) -> None:
+        """Take the lock and settle what dead attempts left, on the leader of a shared folder alone.
 
         Args:
             marks: leave the mark that `require_shared` looks for.
+
+        Raises:
+            LockError: if another job writes to the folder.
+            CheckpointError: if the folder cannot be written.
         """
-        problem: TrainerError | None = None
-        if self._leads:
-            another = self.folder.terms.another
-            lock = FolderLock(self.folder.root, self._nonce, another=another, is_local=self._is_local)
-            problem = self._trying(lock.acquire)
-            self.lock = lock if problem is None else None
-        elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()
-        if self._leads and problem is None:
-            problem = self._trying(lambda: self._settle(elsewhere, marks=marks))
-        return problem
+        with self._writing():
+            self._take_lock()
+            self._settle(frozenset(), marks=marks)
+
+    def _take_lock(self) -> None:
+        lock = FolderLock(
+            self.folder.root,
+            self._nonce,
+            another=self.folder.terms.another,
+            is_local=self._is_local,
+            files=self.folder.files,
+        )
+        lock.acquire()
+        self.lock = lock
 
     def _settle(self, elsewhere: Collection[str], *, marks: bool) -> None:
         """Complete the attempts that another host has committed, sweep all others, and mark the folder."""
@@ -158,10 +185,10 @@ class OwnedFolder:
         if self._is_marked and marks:
             self.folder.files.mark(self.folder.mark(self._nonce))
 
-    def _committed_elsewhere(self, *, has_lock: bool) -> frozenset[str]:
+    def _committed_elsewhere(self) -> frozenset[str]:
         """Return the attempts that any host has committed: what is prepared here of one is good. All ranks."""
         attempts: list[str] = []
-        if has_lock:
+        if self._leads:
             with contextlib.suppress(OSError):  # the sweep reports it
                 paths = [self.folder.iteration(iteration) for iteration in self.folder.committed()]
                 attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
@@ -170,19 +197,19 @@ class OwnedFolder:
         attempts = self._channel.from_first(f"{key}/all", lambda: [name for data in rows for name in json.loads(data)])
         return frozenset(attempts)
 
-    def _trying(self, call: Callable[[], None]) -> TrainerError | None:
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an error of the file system into that of a folder that cannot be written."""
         try:
-            call()
-        except TrainerError as error:
-            return error
+            yield
         except OSError as error:
-            return self._cannot_write(error)
-        return None
+            what = "The folder of local checkpoints" if self._is_local else "The checkpoint folder"
+            raise self.folder.cannot_write(error, what=what) from error
 
-    def _cannot_write(self, error: OSError) -> TrainerError:
-        return self.folder.cannot_write(
-            error, what="The folder of local checkpoints" if self._is_local else "The checkpoint folder"
-        )
+    def _agreed(self) -> AbstractContextManager[None]:
+        """Let every rank go on after this block only if it raised nothing on any rank; see `StoreChannel.agreed`."""
+        self._agreements += 1
+        return self._channel.agreed(f"{self._key}/{self._nonce}/{self._agreements}")
 
     def require_shared(self) -> None:
         """Let every rank of a host find the mark that its leader has left in the folder, then remove it.
@@ -192,15 +219,11 @@ class OwnedFolder:
         """
         if self._channel.world_size == 1:
             return
-        problem: TrainerError | None = None
         mark = self.folder.mark(self._nonce)
         try:
-            if not self._leads:
-                require_mark(mark, self.folder, leader=self._channel.coordinator, is_local=self._is_local)
-        except TrainerError as error:
-            problem = error
-        try:
-            self.agree(problem)
+            with self._agreed():
+                if not self._leads:
+                    require_mark(mark, self.folder, leader=self._channel.coordinator, is_local=self._is_local)
         finally:
             if self._leads and self._is_marked:
                 with contextlib.suppress(OSError):  # the next start sweeps it
@@ -208,19 +231,16 @@ class OwnedFolder:
 
     def rewind(self, iteration: int, given_up: Collection[int], retention: Retention, saved: SavedIterations) -> None:
         """Rename checkpoints newer than `iteration` or `given_up`, then delete those that retention gives up."""
-        problem: TrainerError | None = None
-        if self._leads:
-            try:
-                names = [*self.folder.committed(), *self.folder.non_folders()]
-                overtaken = [number for number in names if number > iteration or number in given_up]
-                for path in self.folder.supersede(overtaken):
-                    is_damaged = named_iteration(path.name) in saved.damaged
-                    what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
-                    _log.info("%s is kept as %s", what, path.name)
-                self._retain(retention, saved)
-            except OSError as error:
-                problem = self._cannot_write(error)
-        self.agree(problem)
+        with self._agreed(), self._writing():
+            if not self._leads:
+                return
+            names = [*self.folder.committed(), *self.folder.non_folders()]
+            overtaken = [number for number in names if number > iteration or number in given_up]
+            for path in self.folder.supersede(overtaken):
+                is_damaged = named_iteration(path.name) in saved.damaged
+                what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
+                _log.info("%s is kept as %s", what, path.name)
+            self._retain(retention, saved)
 
     def release(self) -> None:
         """Remove what the next save would have overwritten, and let go of the lock."""
@@ -230,11 +250,6 @@ class OwnedFolder:
             with contextlib.suppress(OSError):  # the next start sweeps it
                 self.folder.files.remove_tree(path)
         self.lock.release()
-
-    def agree(self, problem: TrainerError | None) -> None:
-        """Let every rank go on only if none has a problem; see `StoreChannel.agree`."""
-        self._agreements += 1
-        self._channel.agree(f"{self._key}/{self._nonce}/{self._agreements}", problem)
 
     def _retain(self, retention: Retention, saved: SavedIterations) -> None:
         """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""

@@ -28,6 +28,9 @@ _SYNC_THREADS = 3
 class Files(FileCalls):
     """The file system, one method per kind of call, so that a test can count, fail or kill at each."""
 
+    # How many threads fill tensors from these files; None for one on each core, up to a few.
+    reading_threads: int | None = None
+
     def make_folder(self, path: Path) -> None:
         """Make `path`, whose parent must exist; an existing folder is fine."""
         path.mkdir(exist_ok=True)
@@ -56,6 +59,14 @@ class Files(FileCalls):
         """Open a file for reading; a link is refused, as in `size`."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
+    def reopen(self, descriptor: int, path: Path) -> None:
+        """Open an open file again, under the same descriptor: a stale handle stays stale."""
+        fresh = self.open_for_reading(path)
+        try:
+            os.dup2(fresh, descriptor, inheritable=False)
+        finally:
+            self.close(fresh)
+
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
@@ -65,14 +76,8 @@ class Files(FileCalls):
         Raises:
             OSError: ENOSPC, EDQUOT or EFBIG if there are not enough blocks.
         """
-        code = errno.EINTR
-        while code == errno.EINTR:  # a signal came while blocks were being found
-            if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
-                return
-            code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
-            raise OSError(code, os.strerror(code))
-        self.extend(descriptor, total_bytes)
+        if not allocate(descriptor, total_bytes):
+            self.extend(descriptor, total_bytes)
 
     def extend(self, descriptor: int, total_bytes: int) -> None:
         """Give a file its final size without blocks; ranges that nobody writes stay holes."""
@@ -99,6 +104,14 @@ class Files(FileCalls):
                 break
             filled += count
         return filled
+
+    def look(self, path: Path) -> None:
+        """Raise an OSError if there is no such file: a client of NFS asks its server again once a folder is opened."""
+        with os.scandir(path.parent.parent):
+            os.lstat(path)
+
+    def end(self) -> None:
+        """Let go of what reading needs beside open files; the next call gets it again."""
 
     def mark(self, path: Path) -> None:
         """Make an empty marker file for other hosts to see. It need not survive a power failure."""
@@ -140,6 +153,26 @@ class Files(FileCalls):
         return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
 
 
+# The file system of this machine: what an entry point takes where its caller gives no other, and hands down.
+FILE_SYSTEM = Files()
+
+
+def allocate(descriptor: int, total_bytes: int) -> bool:
+    """Give a file of this machine its final size and its blocks; return whether its file system can.
+
+    Raises:
+        OSError: ENOSPC, EDQUOT or EFBIG if there are not enough blocks.
+    """
+    code = errno.EINTR
+    while code == errno.EINTR:  # a signal came while blocks were being found
+        if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
+            return True
+        code = ctypes.get_errno()
+    if code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code))
+    return False
+
+
 def describe_free_space(files: Files, path: Path) -> str:
     """Return in words how much space is left on the file system of `path`."""
     try:
@@ -156,7 +189,7 @@ def cannot_write(
     *,
     what: str = "The checkpoint folder",
     detail: str | None = None,
-    files: Files | None = None,
+    files: Files = FILE_SYSTEM,
     another: str = "another folder",
 ) -> CheckpointError:
     """Return the error of a folder or file, `what`, that cannot be written or created.
@@ -169,7 +202,7 @@ def cannot_write(
     where = Path(error.filename) if isinstance(error.filename, str) else path
     verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix, detail = "Make room there", detail or describe_free_space(files or Files(), path.parent)
+        fix, detail = "Make room there", detail or describe_free_space(files, path.parent)
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
     if error.errno == errno.ENOENT and where.parent.is_dir():  # as in /proc, which takes no folders from users

@@ -20,7 +20,7 @@ from pathlib import Path
 from reprise.atomic import make_folders
 from reprise.errors import LockError
 from reprise.regular_file import read_regular
-from reprise.storage.files import Files, keep_block
+from reprise.storage.files import FILE_SYSTEM, Files, keep_block
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class FolderLock:
         kind: str = "checkpoint folder",
         another: str = "another folder",
         is_local: bool = False,
+        files: Files = FILE_SYSTEM,
     ) -> None:
+        self._files = files
         self._is_local = is_local
         self._kind, self._another = kind, another
         self._path = folder / "lock"
@@ -98,7 +100,7 @@ class FolderLock:
             LockError: if another job holds it, naming its host, pid and start time, or the file system has no locks
                 left.
         """
-        make_folders(Files(), self._path.parent)
+        make_folders(self._files, self._path.parent)
         self._descriptor = self._take()
         beat = partial(self._beat, self._descriptor)
         threading.Thread(target=beat, name="lock-heartbeat", daemon=True).start()

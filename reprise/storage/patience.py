@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -113,19 +112,14 @@ class Patience:
             yield True
 
 
-def await_sight(path: Path, patience: Patience, *, rank: int, reader: int = 0) -> None:
+def await_sight(path: Path, patience: Patience, files: Files, *, rank: int, reader: int = 0) -> None:
     """Wait until this rank sees a file that rank `reader` has read: a file system may show it late.
 
     Raises:
         UnreadableError: if the file is still missing or inaccessible when time is up.
     """
-
-    def look() -> None:
-        with os.scandir(path.parent.parent):  # a client of NFS asks its server again when a folder is opened
-            os.lstat(path)
-
     try:
-        patience.retry(look, where=path, is_final=lambda _: False)
+        patience.retry(lambda: files.look(path), where=path, is_final=lambda _: False)
     except OSError as error:
         if not is_damage(error):
             raise unreadable(error, where=path) from error
@@ -142,6 +136,7 @@ class PatientFiles(Files):
 
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
+        self.reading_threads = files.reading_threads
         self._paths: dict[int, Path] = {}  # of the files that are open
 
     def size(self, path: Path) -> int:
@@ -167,18 +162,21 @@ class PatientFiles(Files):
             lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
         )
 
+    def look(self, path: Path) -> None:
+        """Raise an OSError at once if there is no such file; see `Files.look`."""
+        self._files.look(path)
+
+    def end(self) -> None:
+        """Let go of what reading needs; see `Files.end`."""
+        self._files.end()
+
     def close(self, descriptor: int) -> None:
         """Close a file opened by this object."""
         self._paths.pop(descriptor, None)
         self._files.close(descriptor)
 
     def _read_anew(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Reopen the file before reading it: a stale handle stays stale."""
         path = self._paths.get(descriptor)
         if path is not None:
-            fresh = self._files.open_for_reading(path)
-            try:
-                os.dup2(fresh, descriptor, inheritable=False)
-            finally:
-                self._files.close(fresh)
+            self._files.reopen(descriptor, path)
         return self._files.read(descriptor, buffer, offset=offset)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.random import default_rng
 
+from reprise.files import FILE_SYSTEM
 from reprise.live_tensors import local_of
 from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
@@ -225,7 +226,7 @@ def _serve(pipe: Connection, config: Config, variables: Mapping[str, str], steps
         send_and_receive(outgoing, incoming, peer, group)
 
     send_and_receive, halving._exchange = halving._exchange, exchange
-    run = build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster))
+    run = build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster, FILE_SYSTEM))
     for tensor in run.state.shards(with_optimizer=False):
         tensor.local.normal_(std=_SPREAD)
     iterations = 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import TrainerError
+from reprise.files import FILE_SYSTEM
 from tests.harness import TINY, run_ok
 from tests.unit.reprise.format.test_document import reseal, rewrite
 from trainer.config.compose import compose_command, over_saved, resolve
@@ -50,7 +51,7 @@ def with_expression(data: bytes, place: tuple[str | int, ...]) -> bytes:
 def outcome(raw: Any) -> str:
     """Return what a command says that takes its configuration from the checkpoint."""
     try:
-        return resolve(over_saved(copy.deepcopy(raw))).text
+        return resolve(over_saved(copy.deepcopy(raw), FILE_SYSTEM)).text
     except TrainerError as error:
         return str(error)
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments: numbers and local paths."""
+"""Types of command-line arguments: numbers and paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
-from reprise.files import is_url
+from reprise.errors import ConfigError
+from reprise.files import is_url, location
 
 
 def positive(text: str) -> int:
@@ -44,6 +45,16 @@ def local_path(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; only paths of mounted file systems can be used")
     return Path(text)
+
+
+def any_path(text: str) -> Path:
+    """Return a path of a mounted file system, or the URL of a store; argparse refuses other URLs and an empty path."""
+    if not is_url(text):
+        return local_path(text)
+    try:
+        return location(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def existing_folder(text: str) -> Path:

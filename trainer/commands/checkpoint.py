@@ -23,7 +23,7 @@ from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCal
 from reprise.errors import TrainerError
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
-from trainer.commands.arguments import local_path, natural, positive
+from trainer.commands.arguments import any_path, local_path, natural, positive
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 from trainer.config.terms import LOCAL
 
@@ -271,15 +271,15 @@ def _parser() -> argparse.ArgumentParser:
         return subcommand
 
     runs_help = "runs' folders, or their checkpoints', or the folders of hosts"
-    command("ls", list_run).add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs_help)
+    command("ls", list_run).add_argument("runs", type=any_path, nargs="+", metavar="RUN", help=runs_help)
     checkpoint_help = "an iter_ folder, or a run for its newest"
-    command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
+    command("show", show).add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(
-        "checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
+        "checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
     )
     compared = command("diff", diff)
-    compared.add_argument("a", type=Path, metavar="A", help=checkpoint_help)
-    compared.add_argument("b", type=Path, metavar="B", help=checkpoint_help)
+    compared.add_argument("a", type=any_path, metavar="A", help=checkpoint_help)
+    compared.add_argument("b", type=any_path, metavar="B", help=checkpoint_help)
     compared.add_argument("--all", action="store_true", help="list equal tensors too")
     gathered = command("gather", gather)
     host_help = "a host's checkpoint.local.dir, or an iter_ folder in it"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM
 from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import local_path
 from trainer.config.compose import compose
@@ -105,8 +105,8 @@ def bring_out(options: argparse.Namespace) -> int:
 
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint given by its own folder, or the newest valid checkpoint of a run."""
-    chooser = Chooser(LoadSource.named(path), Files(), lambda _: None)
-    return open_checkpoint(chooser.pick(), Files(), may_lack=True)
+    chooser = Chooser(LoadSource.named(path), FILE_SYSTEM, lambda _: None)
+    return open_checkpoint(chooser.pick(), FILE_SYSTEM, may_lack=True)
 
 
 def _parser() -> argparse.ArgumentParser:

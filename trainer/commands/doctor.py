@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError
-from reprise.files import Files, describe_free_space, why_unseen
+from reprise.files import FILE_SYSTEM, Files, describe_free_space, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
-from reprise.saving.column_sharing import SharedMemory
+from reprise.savers import SharedMemory
 from trainer.commands.arguments import local_path
 from trainer.config.terms import WAY_OUT
 from trainer.launch import process_group
@@ -91,18 +91,22 @@ def _on_all_hosts(path: Path) -> int:
         joined = Finding("ranks join", FINE, f"{cluster.world_size} on {_count(len(hosts.names), 'host')}")
         print("all hosts", flush=True)
         status |= _print([joined, shared])
-    status = int(cluster.channel.broadcast("doctor/status", b"%d" % status))
+    status = int(cluster.channel.from_first("doctor/status", lambda: status))
     process_group.shutdown(cluster)
     return status
 
 
 def _check_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
-    """Let the first rank of each host look, in turn lest they slow each other down, and rank 0 print."""
+    """Let the first rank of each host look, in turn lest they slow each other down, and rank 0 print.
+
+    Returns:
+        The exit status of these looks, the same on all ranks.
+    """
     channel, status = cluster.channel.clone(_LOOKS_S), 0
     for number, leader in enumerate(hosts.leaders):
         key = f"doctor/{leader}"
         if cluster.rank == 0 and leader != 0:
-            channel.put(f"{key}/turn", b"+")
+            channel.put(f"{key}/turn", json.dumps(True).encode())
         if cluster.rank == leader:
             if leader != 0:
                 channel.take(f"{key}/turn", sender="rank 0")
@@ -112,8 +116,7 @@ def _check_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
             findings = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
             print(_describe(hosts, number, hosts.ranks[number]), flush=True)
             status |= _print([Finding(*look) for look in findings])
-    channel.broadcast("doctor/looked", b"+")
-    return status
+    return int(channel.from_first("doctor/looked", lambda: status))
 
 
 def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
@@ -122,7 +125,7 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
     Returns:
         The finding, on rank 0.
     """
-    what, files, problem = "one folder for all hosts", Files(), ""
+    what, files, problem = "one folder for all hosts", FILE_SYSTEM, ""
     mark = CheckpointFolder(path, files).mark(cluster.nonce)
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
@@ -188,7 +191,7 @@ def machine() -> Iterator[Finding]:
 def folder(path: Path) -> Iterator[Finding]:
     """Look at what the file system of a folder can do, in a temporary folder."""
     scratch = path / f".doctor-{secrets.token_hex(4)}"
-    files = Files()
+    files = FILE_SYSTEM
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
         try:

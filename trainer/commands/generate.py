@@ -16,7 +16,7 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM
 from reprise.folder import MANIFEST
 from reprise.reading import find_accessory, open_checkpoint
 from trainer.commands.arguments import amount, natural, positive
@@ -73,7 +73,7 @@ def _own_tokenizer(folder: Path) -> Path | None:
     """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
     if not (folder / MANIFEST).exists():
         return folder / _TOKENIZER
-    checkpoint = open_checkpoint(folder, Files(), may_lack=True)
+    checkpoint = open_checkpoint(folder, FILE_SYSTEM, may_lack=True)
     return find_accessory(checkpoint, _TOKENIZER) if _TOKENIZER in checkpoint.lacking else folder / _TOKENIZER
 
 

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reprise.errors import ConfigError
+from reprise.files import Files, location
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys
 from trainer.config.overrides import escape, readable
@@ -99,7 +100,7 @@ def compose_command() -> DictConfig | None:
     return configs[0] if configs else None
 
 
-def over_saved(raw: DictConfig) -> DictConfig:
+def over_saved(raw: DictConfig, files: Files) -> DictConfig:
     """Return the configuration of a command without a model, over that of the checkpoint to load.
 
     The command's keys keep its values, and so do sections whose group it names.
@@ -113,7 +114,7 @@ def over_saved(raw: DictConfig) -> DictConfig:
         return raw
     from trainer.config.load_saved import find_saved
 
-    saved = find_saved(Path(load), iteration=step, save=None if save is None else Path(save))
+    saved = find_saved(location(load), iteration=step, save=None if save is None else Path(save), files=files)
     if saved is None:
         return raw
     values = {key: value for key, value in saved.values.items() if not _is_named(key, named_keys)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import TrainerError, UnreadableError
-from reprise.files import Files, Patience, PatientFiles, failed_read
+from reprise.files import Files, Patience, PatientFiles, failed_read, files_of
 from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
 from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_file
 from trainer.config.derived import command_line
@@ -28,7 +28,7 @@ class SavedConfig:
     values: dict[str, object]
 
 
-def find_saved(load: Path, *, iteration: int | None, save: Path | None) -> SavedConfig | None:
+def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: Files) -> SavedConfig | None:
     """Return the configuration in the checkpoint at `load`; None if it is not ours, or has no configuration.
 
     Of a run, the newest readable checkpoint is taken. Where `load` is gone, the newest checkpoint of the run itself is
@@ -42,7 +42,7 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None) -> Saved
     Raises:
         TrainerError: if an exactly named checkpoint is damaged, or its configuration is invalid.
     """
-    files = PatientFiles(Files(), Patience())
+    files = PatientFiles(files_of(load, files), Patience())
     try:
         checkpoint = _open(load if save is None or load.exists() else save, iteration, files)
     except OSError as error:

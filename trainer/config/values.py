@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
-from reprise.files import is_url
+from reprise.errors import ConfigError
+from reprise.files import is_store_url, is_url, location
 
 # Keys that name a file or a folder, or become a part of a path.
 _PATHS = (
@@ -23,6 +24,8 @@ _PATHS = (
     "data.valid",
     "data.cache",
 )
+# Those of them that may be the URL of a store.
+_MAY_BE_STORED = ("checkpoint.load",)
 _INT64 = 1 << 63
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 MOST_SECONDS = 1e9
@@ -67,9 +70,19 @@ def path_problems(config: object) -> list[str]:
             problems.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
         elif key in _PATHS and not value.strip():
             problems.append(f"{key}={value}: is empty; omit it to use the default")
+        elif key in _MAY_BE_STORED and is_store_url(value):
+            problems += _store_problems(key, value)
         elif key in _PATHS and is_url(value):
             problems.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
     return problems
+
+
+def _store_problems(key: str, value: str) -> list[str]:
+    try:
+        location(value)
+    except ConfigError as error:
+        return [f"{key}={value}: {error}"]
+    return []
 
 
 def from_environment(table: object) -> set[str]:

@@ -8,10 +8,8 @@ int64, and the borders, as numbers of sequences, as int64. Multimodal files add 
 
 from __future__ import annotations
 
-import bisect
 import os
 import struct
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +19,7 @@ import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.files import FileCalls, atomic_output, open_regular
+from trainer.data.document_index import DocumentIndex, damaged
 from trainer.data.text import find_files
 from trainer.data.token_file import TokenArray, TokenFile, unreadable
 
@@ -35,8 +34,8 @@ _LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
 _MOST_TOKEN = 2**31 - 1  # of int32
 
 
-class IndexedDocuments:
-    """The documents of a file of tokens, read from its open index by position: nothing is held in memory.
+class IndexedDocuments(DocumentIndex):
+    """The documents of a `.bin` file, by its `.idx` file.
 
     Args:
         end: where, in bytes of `.bin`, the last sequence ends.
@@ -45,85 +44,39 @@ class IndexedDocuments:
     def __init__(
         self, path: Path, descriptor: int, dtype: np.dtype[Any], *, sequences: int, borders: int, end: int
     ) -> None:
-        self.dtype, self.end, self.path = dtype, end, path
-        self._descriptor, self._sequences, self._borders = descriptor, sequences, borders
+        super().__init__(path, descriptor)
+        self.dtype, self.end = dtype, end
+        self._sequences, self._borders = sequences, borders
         self._offsets_at = _HEADER.size + sequences * _LENGTH_BYTES
         self._borders_at = self._offsets_at + sequences * _OFFSET_BYTES
-        weakref.finalize(self, os.close, descriptor)
 
     @property
     def count(self) -> int:
         """Return the number of documents; without borders every sequence is a document."""
         return self._borders - 1 if self._borders > 1 else self._sequences
 
-    def begins(self, start: int, stop: int) -> list[int]:
-        """Return the positions in range(start, stop) at which a document begins, in ascending order.
-
-        Raises:
-            DataError: the index cannot be read, or is damaged there.
-        """
-        positions: list[int] = []
-        for number in range(bisect.bisect_left(range(self.count), start, key=self._begin), self.count):
-            begin = self._begin(number)
-            if begin >= stop:
-                break
-            if begin < (positions[-1] if positions else start):
-                raise _damaged(self.path, "documents in ascending order", f"document {number} at token {begin}")
-            if not positions or begin > positions[-1]:  # an empty document begins where the next one does
-                positions.append(begin)
-        return positions
-
     def borders(self) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1].
-
-        Reads the complete index, 8 to 16 bytes a document.
-
-        Raises:
-            DataError: the index cannot be read, or is damaged.
-        """
+        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1]."""
         offsets = np.append(self._array(self._offsets_at, self._sequences), self.end)
         if self._borders > 1:
             sequences = self._array(self._borders_at, self._borders)
             if sequences.size and (int(sequences.min()) < 0 or int(sequences.max()) > self._sequences):
-                raise _damaged(self.path, f"borders of {self._sequences} sequences", f"up to {int(sequences.max())}")
+                raise damaged(self.path, f"borders of {self._sequences} sequences", f"up to {int(sequences.max())}")
             offsets = offsets[sequences]
         if (np.diff(offsets) < 0).any() or (offsets % self.dtype.itemsize).any() or int(offsets[0]) < 0:
-            raise _damaged(self.path, "documents in ascending order", "another order")
+            raise damaged(self.path, "documents in ascending order", "another order")
         return offsets // self.dtype.itemsize
 
-    def _array(self, at: int, count: int) -> npt.NDArray[np.int64]:
-        values = np.empty(count, dtype="<i8")
-        unread = values.view(np.uint8).data
-        while unread.nbytes:
-            try:
-                read_bytes = os.preadv(self._descriptor, [unread], at)
-            except OSError as error:
-                raise unreadable(self.path, error) from error
-            if not read_bytes:
-                raise _damaged(self.path, f"{8 * count} bytes", f"{unread.nbytes} fewer")
-            unread, at = unread[read_bytes:], at + read_bytes
-        return values
-
     def _begin(self, document: int) -> int:
-        """Return the position of the first token of a document."""
         sequence = self._read(self._borders_at + document * _BORDER_BYTES) if self._borders > 1 else document
         if sequence == self._sequences:  # empty documents at the end
             return self.end // self.dtype.itemsize
         if not 0 <= sequence < self._sequences:
-            raise _damaged(self.path, f"a border of {self._sequences} sequences", f"{sequence}")
+            raise damaged(self.path, f"a border of {self._sequences} sequences", f"{sequence}")
         offset = self._read(self._offsets_at + sequence * _OFFSET_BYTES)
         if not 0 <= offset <= self.end or offset % self.dtype.itemsize:
-            raise _damaged(self.path, f"an offset of a token in {self.end} bytes", f"{offset}")
+            raise damaged(self.path, f"an offset of a token in {self.end} bytes", f"{offset}")
         return offset // self.dtype.itemsize
-
-    def _read(self, at: int) -> int:
-        try:
-            data = os.pread(self._descriptor, 8, at)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        if len(data) < 8:
-            raise _damaged(self.path, f"8 bytes at {at}", f"{len(data)}")
-        return int.from_bytes(data, "little", signed=True)
 
 
 def find_indexed(pattern: str) -> list[Path]:
@@ -227,16 +180,6 @@ def _write_tokens(
     return [*lengths, waiting] if waiting else lengths
 
 
-def _damaged(place: Path, expected: str, actual: str) -> DataError:
-    return DataError(
-        "An index of Megatron's data is damaged",
-        where=place,
-        expected=expected,
-        found=actual,
-        fix="Copy it again, or write both files again.",
-    )
-
-
 def _read_index(place: Path) -> IndexedDocuments:
     try:
         descriptor = open_regular(place)
@@ -270,7 +213,7 @@ def _read_index(place: Path) -> IndexedDocuments:
         description = (
             f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}"
         )
-        raise _damaged(place, f"{sequences} sequences that begin at byte 0", description)
+        raise damaged(place, f"{sequences} sequences that begin at byte 0", description)
     return index
 
 

@@ -22,6 +22,7 @@ class DataKind(Enum):
     text = "text"
     token_file = "token_file"
     megatron = "megatron"
+    datatrove = "datatrove"
 
 
 class SampleCut(Enum):
@@ -51,33 +52,34 @@ class DataSection:
 
     Args:
         kind: source of the tokens: `stdlib`, the source text of Python's standard library; `text`, files of text;
-            `token_file`, files of tokens; `megatron`, pairs of `.bin` and `.idx` files as Megatron-LM has them.
+            `token_file`, files of tokens; `megatron`, pairs of `.bin` and `.idx` files as Megatron-LM has them;
+            `datatrove`, pairs of `.ds` and `.ds.index` files as datatrove has them.
         path: with `text`: a file or a glob, ``**`` allowed; plain, in gzip, Zstandard or Parquet (column ``text``).
         tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes, and ``bytes`` takes files
-            that are not text. With `token_file` and `megatron`: the tokenizer that wrote the tokens, a tokenizer.json
-            or ``bytes``, which sampled texts need. It is saved with every checkpoint.
-        train: with `token_file` and `megatron`: training tokens, a file or a glob; with `megatron` also a prefix, a
-            path without ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 0.3}]`` blends sources, with
-            `text` too, whose `path` is null then. Weights are decimals, integers or fractions such as ``1/3`` of any
-            sum.
+            that are not text. With files of tokens: the tokenizer that wrote the tokens, a tokenizer.json or ``bytes``,
+            which sampled texts need. It is saved with every checkpoint.
+        train: with files of tokens: training tokens, a file or a glob; with `megatron` also a prefix, a path without
+            ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 0.3}]`` blends sources, with `text` too, whose
+            `path` is null then. Weights are decimals, integers or fractions such as ``1/3`` of any sum.
         valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
             leaves nothing to evaluate on.
         position: where a source begins that takes the place of another one when a run resumes: `run`, at the number of
             samples that the run has consumed; `start`, at its first sample. It acts once, at the change. After a blend
             or a `start`, a new source begins at its first sample with both.
         samples: `across_documents` cuts the next tokens of a file, whatever document they are of; `per_document`
-            (`megatron` only) begins at the begin of each document and pads its last sample, without targets there.
+            (`megatron` and `datatrove` only) begins at the begin of each document and pads its last sample, without
+            targets there.
         document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
-            end-of-text token, or where the index of `megatron` ends it.
+            end-of-text token, or where the index of `megatron` and `datatrove` ends it.
         end_of_text: the token that ends a document, for `document_mask`; null takes the tokenizer's, and with
-            `megatron` the index.
+            `megatron` and `datatrove` the index.
         valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
         cache: folder of prepared token files; null takes the user's cache folder.
         verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
             beside each, if size and times of change are still the same, and else reads the tokens; `full` reads all
             tokens.
         vocab_size: upper bound of the token ids, exclusive; null takes the tokenizer's, and leaves it unknown with
-            `token_file` and `megatron`.
+            files of tokens.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -108,10 +110,13 @@ _KEYS_OF_KIND = {
     DataKind.text: frozenset({"path", "tokenizer"}),
     DataKind.token_file: frozenset({"train", "valid", "tokenizer"}),
     DataKind.megatron: frozenset({"train", "valid", "tokenizer"}),
+    DataKind.datatrove: frozenset({"train", "valid", "tokenizer"}),
 }
-_NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train", DataKind.megatron: "train"}
+# Kinds whose files have an index of their documents.
+INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
 # Kinds whose files are tokens already: their tokenizer is known only where it is named.
-TOKEN_KINDS = frozenset({DataKind.token_file, DataKind.megatron})
+TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file}
+_NEEDED_KEY = {DataKind.text: "path", **dict.fromkeys(TOKEN_KINDS, "train")}
 
 
 def sources_of(section: DataSection) -> list[WeightedSection]:
@@ -174,8 +179,10 @@ def problems(section: DataSection) -> list[str]:
             messages += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             messages += _path_problems(key, value)
-    if section.samples is SampleCut.per_document and section.kind is not DataKind.megatron:
-        messages.append("data.samples=per_document: needs data.kind=megatron, whose index has the documents")
+    if section.samples is SampleCut.per_document and section.kind not in INDEXED_KINDS:
+        messages.append(
+            "data.samples=per_document: needs data.kind=megatron or datatrove, whose index has the documents"
+        )
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
         messages.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
@@ -190,7 +197,7 @@ def problems(section: DataSection) -> list[str]:
 
 
 def _knows_documents(section: DataSection) -> bool:
-    return section.kind is DataKind.megatron or section.end_of_text is not None or section.tokenizer is not None
+    return section.kind in INDEXED_KINDS or section.end_of_text is not None or section.tokenizer is not None
 
 
 def _blend_problems(entries: list[object]) -> list[str]:

@@ -209,7 +209,8 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
             where=path,
             expected=formats,
             found=f"magic {magic} version {version}",
-            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does.",
+            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does. "
+            "Files of datatrove are data=datatrove, those of Megatron data=megatron.",
         )
     body_bytes = size_bytes - HEADER_BYTES
     if body_bytes != count * form.dtype.itemsize:

@@ -16,9 +16,10 @@ from trainer.run.state import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The settings of a sample.
+    """The settings of a sample, and when one is due.
 
     Args:
+        interval: iterations from one sample to the next; 0 for none.
         prompt: at least one token.
         max_new_tokens: the maximum; the end of text may come earlier.
         seq_length: tokens of a forward pass, as in training; longer texts are cut at the front.
@@ -26,12 +27,20 @@ class Sampler:
         decode: converts tokens to text; used on rank 0 only.
     """
 
+    interval: int
     prompt: Sequence[int]
     max_new_tokens: int
     seq_length: int
     rows: int
     seed: int
     decode: Callable[[Sequence[int]], str]
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the run logs a text of the model after `iteration`."""
+        return self.interval > 0 and iteration % self.interval == 0
+
+
+NO_SAMPLES = Sampler(interval=0, prompt=(0,), max_new_tokens=0, seq_length=1, rows=1, seed=0, decode=str)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from reprise.errors import MismatchError
+from reprise.files import FILE_SYSTEM, Files
 from reprise.reading import Checkpoint
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
@@ -25,6 +26,7 @@ class ImportOptions:
         optimizer_names: the optimizer's parameter names in its order, for formats with numbers in their place.
         overrides: the command-line overrides in `config`.
         from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
+        files: the store of the files to read.
     """
 
     config: Config
@@ -33,6 +35,7 @@ class ImportOptions:
     optimizer_names: Sequence[str] | None = None
     overrides: Sequence[str] = ()
     from_rank0: bool = False
+    files: Files = FILE_SYSTEM
 
 
 def require_moments(signs: Sequence[str], options: ImportOptions, *, where: object) -> None:
@@ -62,11 +65,13 @@ class ExportOptions:
         dtype: dtype of the exported tensors.
         tokenizer: a file or a folder to copy tokenizer files from.
         merge: the weights beneath the adapters of the checkpoint, to add the adapters to; None adds nothing.
+        files: the store to write to.
     """
 
     dtype: torch.dtype = torch.float32
     tokenizer: Path | None = None
     merge: Path | None = None
+    files: Files = FILE_SYSTEM
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     adapters, expected = adapters_of(checkpoint), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
         raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
-    weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"))
+    weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"), checkpoint.files)
     if identity != dict(expected):
         raise MismatchError(
             "The adapters were trained on another base",
@@ -77,13 +77,13 @@ def check_adapters(checkpoint: Checkpoint) -> None:
         adapters.read(name)
 
 
-def _open_base(path: Path, model: ModelConfig, digest: object) -> tuple[StateSource, dict[str, str]]:
+def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> tuple[StateSource, dict[str, str]]:
     """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it.
 
     Args:
         digest: of the base of their training; of a run, the base is the iteration with this digest.
     """
-    plain, files = base_of(model), Files()
+    plain = base_of(model)
     if path.is_file():
         file = llmc.open_file(path, files)
         differences(file.model, plain, where=path, kind="file")

@@ -13,7 +13,7 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM, Files
 from reprise.reading import Chooser, LoadSource, open_checkpoint
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
@@ -21,18 +21,20 @@ from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
 
 
-def open_model(path: Path, device: torch.device, base: Path | None = None) -> tuple[Model, Path]:
+def open_model(
+    path: Path, device: torch.device, base: Path | None = None, files: Files = FILE_SYSTEM
+) -> tuple[Model, Path]:
     """Return a model in float32, and its folder.
 
     Args:
         path: a run's folder or its checkpoint folder, for the newest valid checkpoint; an iteration; or a folder
             written by transformers' `save_pretrained`.
         base: the weights beneath the adapters of the checkpoint, which are added to them; None for a complete model.
+        files: the store that they lie in.
 
     Raises:
         TrainerError: if there is no model, it is damaged, or its family is not supported.
     """
-    files = Files()
     if is_folder(path):
         folder = open_folder(path, files)
         places = stored_places(folder, folder.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,12 @@ import torch
 from models import families
 from models.adapters import is_adapted
 from models.families import problems as model_problems
-from reprise.commit import finish
-from reprise.commit.attempt import Attempt
-from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.files import Files, cannot_write
-from reprise.folder import STATE, CheckpointFolder, FolderLock
+from reprise import savers
+from reprise.errors import ConfigError, MismatchError
+from reprise.files import FILE_SYSTEM, Files
+from reprise.folder import STATE, CheckpointFolder
 from reprise.json_file import Document
-from reprise.layout import build_layout
-from reprise.savers import Retention
-from reprise.saving.owned_folder import require_room
+from reprise.layout import WrittenPiece, build_layout
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -45,7 +41,14 @@ from trainer.schedules.progress import Progress
 _log = logging.getLogger(__name__)
 
 
-def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
+def write_checkpoint(
+    source: StateSource,
+    folder: Path,
+    config: Config,
+    *,
+    consumed_samples: int | None = None,
+    files: Files = FILE_SYSTEM,
+) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
 
     Tensors become float32 one by one; NaN and infinity are refused. The folder is locked meanwhile, as by a run.
@@ -54,6 +57,7 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
         config: configuration of the run to continue; its parallel layout is ignored.
         consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
             iteration.
+        files: the store to write to.
 
     Raises:
         TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
@@ -70,23 +74,21 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
     _check(config)
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
-    files = Files()
     frozen = frozen_names(config.model, config.train.freeze)
     specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
-    nonce = secrets.token_hex(4)
-    attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)
-    try:
-        lock = FolderLock(folder, nonce)
-        lock.acquire()
-        try:
-            attempt.folder.sweep()
-            _write(source, attempt, config, documents, lock)
-        finally:
-            lock.release()
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return attempt.folder.iteration(source.iteration)
+
+    def write(partial: Path) -> list[WrittenPiece]:
+        return write_tensor_files(partial, files, layout, _finite_reader(source))
+
+    return savers.write_checkpoint(
+        CheckpointFolder(folder, files),
+        source.iteration,
+        layout,
+        write,
+        documents=documents,
+        aliases=families.aliases(config.model),
+    )
 
 
 def _check(config: Config) -> None:
@@ -119,31 +121,6 @@ def _trainable(config: Config) -> TrainSection:
         f"{most}, and a run that continues from it needs train.seq_length={most} or less"
     )
     return replace(config.train, seq_length=most)
-
-
-def _write(
-    source: StateSource, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock
-) -> None:
-    target, partial = (
-        attempt.folder.iteration(attempt.iteration),
-        attempt.folder.partial(attempt.iteration, attempt.name),
-    )
-    if target.exists():
-        raise CheckpointError(
-            "The iteration is there already", where=target, fix="Move it away, or name another folder."
-        )
-    require_room(attempt, documents, Retention())
-    files = attempt.folder.files
-    try:
-        files.make_folder(partial)
-        pieces = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
-        aliases = families.aliases(config.model)
-        tensors = finish.tensors_of(attempt, [pieces])
-        json_files = finish.json_files(attempt, tensors, documents=documents, aliases=aliases)
-        finish.prepare(attempt, json_files, lock=lock)
-        finish.rename(attempt)
-    finally:
-        files.remove_tree(partial)  # gone, once it has its name
 
 
 def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:

@@ -40,10 +40,10 @@ class WeightsKind(Enum):
         """Return the name of the program whose weights they are."""
         return "transformers" if self is WeightsKind.folder else "llm.c"
 
-    def digest(self, path: Path) -> str:
+    def digest(self, path: Path, files: Files) -> str:
         """Return the digest of the weights at a path; see `Pretrained`."""
-        files = [path] if self is WeightsKind.file else tensor_files(open_folder(path, Files()))
-        return digest_of_samples(files).hex()
+        paths = [path] if self is WeightsKind.file else tensor_files(open_folder(path, files))
+        return digest_of_samples(paths).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ def load_pretrained(
     section: CheckpointSection,
     *,
     seed: int,
+    files: Files,
 ) -> Pretrained:
     """Fill parameters from `path`, cast to float32. A call of all ranks.
 
@@ -104,7 +105,7 @@ def load_pretrained(
     with channel.agreed("pretrained/open"):
         _require_finetune(path, kind, section)
         opens = _open_folder if kind is WeightsKind.folder else _open_file
-        weights = opens(path, model, section, is_first=cluster.rank == 0)
+        weights = opens(path, model, section, files, is_first=cluster.rank == 0)
         digest = _digest(path, weights.files)
     channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
@@ -120,8 +121,10 @@ def load_pretrained(
     return Pretrained(report, digest)
 
 
-def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
-    folder = open_folder(path, Files())
+def _open_folder(
+    path: Path, model: ModelConfig, section: CheckpointSection, files: Files, *, is_first: bool
+) -> _Weights:
+    folder = open_folder(path, files)
     same = _with_stored_sizes(folder.model, model) if section.resize else model
     fit = replace(Fit.of(section, same, model), casts=False)  # `hf.fill` reads every dtype as float32
     notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
@@ -129,9 +132,9 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
     places = stored_places(folder, same, fit.selects)
     if is_first and not fit.patterns:
         check_tied(folder, model)
-    files = tensor_files(folder)
+    paths = tensor_files(folder)
     notes += other_files_notes(path)
-    return _Weights(fit, places, notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+    return _Weights(fit, places, notes, paths, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
 def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
@@ -140,7 +143,7 @@ def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, vocab_size=vocab_size, max_position_embeddings=stored.max_position_embeddings)
 
 
-def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
+def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, files: Files, *, is_first: bool) -> _Weights:
     del is_first  # a file of a tied model has one table
     for name in ("resize", "partial"):
         if getattr(section, name):
@@ -150,7 +153,7 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is
                 found=f"checkpoint.{name}={getattr(section, name)}",
                 fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
             )
-    file = open_file(path, Files())
+    file = open_file(path, files)
     notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
     return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 

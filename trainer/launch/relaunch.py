@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.files import Files, replace_file
+from reprise.files import replace_file
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json
 
@@ -109,7 +109,7 @@ def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> Non
             **stored,
             "launches": [*stored["launches"], *(n for n in launch.names if n not in stored["launches"])],
         }
-    replace_file(Files(), path, json_file.to_bytes(record))
+    replace_file(folder.files, path, json_file.to_bytes(record))
 
 
 def _read(path: Path) -> Json | None:

@@ -71,7 +71,7 @@ class JsonlFile:
             self._has_failed = True
 
 
-def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> set[int]:
+def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> set[int]:
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
@@ -86,7 +86,7 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> s
     """
     if not path.exists():
         return set()
-    files, retained, cut, recorded = Files(), list[str](), list[str](), set[int]()
+    retained, cut, recorded = list[str](), list[str](), set[int]()
     for line in _read_lines(path):
         number, event = _parsed(line)
         is_kept = number is not None and number <= iteration

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Set
 from pathlib import Path
 
-from reprise.files import Files
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
@@ -28,9 +27,10 @@ class JsonlSink(MetricSink):
             OSError: if the run's folder cannot be written.
         """
         path = position.folder / METRICS
-        recorded = cut_after(path, position.iteration, owes_evaluation=position.owes_evaluation)
+        recorded = cut_after(path, position.iteration, owes_evaluation=position.owes_evaluation, files=position.files)
         self._lines = JsonlFile(path)
-        Files().sync_folder(position.folder)  # the records are durable with the first checkpoint, and so is their name
+        # The records are durable with the first checkpoint, and so is their name.
+        position.files.sync_folder(position.folder)
         first = min(recorded, default=position.iteration + 1 if position.began_elsewhere else 1)
         _report_gap(path, recorded, first, position.iteration)
 

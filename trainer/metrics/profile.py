@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reprise.files import Files, make_folders
+from reprise.files import FILE_SYSTEM, Files, make_folders
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,10 @@ class Profiler:
         steps: two iterations; empty for no trace.
     """
 
-    def __init__(self, folder: Path, steps: Sequence[int], *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, steps: Sequence[int], *, rank: int, device: torch.device, files: Files = FILE_SYSTEM
+    ) -> None:
+        self._files = files
         self._folder, self._steps, self._rank, self._device = folder / FOLDER, tuple(steps), rank, device
         self._profile: Any = None
         if self._steps and self._has_memory_history:
@@ -80,7 +83,7 @@ class Profiler:
 
     def _is_written(self, noun: str, path: Path, write: Callable[[], None]) -> bool:
         try:
-            make_folders(Files(), path.parent)
+            make_folders(self._files, path.parent)
             write()
         except OSError as error:
             _log.error("%s cannot be written to %s: %s", noun, path, error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from reprise.files import Files, make_folders, replace_file
+from reprise.files import FILE_SYSTEM, Files, make_folders, replace_file
 from reprise.savers import SaveReport
 from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
@@ -139,7 +139,9 @@ class RunLog:
         log_interval: int,
         mfu_scale: float | None,
         sinks: Sequence[str] = (),
+        files: Files = FILE_SYSTEM,
     ) -> None:
+        self._files = files
         self._folder = folder
         self.train_iters = train_iters
         self._log_interval = log_interval
@@ -169,11 +171,11 @@ class RunLog:
         Raises:
             TrainerError: if the run's folder cannot be written.
         """
-        position = RunPosition(self._folder, iteration, owes_evaluation, began_elsewhere, config)
+        position = RunPosition(self._folder, self._files, iteration, owes_evaluation, began_elsewhere, config)
         lines = JsonlSink()
         try:
-            make_folders(Files(), self._folder)
-            replace_file(Files(), self._folder / "config.yaml", config.encode())
+            make_folders(self._files, self._folder)
+            replace_file(self._files, self._folder / "config.yaml", config.encode())
             lines.start(position)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error

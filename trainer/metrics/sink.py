@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
+from reprise.files import Files
 from trainer.config.logging import SINKS
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class RunPosition:
 
     Args:
         folder: the run's.
+        files: the store of the folder.
         iteration: the last iteration before; lines of later iterations are abandoned.
         owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
         began_elsewhere: whether the iterations so far may be those of another run, which are not in this log.
@@ -32,6 +34,7 @@ class RunPosition:
     """
 
     folder: Path
+    files: Files
     iteration: int
     owes_evaluation: bool = False
     began_elsewhere: bool = False

@@ -25,7 +25,7 @@ _VERSION = "brain.Event:"
 _NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 
 
-def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
+def cut_events(folder: Path, iteration: int, *, files: Files, but: str | None = None) -> None:
     """Remove events after `iteration`, and truncated records, from the event files of a folder.
 
     A process killed in here leaves every file either unchanged or cut. An older, suspended process still adds its
@@ -40,7 +40,6 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
     Raises:
         OSError: the folder cannot be read or written.
     """
-    files = Files()
     for path in sorted(folder.glob("events.out.tfevents.*")):
         files.remove_file(temporary_of(path))
         data = read_regular(path)
@@ -51,7 +50,7 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
             replace_file(files, path, retained)
 
 
-def put_before(folder: Path, second: int) -> None:
+def put_before(folder: Path, second: int, files: Files) -> None:
     """Rename event files, if necessary, so that a file created at `second` or later sorts after all of them.
 
     Two launches may share a second, and the clock of another host may lag. The files keep their order, even if the
@@ -67,7 +66,7 @@ def put_before(folder: Path, second: int) -> None:
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     for last, match in zip(range(second - len(matches), second), matches, strict=True):
         if int(match[2]) > last:
-            Files().rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")
+            files.rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")
 
 
 def _kept(data: bytes, iteration: int, but: str | None) -> Iterator[bytes]:

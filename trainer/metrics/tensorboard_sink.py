@@ -31,8 +31,9 @@ class TensorboardSink(MetricSink):
         """Cut the event files, even if the run has turned them off."""
         self._folder = position.folder / _EVENTS
         but = VALID_LOSS if position.owes_evaluation else None
-        self._plot(lambda: cut_events(self._folder, position.iteration, but=but), position.iteration)
-        self._plot(lambda: put_before(self._folder, int(time.time())), position.iteration)
+        files = position.files
+        self._plot(lambda: cut_events(self._folder, position.iteration, but=but, files=files), position.iteration)
+        self._plot(lambda: put_before(self._folder, int(time.time()), files), position.iteration)
 
     def start(self, position: RunPosition) -> None:
         self._purge_step = position.iteration + 1

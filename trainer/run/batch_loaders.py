@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from trainer.config.derived import batch_schedule_of, micro_batches_of
 from trainer.config.schema import Config
@@ -19,10 +23,25 @@ from trainer.run.run_data import RunData
 _log = logging.getLogger(__name__)
 
 
-def build_loaders(
-    config: Config, cluster: Cluster, topology: Topology, data: RunData
-) -> tuple[BatchLoader, BatchLoader | None]:
-    """Return the loaders of this rank's training data and, where the run evaluates, its validation data.
+@dataclass(frozen=True, slots=True)
+class ValidData:
+    """This rank's validation data, and when a run evaluates; by default never.
+
+    Args:
+        interval: iterations from one evaluation to the next; 0 for none.
+        batches: opens an evaluation: per global batch the micro batches, int64 [b, seq_length + 1].
+    """
+
+    interval: int = 0
+    batches: Callable[[], Iterable[Sequence[torch.Tensor]]] = tuple
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the run evaluates after `iteration`."""
+        return self.interval > 0 and iteration % self.interval == 0
+
+
+def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[BatchLoader, ValidData]:
+    """Return the loaders of this rank's training data and validation data.
 
     Raises:
         DataError: if a source has no sample.
@@ -40,8 +59,11 @@ def build_loaders(
 
     sources = [samples(source.files) for source in data.train]
     blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
-    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
-    return loader(blended, max(batch_schedule_of(train).sizes)), valid
+    training = loader(blended, max(batch_schedule_of(train).sizes))
+    if not train.eval_interval:
+        return training, ValidData()
+    valid = loader(samples(data.valid), train.global_batch_size)
+    return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:

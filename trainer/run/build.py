@@ -35,6 +35,7 @@ from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import commit, versions
+from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.run_data import RunData, open_data_alone
@@ -64,8 +65,8 @@ class Run:
     context: ParallelContext
     batch_schedule: BatchSchedule
     train_data: BatchLoader
-    valid_data: BatchLoader | None
-    sampler: Sampler | None
+    valid_data: ValidData
+    sampler: Sampler
     saves: Saves
     restorer: Restorer
     control: RunControl
@@ -123,7 +124,7 @@ def build(
         valid_data=inputs.valid_data,
         sampler=inputs.sampler,
         saves=saves,
-        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
         control=_build_control(config, cluster, signals),
         description=_describe(config, schedule, topology, inputs.data, environment),
         model_files=model_documents(config.model),
@@ -133,7 +134,13 @@ def build(
             environment_keys,
         ),
         own_time=OwnTime(cluster.device),
-        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
+        profiler=Profiler(
+            Path(config.run.dir),
+            config.train.profile_steps,
+            rank=cluster.rank,
+            device=cluster.device,
+            files=saves.files,
+        ),
         start_times=times or StartTimes(),
     )
 
@@ -211,5 +218,6 @@ def build_log(run: Run) -> RunLog:
         train_iters=run.train_iters,
         log_interval=config.logging.log_interval,
         sinks=sink_names(config.logging),
+        files=run.saves.files,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )

@@ -13,9 +13,9 @@ from trainer.config.schema import Config
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files
-from trainer.generate.during_training import Sampler
+from trainer.generate.during_training import NO_SAMPLES, Sampler
 from trainer.launch.process_group import Cluster
-from trainer.run.batch_loaders import build_loaders
+from trainer.run.batch_loaders import ValidData, build_loaders
 from trainer.run.run_data import RunData, open_data
 
 
@@ -24,15 +24,13 @@ class RunInputs:
     """The open inputs of a run on one rank.
 
     Args:
-        valid_data: None if the run never evaluates.
-        sampler: None if it logs no texts of the model.
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
     """
 
     data: RunData
     train_data: BatchLoader
-    valid_data: BatchLoader | None
-    sampler: Sampler | None
+    valid_data: ValidData
+    sampler: Sampler
     tokenizer: Mapping[str, bytes]
 
 
@@ -44,7 +42,7 @@ def open_inputs(config: Config, cluster: Cluster) -> RunInputs:
     """
     data = open_data(config, cluster)
     train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
-    sampler = _build_sampler(config, cluster) if config.train.sample_interval else None
+    sampler = _build_sampler(config, cluster) if config.train.sample_interval else NO_SAMPLES
     return RunInputs(data, train, valid, sampler, _read_tokenizer(config, cluster))
 
 
@@ -61,6 +59,7 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
 
     prompt = cluster.channel.from_first("sampler", tokens)
     return Sampler(
+        interval=train.sample_interval,
         prompt=prompt,
         max_new_tokens=train.sample_tokens,
         seq_length=train.seq_length,

@@ -23,17 +23,20 @@ from reprise.channel import StoreChannel
 from reprise.errors import DataError
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
+from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
 _SIDES = {"train": "training", "valid": "validation"}
+# Openers of files with an index; all others have the header of token files.
+_OPENERS = {DataKind.megatron: open_indexed_file, DataKind.datatrove: open_datatrove_file}
 
 _Files = Mapping[str, Sequence[TokenFile]]
 _Digests = Mapping[str, Sequence[TokenDigest]]
@@ -214,7 +217,7 @@ def _open(config: Config) -> _OpenFiles:
         "train": [path for corpus in corpora for path in corpus.train],
         "valid": [path for corpus in corpora for path in corpus.valid if config.train.eval_interval],
     }
-    open_file = open_indexed_file if config.data.kind is DataKind.megatron else open_token_file
+    open_file = _OPENERS.get(config.data.kind, open_token_file)
     sides = {side: open_token_files(side_paths, open_file) for side, side_paths in paths.items()}
     pairs = zip(weighted, corpora, strict=True)
     counts = [(source.weight, len(corpus.train)) for source, corpus in pairs]
@@ -228,7 +231,7 @@ def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
         DataError: if the tokenizer cannot be read, or the model does not have the token.
     """
     data, token = config.data, config.data.end_of_text
-    if token is None and data.kind is DataKind.megatron:
+    if token is None and data.kind in INDEXED_KINDS:
         return DocumentMarks(None)
     if token is None:
         token = open_encoder(data.tokenizer).end_of_text if data.kind in TOKEN_KINDS else corpus.end_of_text
@@ -358,7 +361,7 @@ def _other_documents(first: _HostData, data: _HostData, rank: int) -> DataError:
         expected=f"the index of {first.paths[side][number]} on host {first.host}, rank 0: digest "
         f"{first.documents[side][number]} of its documents",
         found=f"digest {data.documents[side][number]} of {data.paths[side][number]}",
-        fix="Give every host the same .idx files.",
+        fix="Give every host the same indexes, .idx or .index files.",
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from models import families
 from models.adapters import is_adapted
 from reprise.errors import TrainerError
-from reprise.files import Files
+from reprise.files import Files, location
 from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
 from reprise.folder import named_iteration as folder_iteration
 from reprise.json_file import Document
@@ -125,9 +125,11 @@ class SharedTarget(SaveTarget):
     event = "save"
     is_main = True
 
-    def __init__(self, saver: Checkpointer, folder: Path, section: CheckpointSection, *, has_local: bool) -> None:
+    def __init__(
+        self, saver: Checkpointer, folder: CheckpointFolder, section: CheckpointSection, *, has_local: bool
+    ) -> None:
         super().__init__(saver)
-        self.folder = CheckpointFolder(folder, Files())
+        self.folder = folder
         self._section, self._has_local = section, has_local
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
@@ -218,9 +220,14 @@ class WeightsTarget(SaveTarget):
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """The targets of a run; none where it saves nothing."""
+    """The targets of a run; none where it saves nothing.
+
+    Args:
+        files: the store in which they lie, and those that the run loads from.
+    """
 
     targets: tuple[SaveTarget, ...]
+    files: Files
 
     def __iter__(self) -> Iterator[SaveTarget]:
         """Yield the targets: the shared folder, the local ones, the weights."""
@@ -321,7 +328,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
             stack.callback(call)
 
 
-def build_saves(config: Config, cluster: Cluster) -> Saves:
+def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
     """Return the targets of a configuration. Collective.
 
     Weights alone are among them also where they are no longer saved but some are there, to sweep and to rewind.
@@ -330,34 +337,36 @@ def build_saves(config: Config, cluster: Cluster) -> Saves:
     has_local = section.local.dir is not None
     if section.save is not None:
         policy = _save_policy(section, terms.SAVE)
-        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
-        targets.append(SharedTarget(saver, Path(section.save), section, has_local=has_local))
+        ranks = cluster.local_ranks
+        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks)
+        folder = CheckpointFolder(Path(section.save), files)
+        targets.append(SharedTarget(saver, folder, section, has_local=has_local))
     if section.local.dir is not None:
-        targets.append(_local_target(section, Path(section.local.dir), cluster))
+        targets.append(_local_target(section, Path(section.local.dir), cluster, files))
     if section.save is not None:
         is_asked = bool(section.save_weights_interval or section.save_steps)
-        folder = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
-        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(folder)) or is_asked:
-            targets.append(_weights_target(config, cluster))
-    return Saves(tuple(targets))
+        weights = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
+        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(weights)) or is_asked:
+            targets.append(_weights_target(config, cluster, files))
+    return Saves(tuple(targets), files)
 
 
-def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster) -> LocalTarget:
+def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, files: Files) -> LocalTarget:
     from reprise.savers import LocalCheckpointer, LocalPolicy
 
     local, saving = section.local, _save_policy(section, terms.LOCAL)
     shared, names = None if section.save is None else Path(section.save), saving.retention.named
     if names and shared is not None:  # what the shared folder has needs no memory of the hosts
-        names -= frozenset(CheckpointFolder(shared, Files()).committed())
+        names -= frozenset(CheckpointFolder(shared, files).committed())
         saving = replace(saving, retention=Retention(named=names))
     policy = LocalPolicy(folder, local.save_interval, local.keep, local.copies, saving)
     owner = LocalCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared, files=files
     )
     return LocalTarget(owner, is_main=shared is None)
 
 
-def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
+def _weights_target(config: Config, cluster: Cluster, files: Files) -> WeightsTarget:
     from reprise.savers import WeightsCheckpointer, WeightsPolicy
 
     section = config.checkpoint
@@ -368,7 +377,9 @@ def _weights_target(config: Config, cluster: Cluster) -> WeightsTarget:
         section.weights_keep,
         _save_policy(section, terms.WEIGHTS),
     )
-    owner = WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+    owner = WeightsCheckpointer(
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, files=files
+    )
     return WeightsTarget(owner, config)
 
 
@@ -382,7 +393,7 @@ def named_iteration(section: CheckpointSection) -> int | None:
         return None
     if section.load == "auto":
         return section.ckpt_step
-    path, run_folder = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
+    path, run_folder = LoadSource.named(location(section.load)).path.resolve(), folder.resolve()
     return section.ckpt_step if path == run_folder else iteration_of(path) if path.parent == run_folder else None
 
 

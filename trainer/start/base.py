@@ -11,7 +11,7 @@ from pathlib import Path
 
 from models.adapters import base_of
 from reprise.errors import TrainerError
-from reprise.files import Files, Patience, failed_read
+from reprise.files import Patience, failed_read, location
 from reprise.json_file import Json
 from reprise.reading import Checkpoint, Chooser, LoadSource
 from trainer.config import terms
@@ -37,7 +37,7 @@ def with_base(run: Run, start: Start) -> Run:
             the base of the adapters.
     """
     section = run.config.checkpoint
-    path = Path(section.load if section.base is None else section.base)
+    path = location(section.load if section.base is None else section.base)
 
     def choose() -> Json:
         try:
@@ -59,7 +59,7 @@ def with_base(run: Run, start: Start) -> Run:
 
 def _source(section: CheckpointSection, choice: Json) -> TensorSource:
     """Return the source of a choice of `named_source`, or of an iteration of it by `exact`."""
-    path = Path(choice["path"])
+    path = location(choice["path"])
     if choice["kind"] != "checkpoint":
         return weights_of(choice)
     if section.base is not None:
@@ -81,11 +81,11 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
     where, expected = saved
     source = _source(run.config.checkpoint, choice)
     if isinstance(source, Weights):
-        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path)}
+        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path, run.saves.files)}
     else:
         assert isinstance(source, Checkpoints)
         newest: Checkpoint | None = None
-        for checkpoint in Chooser(source.source, Files(), lambda _: None).openable():
+        for checkpoint in Chooser(source.source, run.saves.files, lambda _: None).openable():
             if identity_of(checkpoint) == dict(expected):
                 return {"kind": "checkpoint", "path": str(checkpoint.path), "is_exact": True}
             newest = newest or checkpoint
@@ -101,7 +101,7 @@ def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, obj
     """Return the newest readable checkpoint of adapters, and the identity of its base; None without a checkpoint."""
     local = run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
-        for checkpoint in Chooser(adapters.source, Files(), lambda _: None, local=local).openable():
+        for checkpoint in Chooser(adapters.source, run.saves.files, lambda _: None, local=local).openable():
             base = checkpoint.state.get("base")
             return (checkpoint.path, base) if isinstance(base, Mapping) else None
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files, Patience, cannot_write, failed_read
+from reprise.files import Patience, cannot_write, failed_read, is_stored, location
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource
@@ -87,7 +87,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     is_own = bool(choice) and (goes_on or section.load == "auto")
     source: TensorSource = InitialValues()
     if choice.get("kind") in (_OWN, "checkpoint"):
-        folder = LoadSource(Path(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
+        folder = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
         source = Checkpoints(folder, is_own)
     elif choice:
         source = weights_of(choice)
@@ -114,6 +114,8 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
         CheckpointError: if a run cannot start from the file.
         MismatchError: if it is a Megatron checkpoint, adapters of PEFT, or weights where these are not allowed.
     """
+    if is_stored(path):
+        return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
     refuse_megatron(path)
     if (path / ADAPTERS).is_file() and not (path / MANIFEST).exists():
         raise MismatchError(
@@ -164,7 +166,7 @@ def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start,
     with cluster.channel.agreed("beginning"):
         if folder is not None and names and _keeps_record(cluster, saves):
             try:
-                note(CheckpointFolder(folder, Files()), start.launch, None if start.is_restarted else began_at)
+                note(CheckpointFolder(folder, saves.files), start.launch, None if start.is_restarted else began_at)
             except OSError as error:
                 raise cannot_write(folder, error, another=terms.SAVE.another) from error
 
@@ -198,14 +200,14 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         _log.warning("a start with checkpoint.load=none ended before it trained: the run begins again")
         committed = []
     if section.load != "auto":
-        path = LoadSource.named(Path(section.load)).path
+        path = LoadSource.named(location(section.load)).path
         is_inside = run_folder is not None and run_folder.resolve() in (path.resolve(), *path.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")
             return {"kind": _OWN, "path": str(run_folder)}
         if is_adapted(config.model) and section.base is None:
             return {}  # the base, which is loaded for itself: the adapters begin
-        return named_source(Path(section.load), with_weights=not is_adapted(config.model))
+        return named_source(location(section.load), with_weights=not is_adapted(config.model))
     if committed:
         return {"kind": "checkpoint", "path": str(run_folder)}
     if section.ckpt_step is not None:
@@ -290,6 +292,6 @@ def _find_launch(config: Config, cluster: Cluster, saves: Saves) -> tuple[Launch
     with channel.agreed("launch"):
         if _keeps_record(cluster, saves):
             local = () if folders is None else folders.iterations
-            is_restarted = has_committed(CheckpointFolder(folder, Files()), launch, local)
+            is_restarted = has_committed(CheckpointFolder(folder, saves.files), launch, local)
     answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
     return launch, channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers)))

@@ -63,7 +63,10 @@ def fill(run: Run, start: Start) -> Run:
 def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Run:
     """Return the run where the checkpoint has it: its progress, its data and, if asked for, its schedule."""
     seq_length = run.config.train.seq_length
-    run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
+    progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
+    if not run.config.train.eval_interval:  # the saved run evaluated, this one does not
+        progress = replace(progress, owes_evaluation=False)
+    run.state.progress = progress
     run = _with_data_origin(run, checkpoint)
     return _with_schedule(run, checkpoint) if section.use_checkpoint_scheduler else run
 

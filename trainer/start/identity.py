@@ -171,16 +171,16 @@ def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, bega
 
     def note() -> Json:
         branch = _next(run, lineage, checkpoint, began_at, is_own=is_own)
-        _write(folder, branch)
+        _write(folder, branch, run.saves.files)
         return branch.record()
 
     record = channel.from_first("lineage/noted", note)
     with channel.agreed("lineage/hosts noted"):
         if folders is not None and folders.leads:
             lineage = Lineage.from_record(record)
-            _write(folders.folder.root, lineage, LOCAL.another)
+            _write(folders.folder.root, lineage, folders.folder.files, LOCAL.another)
             if run.saves.shared is None:  # each host may have a folder of the run, and be the first at the next start
-                _write(folder, lineage)
+                _write(folder, lineage, run.saves.files)
     return replace(run, description={**run.description, LINEAGE: record})
 
 
@@ -242,15 +242,15 @@ def _newest_saved(folder: CheckpointFolder) -> Lineage:
     return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
 
 
-def _write(folder: Path, lineage: Lineage, another: str = RUN.another) -> None:
+def _write(folder: Path, lineage: Lineage, files: Files, another: str = RUN.another) -> None:
     """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
     path, data = folder / RUN_FILE, lineage.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_output(path, Files(), replaces=True) as partial:
-            Files().write_whole(partial, data)
+        with atomic_output(path, files, replaces=True) as partial:
+            files.write_whole(partial, data)
     except OSError as error:
         raise cannot_write(path, error, what="The record of a run", another=another) from error
 

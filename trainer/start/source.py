@@ -109,7 +109,14 @@ class Weights:
         """Fill a part with the weights, cast to float32."""
         seed = run.config.train.seed
         pretrained = load_pretrained(
-            self.path, self.kind, part.weights(), part.model, run.cluster, part.section, seed=seed
+            self.path,
+            self.kind,
+            part.weights(),
+            part.model,
+            run.cluster,
+            part.section,
+            seed=seed,
+            files=run.saves.files,
         )
         _log_load(run, pretrained.report, part.name or "weights", self.path)
         return Filled({"format": self.kind.owner, "xxh3_64": pretrained.digest})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import assert_never
 
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
@@ -15,7 +14,7 @@ from reprise.savers import SaveReport
 from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite
-from trainer.generate.during_training import Sampler, sample
+from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown
 from trainer.run.build import Run
@@ -57,10 +56,10 @@ def train(run: Run) -> None:
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
             _check_replicas(run)
-        if settings.eval_interval and iteration % settings.eval_interval == 0:
+        if run.valid_data.is_due(iteration):
             _evaluate(run)
-        if run.sampler is not None and iteration % settings.sample_interval == 0:
-            _sample(run, run.sampler)
+        if run.sampler.is_due(iteration):
+            _sample(run)
         if flags.exit_on_save_failure:
             raise _too_many_failed_saves(run)
         is_stopped = flags.stop or state.progress.owes_evaluation
@@ -186,12 +185,8 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
 
 def _evaluate(run: Run) -> None:
     """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
-    if run.valid_data is None:  # the saved run evaluated, this one does not
-        run.state.progress = replace(run.state.progress, owes_evaluation=False)
-        return
-    batches = run.valid_data.eval_batches(run.config.train.eval_iters)
     stop = run.control.is_signalled
-    loss = evaluate(run.state, batches, context=run.context, cluster=run.cluster, should_stop=stop)
+    loss = evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
     if loss is None:
         run.state.progress = run.state.progress.without_evaluation()
         _log_on_rank_0(
@@ -212,9 +207,9 @@ def _evaluate_late(run: Run) -> None:
             target.saver.outdated(progress.iteration)
 
 
-def _sample(run: Run, sampler: Sampler) -> None:
+def _sample(run: Run) -> None:
     """Log a text of the model; after a signal, stop and omit it."""
-    stop = run.control.is_signalled
+    sampler, stop = run.sampler, run.control.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
     if tokens is not None:
         for log in run.logs:

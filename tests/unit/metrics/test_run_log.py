@@ -18,7 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from reprise.errors import TrainerError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM, Files
 from reprise.json_file import dumps
 from reprise.savers import SaveReport
 from tests.fakes import iteration_record
@@ -46,12 +46,12 @@ def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(1, 2, 3, 4) + '{"iteration": 5, "lo')
     assert last_recorded_iteration(path) == 4
-    cut_after(path, 2)
+    cut_after(path, 2, files=FILE_SYSTEM)
     assert path.read_text() == lines(1, 2)
     assert (tmp_path / "metrics.abandoned-1.jsonl").read_text() == lines(3, 4) + '{"iteration": 5, "lo'
 
     path.write_text(lines(1, 2, 3))
-    cut_after(path, 0)
+    cut_after(path, 0, files=FILE_SYSTEM)
     assert path.read_text() == ""
     assert (tmp_path / "metrics.abandoned-2.jsonl").read_text() == lines(1, 2, 3)
     assert last_recorded_iteration(path) is None
@@ -60,16 +60,16 @@ def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path) -> None:
 def test_a_torn_line_is_cut_even_if_its_iteration_would_stay(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(1) + '{"iteration": 2}')
-    cut_after(path, 9)
+    cut_after(path, 9, files=FILE_SYSTEM)
     assert iterations(path) == [1]
 
 
 def test_nothing_to_cut_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    cut_after(path, 3)
+    cut_after(path, 3, files=FILE_SYSTEM)
     assert last_recorded_iteration(path) is None
     path.write_text(lines(1, 2))
-    cut_after(path, 2)
+    cut_after(path, 2, files=FILE_SYSTEM)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -108,8 +108,8 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         for name in ("write_whole", "rename", "sync_folder", "remove_file"):
             patch.setattr(Files, name, dying(getattr(Files, name)))
         with contextlib.suppress(Killed):
-            cut_after(path, 3)
-    cut_after(path, again)
+            cut_after(path, 3, files=FILE_SYSTEM)
+    cut_after(path, again, files=FILE_SYSTEM)
     assert set(iterations(path)) == {number for number in (1, 2, 3, 4, 5) if number <= again} & set(iterations(path))
     assert count(tmp_path) == dict.fromkeys([*lines(1, 2, 3, 4, 5).splitlines(), '{"iteration": 6, "lo'], 1)
     assert not list(tmp_path.glob(".*"))
@@ -119,7 +119,7 @@ def test_bytes_that_are_no_text_are_cut_and_kept(tmp_path: Path) -> None:
     path, garbage = tmp_path / "metrics.jsonl", b"\0\xff\xfe" * 7
     path.write_bytes(lines(1, 2).encode() + garbage)
     assert last_recorded_iteration(path) == 2
-    cut_after(path, 2)
+    cut_after(path, 2, files=FILE_SYSTEM)
     assert path.read_text() == lines(1, 2)
     assert (tmp_path / "metrics.abandoned-1.jsonl").read_bytes() == garbage
 

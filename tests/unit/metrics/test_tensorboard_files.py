@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
-from reprise.files import temporary_of
+from reprise.files import FILE_SYSTEM, temporary_of
 from reprise.savers import SaveReport
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
@@ -57,20 +57,20 @@ def opened(folder: Path, after: int, *, owes_evaluation: bool = False) -> RunLog
 
 def test_what_is_beyond_the_iteration_goes_and_the_rest_stays(tmp_path: Path) -> None:
     path = write(tmp_path, loss=[1, 2, 3, 4, 300], valid=[2, 4], before=[0])
-    cut_events(tmp_path, 3)
+    cut_events(tmp_path, 3, files=FILE_SYSTEM)
     assert points(tmp_path) == {"loss": [1, 2, 3], "valid": [2], "before": [0]}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_named_curve_loses_its_point_of_that_iteration(tmp_path: Path) -> None:
     write(tmp_path, loss=[1, 2, 3], valid=[1, 2, 3])
-    cut_events(tmp_path, 2, but="valid")
+    cut_events(tmp_path, 2, files=FILE_SYSTEM, but="valid")
     assert points(tmp_path) == {"loss": [1, 2], "valid": [1]}
 
 
 def test_a_file_without_anything_to_cut_is_not_touched(tmp_path: Path) -> None:
     before = write(tmp_path, loss=[1, 2, 3]).stat()
-    cut_events(tmp_path, 3)
+    cut_events(tmp_path, 3, files=FILE_SYSTEM)
     after = next(tmp_path.iterdir()).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -79,31 +79,31 @@ def test_a_file_without_anything_to_cut_is_not_touched(tmp_path: Path) -> None:
 def test_a_file_that_is_not_of_tensorboard_is_not_touched(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "events.out.tfevents.txt"
     path.write_bytes(data)
-    cut_events(tmp_path, 3)
+    cut_events(tmp_path, 3, files=FILE_SYSTEM)
     assert path.read_bytes() == data
 
 
 def test_a_folder_that_is_missing_stays_missing(tmp_path: Path) -> None:
-    cut_events(tmp_path / "absent", 3)
+    cut_events(tmp_path / "absent", 3, files=FILE_SYSTEM)
     assert not (tmp_path / "absent").exists()
 
 
 def test_a_record_torn_anywhere_goes(tmp_path: Path) -> None:
     path = write(tmp_path, loss=[1, 2, 3])
     data = path.read_bytes()
-    cut_events(tmp_path, 2)
+    cut_events(tmp_path, 2, files=FILE_SYSTEM)
     kept = path.read_bytes()
     assert data.startswith(kept)
     for length in range(len(kept), len(data)):
         path.write_bytes(data[:length])
-        cut_events(tmp_path, 9)
+        cut_events(tmp_path, 9, files=FILE_SYSTEM)
         assert path.read_bytes() == kept
 
 
 def test_what_a_killed_cut_left_is_removed(tmp_path: Path) -> None:
     path = write(tmp_path, loss=[1, 2])
     temporary_of(path).write_bytes(path.read_bytes())
-    cut_events(tmp_path, 1)
+    cut_events(tmp_path, 1, files=FILE_SYSTEM)
     assert points(tmp_path) == {"loss": [1]}
 
 
@@ -113,7 +113,7 @@ def test_a_later_file_sorts_behind_the_others(seconds: list[int]) -> None:
         names = [f"events.out.tfevents.{second:010d}.host.{pid}" for pid, second in enumerate(seconds, start=7)]
         for name in names:
             (Path(folder) / name).write_text(name)
-        put_before(Path(folder), 100)
+        put_before(Path(folder), 100, FILE_SYSTEM)
         found = sorted(Path(folder).iterdir())
         assert [path.read_text() for path in found] == sorted(names)
         assert all(path.name < "events.out.tfevents.0000000100." for path in found)

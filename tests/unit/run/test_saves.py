@@ -10,6 +10,8 @@ import pytest
 
 from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
+from reprise.files import FILE_SYSTEM
+from reprise.folder import CheckpointFolder
 from reprise.savers import Checkpointer, SavePolicy, SaveReport
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, LocalSection
@@ -37,11 +39,11 @@ def _saves(tmp_path: Path, kinds: str) -> Saves:
     saver = _saver(tmp_path)
     owner: Any = SimpleNamespace(saver=saver, folders=None, is_due=saver.is_due)
     targets: dict[str, SaveTarget] = {
-        "s": SharedTarget(saver, tmp_path, section, has_local="l" in kinds),
+        "s": SharedTarget(saver, CheckpointFolder(tmp_path, FILE_SYSTEM), section, has_local="l" in kinds),
         "l": LocalTarget(owner, is_main="s" not in kinds),
         "w": WeightsTarget(owner, config),
     }
-    return Saves(tuple(targets[kind] for kind in kinds))
+    return Saves(tuple(targets[kind] for kind in kinds), FILE_SYSTEM)
 
 
 def _letters(targets: list[SaveTarget]) -> list[str]:
@@ -88,7 +90,7 @@ def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
     targets = [Target(_saver(tmp_path)) for _ in range(3)]
     for target in targets:
         target.saver.abandon = lambda: closed.append("abandon")  # type: ignore[method-assign]
-    saves = Saves(tuple(targets))
+    saves = Saves(tuple(targets), FILE_SYSTEM)
     with pytest.raises(CheckpointError, match="The disk is gone"), saves:
         pass
     assert closed == ["close"] * 3
@@ -98,7 +100,7 @@ def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saves_nothing_has_no_target() -> None:
-    saves = Saves(())
+    saves = Saves((), FILE_SYSTEM)
     assert saves.due(4, Moment.finished) == []
     assert saves.failed_saves == 0
     assert saves.last_error is None

@@ -8,6 +8,7 @@ import torch
 
 from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError
+from reprise.files import FILE_SYSTEM
 from tests.fakes import all_ranks, run_ranks
 from tests.harness import TINY, built, compose, filled
 from trainer.config.schema import Config
@@ -28,7 +29,7 @@ def cluster_of(channel: StoreChannel) -> Cluster:
 
 def started(config: Config, channel: StoreChannel | None = None) -> Start:
     cluster = cluster_of(channel or single_rank_channel())
-    with build_saves(config, cluster) as saves:
+    with build_saves(config, cluster, FILE_SYSTEM) as saves:
         return decide(config, cluster, saves)
 
 

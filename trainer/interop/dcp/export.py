@@ -13,7 +13,6 @@ from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
 from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.files import Files
 from reprise.folder import STATE
 from reprise.json_file import finite_number
 from reprise.reading import Checkpoint
@@ -60,7 +59,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             where=out,
             fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of the tensors it fills.",
         )
-    files, source = Files(), of_checkpoint(checkpoint)
+    files, source = options.files, of_checkpoint(checkpoint)
     adam = saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = saved_counters(checkpoint)
     with new_output(out, files) as partial:

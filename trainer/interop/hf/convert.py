@@ -13,7 +13,6 @@ from pathlib import Path
 from models.adapters import model_documents
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.files import Files
 from reprise.folder import INDEX
 from reprise.json_file import Json
 from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -33,14 +32,14 @@ _log = logging.getLogger(__name__)
 FILE_BYTES = DEFAULT_FILE_BYTES
 
 
-def read_source(path: Path, _: ImportOptions) -> StateSource:
+def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a folder written by `save_pretrained`. Other files of a trainer in it are named in the log.
 
     Raises:
         CheckpointError: if it is not such a folder, or is damaged.
         MismatchError: if its model is not supported.
     """
-    folder = open_folder(path, Files())
+    folder = open_folder(path, options.files)
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
     for line in other_files_notes(path):
@@ -65,7 +64,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             fails.
         MismatchError: if there is nothing to merge, or with another base than the adapters'.
     """
-    files, source = Files(), _source(checkpoint, options)
+    files, source = options.files, _source(checkpoint, options)
     specs = [replace(spec, dtype=options.dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = model_documents(source.model)

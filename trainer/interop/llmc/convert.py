@@ -11,7 +11,6 @@ from tqdm import tqdm
 from models import families
 from models.config import ModelConfig
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import Files
 from reprise.reading import Checkpoint
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.llmc.contents import FAMILIES, HEADER_BYTES, VERSIONS, LlmcTensor
@@ -21,13 +20,13 @@ from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import blocks_of
 
 
-def read_source(path: Path, _: ImportOptions) -> StateSource:
+def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a weight file, to be read tensor by tensor.
 
     Raises:
         CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
     """
-    file = open_file(path, Files())
+    file = open_file(path, options.files)
     return StateSource(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
 
 
@@ -39,7 +38,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         ConfigError: if a tokenizer is wanted.
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    files, source = Files(), of_checkpoint(checkpoint)
+    files, source = options.files, of_checkpoint(checkpoint)
     if options.tokenizer is not None:
         raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
     header, parts = _describing(source.model, options.dtype, where=checkpoint.path)

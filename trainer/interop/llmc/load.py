@@ -24,21 +24,19 @@ class _Run:
 
     Args:
         view: the shape in whose coordinates `box` is.
-        order: permutation of its dimensions into the stored order; None for the same order.
+        order: permutation of its dimensions into the stored order.
         row: first stored row, for rows at other positions in the file; None for equal coordinates.
     """
 
     view: tuple[int, ...]
     box: Box
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...]
     row: int | None = None
 
     def to_stored(self, piece: Box) -> Box:
         """Return a part of `box` in stored coordinates."""
-        if self.order is not None:
-            return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (piece.offset, piece.shape)))
         if self.row is None:
-            return piece
+            return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (piece.offset, piece.shape)))
         _, first, _, column = piece.offset
         return Box((self.row + first - self.box.offset[1], column), (piece.shape[1], piece.shape[3]))
 
@@ -66,8 +64,7 @@ def fill(
                 for piece, values in read_floats(source, place, run.box, gatherer=gatherer):
                     check.add(torch.from_numpy(values))
                     stored_box = run.to_stored(piece)
-                    turned = values if run.order is None else values.transpose(run.order)
-                    memory = np.ascontiguousarray(turned).reshape(-1).view(np.uint8)
+                    memory = np.ascontiguousarray(values.transpose(run.order)).reshape(-1).view(np.uint8)
                     box = in_bytes(stored_box, values.itemsize)
                     target.put(box, memory.reshape(box.shape))
                     filled_bytes += memory.size
@@ -84,11 +81,11 @@ def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
         return
     match part.form:
         case LlmcForm.plain:
-            yield _Run(view, box)
+            yield _Run(view, box, tuple(range(len(view))))
         case LlmcForm.transposed:  # the first stored dimension is the last in the file
             last = len(view) - 1
             file_box = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
-            yield _Run((*view[1:], view[0]), file_box, order=(last, *range(last)))
+            yield _Run((*view[1:], view[0]), file_box, (last, *range(last)))
         case LlmcForm.interleaved:  # stored rows of a head: the even rows of the file, then the odd ones
             rows = view[0] // part.heads
             half = rows // 2
@@ -96,4 +93,6 @@ def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
                 head, which = divmod(block, 2)
                 lo, hi = max(box.offset[0], block * half), min(box.end[0], (block + 1) * half)
                 offset = (head, lo - block * half, which, box.offset[1])
-                yield _Run((part.heads, half, 2, view[1]), Box(offset, (1, hi - lo, 1, box.shape[1])), row=lo)
+                yield _Run(
+                    (part.heads, half, 2, view[1]), Box(offset, (1, hi - lo, 1, box.shape[1])), (0, 1, 2, 3), row=lo
+                )

@@ -19,7 +19,6 @@ from models.config import Activation, ModelConfig
 from models.families import has_field, stored_tensors
 from reprise import json_file
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import Files
 from reprise.folder import STATE
 from reprise.reading import Checkpoint
 from trainer.config.optimizer import OptimizerSection
@@ -68,7 +67,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             where=out,
             fix="Leave --dtype and --tokenizer out: Megatron casts to the dtype of its parameters.",
         )
-    files, source = Files(), of_checkpoint(checkpoint)
+    files, source = options.files, of_checkpoint(checkpoint)
     names_of(source.model.family, where=checkpoint.path)
     _refuse_scaling(source.model, where=checkpoint.path)
     adam = saved_adam(checkpoint, source.model, to="Megatron") if source.has_optimizer else None

@@ -345,10 +345,10 @@ def test_memory_is_taken_by_address_only_while_unchanged() -> None:
     first = SharedMemory.make()
     assert SharedMemory.open(first.address) is not None
     pid, number, name = first.address.split()
-    assert SharedMemory.open(b" ".join([pid, number, b"00" * 16])) is None
-    assert SharedMemory.open(b" ".join([b"999999999", number, name])) is None
+    assert SharedMemory.open(" ".join([pid, number, "00" * 16])) is None
+    assert SharedMemory.open(" ".join(["999999999", number, name])) is None
     reader, writer = os.pipe()  # what another container's process has under that number
-    assert SharedMemory.open(b" ".join([pid, str(reader).encode(), name])) is None
+    assert SharedMemory.open(" ".join([pid, str(reader), name])) is None
     os.close(reader)
     os.close(writer)
     first.close()

@@ -207,14 +207,14 @@ def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
     path, clock = run / "iter_0000011", Clock()
     path.rename(tmp_path / "hidden")
     clock.wakes = {3: lambda: (tmp_path / "hidden").rename(path)}
-    await_sight(path / MANIFEST, clock.patience(), rank=1)
+    await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
     assert clock.sleeps == 3
 
 
 def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
     path, clock = run / "iter_0000012", Clock()
     with pytest.raises(UnreadableError) as caught:
-        await_sight(path / MANIFEST, clock.patience(), rank=1)
+        await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
     assert f"Rank 1 on host {socket.gethostname()} does not see" in str(caught.value)
     assert str(path) in str(caught.value)
     assert RETRY_S <= clock.now_s <= 2 * RETRY_S
@@ -243,7 +243,7 @@ def test_the_command_does_not_call_damaged_what_it_cannot_read(
     run: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (listing, verification):
-        monkeypatch.setattr(module, "Files", lambda: Failing("open_for_reading", errno.EIO))
+        monkeypatch.setattr(module, "files_of", lambda _: Failing("open_for_reading", errno.EIO))
     assert script.main([command, str(run)]) == script.IMPOSSIBLE
     table = capsys.readouterr().out
     assert "cannot be read now: Input/output error (errno 5)" in table

@@ -1,0 +1,81 @@
+"""Writes a checkpoint from a single process whose tensors come from elsewhere, such as another program's files."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from reprise.commit import finish
+from reprise.commit.attempt import Attempt
+from reprise.errors import CheckpointError
+from reprise.format.layout import Layout
+from reprise.format.manifest import WrittenPiece
+from reprise.json_file import Document
+from reprise.policy import Retention
+from reprise.saving.owned_folder import require_room
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
+
+WriteTensors = Callable[[Path], Sequence[WrittenPiece]]
+
+
+def write_checkpoint(
+    folder: CheckpointFolder,
+    iteration: int,
+    layout: Layout,
+    write: WriteTensors,
+    *,
+    documents: Mapping[str, Document],
+    aliases: Mapping[str, str],
+) -> Path:
+    """Write `iter_<iteration>` as the save of a run on a single rank does, and return its path.
+
+    The folder is locked meanwhile, as by a run, and what dead attempts left in it is swept.
+
+    Args:
+        write: writes and syncs the tensor files of `layout` into the folder that is given; returns their pieces.
+        documents: the files without tensors, by name.
+        aliases: the second names of tensors, by name.
+
+    Raises:
+        LockError: if a run writes to the folder.
+        CheckpointError: if the iteration is there already, does not fit, or cannot be written; no checkpoint is
+            changed.
+    """
+    nonce = secrets.token_hex(4)
+    attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
+    try:
+        lock = FolderLock(folder.root, nonce, files=folder.files)
+        lock.acquire()
+        try:
+            folder.sweep()
+            _write(attempt, write, documents=documents, aliases=aliases, lock=lock)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise folder.cannot_write(error) from error
+    return folder.iteration(iteration)
+
+
+def _write(
+    attempt: Attempt,
+    write: WriteTensors,
+    *,
+    documents: Mapping[str, Document],
+    aliases: Mapping[str, str],
+    lock: FolderLock,
+) -> None:
+    target, partial, files = attempt.folder.iteration(attempt.iteration), attempt.partial, attempt.folder.files
+    if target.exists():
+        raise CheckpointError(
+            "The iteration is there already", where=target, fix="Move it away, or name another folder."
+        )
+    require_room(attempt, documents, Retention())
+    try:
+        files.make_folder(partial)
+        tensors = finish.tensors_of(attempt, [write(partial)])
+        finish.prepare(attempt, finish.json_files(attempt, tensors, documents=documents, aliases=aliases), lock=lock)
+        finish.rename(attempt)
+    finally:
+        files.remove_tree(partial)  # gone, once it has its name

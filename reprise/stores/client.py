@@ -1,0 +1,241 @@
+"""Requests to an object store through obstore, whose threads do not survive a fork.
+
+Only programs that never fork import this module: `serve` for reads, the uploader, and commands.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import math
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore import exceptions, store
+
+from reprise.stores.url import StoreUrl
+
+# The grid of an upload: parts of 8 MiB, or larger where a file would have more than MOST_PARTS of them. S3 and R2 take
+# 10,000 parts, all of one size except the last.
+PART_BYTES = 8 << 20
+MOST_PARTS = 9_000
+PARTS_AT_ONCE = 4
+# obstore's limit holds for a whole request with its body: a request may be as slow as this, beside SETUP_S.
+SLOWEST_BYTES_PER_S = 256 << 10
+SETUP_S = 30
+RETRY_S = 120
+_REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a store.
+
+    Args:
+        key: its name in the store.
+        size: in bytes.
+        etag: of its version; None where the store names none.
+        modified_at: in Unix time.
+    """
+
+    key: str
+    size: int
+    etag: str | None
+    modified_at: float
+
+
+class StoreClient:
+    """The requests to one store. Every method may be called from several threads.
+
+    All methods raise OSError: ENOENT for what is not there, EACCES for refused credentials, ESTALE for another version
+    than the one that was asked for, EIO for all else once obstore's retries are over.
+
+    Args:
+        root: the store, as in `StoreUrl.root`.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._stores: dict[int, Any] = {}
+
+    def head(self, key: str) -> StoredObject:
+        """Return size and version of an object."""
+        with _translated(self.root, key):
+            return _stored(obstore.head(self._store(), key))
+
+    def read(self, key: str, offset: int, size: int, etag: str | None = None) -> memoryview:
+        """Return exactly `size` bytes of an object from `offset` on.
+
+        Args:
+            etag: the version that must be read; None for any.
+
+        Raises:
+            OSError: EIO also where the body has another length.
+        """
+        if size == 0:
+            return memoryview(b"")
+        options: Any = {"range": (offset, offset + size)}
+        if etag is not None:
+            options["if_match"] = etag
+        with _translated(self.root, key):
+            body = memoryview(obstore.get(self._store(size), key, options=options).bytes())
+        if body.nbytes != size:
+            raise _error(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", self.root, key)
+        return body
+
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
+        """Yield the objects below a folder, in no order."""
+        with _translated(self.root, prefix):
+            for batch in obstore.list(self._store(), prefix=prefix or None):
+                yield from map(_stored, batch)
+
+    def names(self, prefix: str) -> tuple[list[str], list[StoredObject]]:
+        """Return the names of the folders directly below a folder, and the objects there."""
+        with _translated(self.root, prefix):
+            page = obstore.list_with_delimiter(self._store(), prefix=prefix or None)
+            folders = [str(name).rstrip("/").rpartition("/")[2] for name in page["common_prefixes"]]
+            return sorted(folders), [_stored(entry) for entry in page["objects"]]
+
+    def put(self, key: str, data: bytes) -> str | None:
+        """Write a small object in one request; return the etag of its version."""
+        with _translated(self.root, key):
+            return obstore.put(self._store(len(data)), key, data, use_multipart=False)["e_tag"]
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object if there is none of its name; return whether this call has written it.
+
+        `data` must be unlike that of all other writers: a retried request finds its own object, and only the content
+        tells it from that of another.
+        """
+        try:
+            obstore.put(self._store(len(data)), key, data, mode="create")
+        except exceptions.AlreadyExistsError:
+            return bytes(self.read(key, 0, self.head(key).size)) == data
+        except (exceptions.BaseError, FileExistsError) as error:
+            if isinstance(error, FileExistsError):
+                return bytes(self.read(key, 0, self.head(key).size)) == data
+            raise _os_error(error, self.root, key) from error
+        return True
+
+    def honors_create(self, prefix: str) -> bool:
+        """Return whether the store refuses a second `create`, by trying it with an object of its own."""
+        key = f"{prefix}/.probe-{secrets.token_hex(8)}".lstrip("/")
+        try:
+            self.create(key, b"first")
+            return not self.create(key, b"second")
+        finally:
+            self.delete([key])
+
+    def put_file(self, key: str, path: Path) -> str | None:
+        """Write a file of this host in parts of one grid; return the etag of its version.
+
+        Takes `PARTS_AT_ONCE` parts of memory. The object appears when its last part is there.
+        """
+        size = os.stat(path).st_size
+        if size <= PART_BYTES:
+            return self.put(key, path.read_bytes())
+        part = part_bytes(size)
+        with path.open("rb") as file, _translated(self.root, key):
+            result = obstore.put(
+                self._store(part), key, file, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE
+            )
+        return result["e_tag"]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is gone already is fine."""
+        for key in keys:
+            try:
+                obstore.delete(self._store(), key)
+            except (FileNotFoundError, exceptions.NotFoundError):
+                continue
+            except exceptions.BaseError as error:
+                raise _os_error(error, self.root, key) from error
+
+    def _store(self, request_bytes: int = 0) -> Any:
+        """Return a store of obstore whose limit of time suits requests of a size."""
+        timeout_s = SETUP_S + math.ceil(request_bytes / SLOWEST_BYTES_PER_S)
+        if timeout_s not in self._stores:
+            self._stores[timeout_s] = _open_store(self.root, timeout_s)
+        return self._stores[timeout_s]
+
+
+def part_bytes(file_bytes: int) -> int:
+    """Return the size of the parts in which a file of a size is uploaded: a multiple of 1 MiB."""
+    smallest = math.ceil(file_bytes / MOST_PARTS)
+    return max(PART_BYTES, (smallest + (1 << 20) - 1) >> 20 << 20)
+
+
+def _open_store(root: str, timeout_s: int) -> Any:
+    if root.startswith("file://"):
+        return store.LocalStore(prefix=Path("/"), mkdir=False)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
+    retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
+    settings: dict[str, Any] = {}
+    if root.startswith("s3://"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        options["allow_http"] = endpoint.startswith("http://")  # which the user has then asked for
+        if _needs_profile():
+            settings["credential_provider"] = _profile_credentials()
+    return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
+
+
+def _needs_profile() -> bool:
+    """Return whether S3's credentials lie in a profile, which obstore does not read itself."""
+    folder = Path.home() / ".aws"
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"))
+    is_in_environment = "AWS_ACCESS_KEY_ID" in os.environ and "AWS_PROFILE" not in os.environ
+    return not is_in_environment and ("AWS_PROFILE" in os.environ or file.exists())
+
+
+def _profile_credentials() -> Any:
+    if importlib.util.find_spec("boto3") is None:
+        raise OSError(errno.EACCES, "the credentials lie in a profile: pip install boto3, or set AWS_ACCESS_KEY_ID")
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return Boto3CredentialProvider()
+
+
+def _stored(meta: Any) -> StoredObject:
+    return StoredObject(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
+
+
+class _translated:
+    """Turns the errors of obstore into those of a file system, which the callers know how to treat."""
+
+    def __init__(self, root: str, key: str) -> None:
+        self._root, self._key = root, key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, exceptions.BaseError):
+            raise _os_error(error, self._root, self._key) from error
+        if isinstance(error, OSError) and error.errno is None:  # those of obstore have no number
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+            raise _error(number, _first_line(error), self._root, self._key) from error
+
+
+def _os_error(error: Exception, root: str, key: str) -> OSError:
+    if isinstance(error, exceptions.NotFoundError):
+        return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
+    if isinstance(error, exceptions.PreconditionError):
+        return _error(errno.ESTALE, "the object was replaced while it was read", root, key)
+    if isinstance(error, _REFUSED):
+        return _error(errno.EACCES, f"the store refuses the credentials: {_first_line(error)}", root, key)
+    return _error(errno.EIO, _first_line(error), root, key)
+
+
+def _error(number: int, text: str, root: str, key: str) -> OSError:
+    return OSError(number, text, str(StoreUrl(root, key)))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip()[:300] if lines else type(error).__name__

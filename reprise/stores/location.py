@@ -1,0 +1,41 @@
+"""The path that a user names: in a file system or, as a URL, in a store. Loads what stores need only for a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.stores.url import is_store_url
+
+
+def location(text: str | Path) -> Path:
+    """Return the path that a text names: one of this host, or the URL of a store.
+
+    Raises:
+        ConfigError: for a URL of a store that is malformed.
+    """
+    if isinstance(text, Path):
+        return text
+    if not is_store_url(text):
+        return Path(text)
+    from reprise.stores.path import store_path
+
+    return store_path(text)
+
+
+def is_stored(path: Path) -> bool:
+    """Return whether a path lies in a store."""
+    return is_store_url(str(path))
+
+
+def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:
+    """Return the calls that read a path: `files`, by default those of the file system, outside a store.
+
+    Args:
+        load: the name of a load of several ranks, for `StoreFiles`.
+    """
+    if not is_stored(path):
+        return files
+    from reprise.stores.files import StoreFiles
+
+    return StoreFiles(load)

@@ -1,0 +1,134 @@
+"""Paths in a store, for code that knows folders: names and listings come from the store, and no system call is made."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PosixPath
+from typing import Any
+
+from reprise.format.names import MANIFEST
+from reprise.storage.folder import is_iteration_name
+from reprise.stores.reader import StoreReader, reader_of
+from reprise.stores.url import StoreUrl
+from reprise.stores.wire import CONNECTIONS
+
+
+class StorePath(PosixPath):
+    """A folder or an object of a store.
+
+    The folder of an iteration is there once its manifest is, which is written last. A call of the system with such a
+    path is a TypeError.
+
+    Attributes:
+        is_listed_folder: whether it is a folder of a listing, so that the store need not be asked again.
+        listed: the size in bytes and the time of an object of a listing.
+    """
+
+    is_listed_folder = False
+    listed: tuple[int, float] | None = None
+
+    @property
+    def url(self) -> StoreUrl:
+        """Return the URL of this path."""
+        scheme, *names = self.parts
+        bucket = [] if scheme == "file:" else names[:1]
+        return StoreUrl(f"{scheme}//{''.join(bucket)}", "/".join(names[len(bucket) :]))
+
+    @property
+    def reader(self) -> StoreReader:
+        """Return the reader of its store."""
+        return reader_of(self.url.root)
+
+    def __str__(self) -> str:
+        """Return the URL."""
+        return str(self.url)
+
+    def __fspath__(self) -> str:
+        """Raise a TypeError: no file system has this path."""
+        raise TypeError(f"{self} lies in a store, not in a file system")
+
+    def absolute(self) -> StorePath:
+        """Return the path itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> StorePath:
+        """Return the path itself: a store has no links."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Return False: a store has no links."""
+        return False
+
+    def is_file(self) -> bool:
+        """Return whether there is an object of this name."""
+        if self.listed is not None:
+            return True
+        try:
+            self.reader.head(self.url.key)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return False
+            raise
+        return True
+
+    def is_dir(self) -> bool:
+        """Return whether there are objects below this name; below an iteration's, the manifest."""
+        if self.is_listed_folder:
+            return True
+        if is_iteration_name(self.name):
+            return (self / MANIFEST).is_file()
+        return any(self.reader.ask("names", self.url.key))
+
+    def exists(self, **_: Any) -> bool:
+        """Return whether there is an object or a folder of this name."""
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
+        """Yield the folders and the objects directly below, and no iteration without a manifest."""
+        folders, objects = self.reader.ask("names", self.url.key)
+        paths = [self / name for name in folders]
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            for path, is_there in zip(paths, threads.map(StorePath.is_dir, paths), strict=True):
+                path.is_listed_folder = is_there
+        return iter([*(path for path in paths if path.is_listed_folder), *(self / name for name in objects)])
+
+    def glob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        """Yield what is directly below and fits a pattern without slashes."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        """Yield the objects below whose names fit a pattern."""
+        start = len(self.url.key) + 1
+        for key, size, modified_at in self.reader.ask("objects", self.url.key):
+            if fnmatch.fnmatchcase(key.rpartition("/")[2], pattern):
+                path = self / key[start:]
+                path.listed = (size, modified_at)
+                yield path
+
+    def lstat(self) -> os.stat_result:
+        """Return size and time of an object.
+
+        Raises:
+            OSError: if there is none, or the store cannot be read.
+        """
+        size, modified_at = self.listed or self.reader.head(self.url.key)[::2]
+        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Return the same as `lstat`."""
+        return self.lstat()
+
+
+def store_path(text: str) -> StorePath:
+    """Return the path of a URL.
+
+    Raises:
+        ConfigError: for a URL that is malformed.
+    """
+    url = StoreUrl.parse(text)
+    return StorePath(url.root, *url.key.split("/")) if url.key else StorePath(url.root)

@@ -1,0 +1,191 @@
+"""Reads a store through a process that is started for it, so that this one may fork."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import importlib.util
+import json
+import mmap
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from reprise.errors import CheckpointError, ConfigError
+from reprise.stores.url import StoreUrl
+from reprise.stores.wire import CONNECTIONS, SLOT_BYTES, Message, receive, send
+
+# obstore tries a request again for two minutes, and a body takes its time; a process that hangs is given up.
+_ANSWER_S = 300.0
+_END_S = 5.0
+
+
+class _Connection:
+    """One request at a time to the reading process."""
+
+    def __init__(self, connection: socket.socket, memory: memoryview) -> None:
+        self._socket, self.memory = connection, memory
+        self._lines = connection.makefile("rb")
+        connection.settimeout(_ANSWER_S)
+
+    def call(self, message: Message) -> Message | None:
+        """Return the answer to a request; None where the process is gone."""
+        try:
+            send(self._socket, message)
+            return receive(self._lines)
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lines.close()
+        self._socket.close()
+
+
+class StoreReader:
+    """Reads one store. Threads may call it at once; `CONNECTIONS` requests are then under way.
+
+    Args:
+        root: the store, as in `StoreUrl.root`.
+
+    Raises:
+        ConfigError: if obstore is not installed.
+    """
+
+    def __init__(self, root: str) -> None:
+        if importlib.util.find_spec("obstore") is None:
+            raise ConfigError(
+                "A package for object stores is missing",
+                where=root,
+                expected="obstore",
+                fix="pip install 'torch-reprise[store]'",
+            )
+        self.root = root
+        self._memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
+        os.ftruncate(self._memory, CONNECTIONS * SLOT_BYTES)
+        self._map = mmap.mmap(self._memory, CONNECTIONS * SLOT_BYTES)
+        pairs = [socket.socketpair() for _ in range(CONNECTIONS)]
+        descriptors = [served.fileno() for _, served in pairs]
+        start = json.dumps([root, os.getpid(), self._memory, descriptors])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "reprise.stores.serve", start],
+            pass_fds=[self._memory, *descriptors],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # an interrupt of the terminal is for the program
+        )
+        whole = memoryview(self._map)
+        self._connections = [
+            _Connection(ours, whole[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES])
+            for slot, (ours, _) in enumerate(pairs)
+        ]
+        for _, served in pairs:
+            served.close()
+        self._idle: queue.SimpleQueue[_Connection] = queue.SimpleQueue()
+        for connection in self._connections:
+            self._idle.put(connection)
+
+    def read(self, key: str, buffer: memoryview, offset: int, etag: str | None) -> None:
+        """Fill `buffer` from `offset` of an object.
+
+        Raises:
+            OSError: as `StoreClient.read`.
+        """
+        for start in range(0, buffer.nbytes, SLOT_BYTES):
+            part = buffer[start : start + SLOT_BYTES]
+            connection = self._idle.get()
+            try:
+                request = {"call": "read", "key": key, "offset": offset + start, "size": part.nbytes, "etag": etag}
+                self._ask(connection, request)
+                part[:] = connection.memory[: part.nbytes]
+            finally:
+                self._idle.put(connection)
+
+    def head(self, key: str) -> tuple[int, str | None, float]:
+        """Return the size of an object in bytes, its version, and when it was written, in Unix time.
+
+        Raises:
+            OSError: as `StoreClient.head`.
+        """
+        size, etag, modified_at = self.ask("head", key)
+        return size, etag, modified_at
+
+    def ask(self, call: str, key: str) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            OSError: as the method of `StoreClient`.
+        """
+        connection = self._idle.get()
+        try:
+            return self._ask(connection, {"call": call, "key": key})
+        finally:
+            self._idle.put(connection)
+
+    def _ask(self, connection: _Connection, request: Message) -> Any:
+        answer = connection.call(request)
+        if answer is None:
+            raise OSError(
+                errno.EIO, "the process that reads the store has ended", str(StoreUrl(self.root, request["key"]))
+            )
+        if "defect" in answer:
+            raise CheckpointError("A store could not be read", where=self.root, found=answer["defect"])
+        if "errno" in answer:
+            raise OSError(answer["errno"], answer["text"], answer["where"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process."""
+        self.forget()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """Close this process's ends of the connections, which a fork has copied."""
+        for connection in self._connections:
+            connection.memory.release()
+            connection.close()
+        os.close(self._memory)
+
+
+_readers: dict[str, StoreReader] = {}
+_lock = threading.Lock()
+
+
+def reader_of(root: str) -> StoreReader:
+    """Return the reader of a store, which is started at its first use.
+
+    Raises:
+        ConfigError: as `StoreReader`.
+    """
+    with _lock:
+        if root not in _readers:
+            if not _readers:
+                atexit.register(close_readers)
+            _readers[root] = StoreReader(root)
+        return _readers[root]
+
+
+def close_readers() -> None:
+    """End the processes that read stores; the next use starts new ones."""
+    with _lock:
+        while _readers:
+            _readers.popitem()[1].close()
+
+
+def _forget_in_child() -> None:
+    """Leave the readers to the process that has started them: two would mix up their requests."""
+    global _lock
+    _lock = threading.Lock()
+    while _readers:
+        _readers.popitem()[1].forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

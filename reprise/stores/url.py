@@ -1,0 +1,77 @@
+"""URLs of object stores: s3, gs and az, and file for a folder that is treated as one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from reprise.errors import ConfigError
+
+SCHEMES = ("s3", "gs", "az", "file")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A place in a store.
+
+    Args:
+        root: the store: `s3://bucket`, or `file://` for the file system of this host.
+        key: the name in it, without slashes at either end; empty for the store itself.
+    """
+
+    root: str
+    key: str
+
+    @staticmethod
+    def parse(text: str) -> StoreUrl:
+        """Return the place that a URL names.
+
+        Raises:
+            ConfigError: for another scheme, no bucket, user and password, a query, or a key with `.`, `..` or an empty
+                segment.
+        """
+        match = _URL.fullmatch(text.strip())
+        scheme = match["scheme"].lower() if match else ""
+        if match is None or scheme not in SCHEMES:
+            raise ConfigError(
+                "This is no URL of a store",
+                expected=", ".join(f"{name}://" for name in SCHEMES),
+                found=_without_secret(text),
+                fix="Mounted file systems are given by their path.",
+            )
+        if any(mark in match["rest"] for mark in "@?#"):
+            raise ConfigError(
+                "A URL of a store has a user, a query or a fragment",
+                expected=f"{scheme}://bucket/folder",
+                found=_without_secret(text),
+                fix="Credentials come from the environment of the store, such as AWS_ACCESS_KEY_ID, or its files.",
+            )
+        bucket, _, key = ("", "", match["rest"].lstrip("/")) if scheme == "file" else match["rest"].partition("/")
+        if scheme != "file" and not _BUCKET.fullmatch(bucket):
+            raise ConfigError("A URL of a store names no bucket", expected=f"{scheme}://bucket/folder", found=text)
+        key = key.rstrip("/")
+        if {"", ".", ".."} & set(key.split("/") if key else []):
+            raise ConfigError("A URL of a store has an empty segment, `.` or `..`", found=text)
+        return StoreUrl(f"{scheme}://{bucket}", key)
+
+    def __str__(self) -> str:
+        """Return the URL, without a slash at the end."""
+        return f"{self.root}/{self.key}" if self.key else self.root
+
+    def child(self, name: str) -> StoreUrl:
+        """Return the place of a name below this one."""
+        return StoreUrl(self.root, f"{self.key}/{name}" if self.key else name)
+
+
+def is_store_url(text: str) -> bool:
+    """Return whether a text begins as a URL of a store does."""
+    match = _URL.fullmatch(text.strip())
+    return match is not None and match["scheme"].lower() in SCHEMES
+
+
+def _without_secret(text: str) -> str:
+    """Return a URL without what may be a user and a password, or a signature."""
+    head, _, tail = text.partition("://")
+    return re.sub(r"[?#].*", "?...", f"{head}://{re.sub(r'^[^/]*@', '...@', tail)}") if tail else text

@@ -1,0 +1,165 @@
+"""Checkpoints in a store, read by a process of its own: a folder behind `file://` stands for the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import reprise
+from reprise.errors import CheckpointError
+from reprise.format.names import MANIFEST, STATE
+from reprise.stores.files import WINDOW_BYTES, StoreFiles
+from reprise.stores.location import files_of, location
+from reprise.stores.path import StorePath
+from reprise.stores.reader import close_readers, reader_of
+
+FORKS = 100
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.Linear(700, 3))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for iteration in (1, 2):
+        reprise.save(tmp_path / "run", model(iteration), iteration=iteration, state={"epoch": iteration})
+    return tmp_path / "run"
+
+
+def url_of(path: Path) -> str:
+    return f"file://{path}"
+
+
+def is_model(loaded: torch.nn.Module, seed: int) -> bool:
+    pairs = zip(loaded.parameters(), model(seed).parameters(), strict=True)
+    return all(torch.equal(mine, saved) for mine, saved in pairs)
+
+
+def test_the_newest_of_a_url_and_one_iteration_are_loaded(run: Path) -> None:
+    loaded = model(9)
+    assert reprise.load(url_of(run), loaded) == {"epoch": 2, "iteration": 2}
+    assert is_model(loaded, 2)
+    assert reprise.load(url_of(run / "iter_0000001"), loaded)["epoch"] == 1
+    assert is_model(loaded, 1)
+    assert str(reprise.latest(url_of(run))) == url_of(run / "iter_0000002")
+
+
+def test_an_iteration_without_a_manifest_is_not_there(run: Path) -> None:
+    (run / "iter_0000002" / MANIFEST).unlink()
+    assert reprise.load(url_of(run), model(9))["iteration"] == 1
+
+
+def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = next((run / "iter_0000002").glob("model*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    loaded = model(9)
+    assert reprise.load(url_of(run), loaded)["iteration"] == 1
+    assert is_model(loaded, 1)
+    assert "iter_0000002 is damaged and skipped" in caplog.text
+
+
+def test_no_checkpoint_is_an_error_or_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        reprise.load(url_of(tmp_path / "none"), model())
+    assert reprise.load(url_of(tmp_path / "none"), model(), missing_ok=True) == {"iteration": 0}
+
+
+def test_a_replaced_object_is_found(run: Path) -> None:
+    path = location(url_of(run / "iter_0000002" / STATE))
+    files = files_of(path)
+    number = files.open_for_reading(path)
+    (run / "iter_0000002" / STATE).write_text("{}" * 100)
+    with pytest.raises(OSError, match="replaced"):
+        files.read(number, memoryview(bytearray(10)), offset=0)
+    files.reopen(number, path)
+    assert files.read(number, memoryview(bytearray(300)), offset=0) == 200
+    files.end()
+
+
+def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
+    content = os.urandom(3 * WINDOW_BYTES + 77)
+    (tmp_path / "x").write_bytes(content)
+    path, files = location(url_of(tmp_path / "x")), StoreFiles()
+    number = files.open_for_reading(path)
+    for start, size in [(0, 0), (0, 1), (WINDOW_BYTES - 1, 2), (5, WINDOW_BYTES), (77, 3 * WINDOW_BYTES), (0, 1 << 20)]:
+        buffer = bytearray(size)
+        count = files.read(number, memoryview(buffer), offset=start)
+        assert bytes(buffer[:count]) == content[start : start + size]
+    files.end()
+
+
+def test_no_system_call_takes_a_path_of_a_store() -> None:
+    path = location("s3://bucket/run")
+    assert isinstance(path / "iter_0000001", StorePath)
+    assert str(path / "iter_0000001" / "x") == "s3://bucket/run/iter_0000001/x"
+    with pytest.raises(TypeError, match="lies in a store"):
+        os.stat(path)
+
+
+def test_a_program_that_has_loaded_forks(run: Path) -> None:
+    path = location(url_of(run / "iter_0000002" / STATE))
+    content, files = (run / "iter_0000002" / STATE).read_bytes(), files_of(path)
+    number = files.open_for_reading(path)
+    for index in range(FORKS):
+        child = os.fork()
+        if not child:
+            is_equal = not index % 20 and not path.exists()  # some use the store themselves
+            close_readers()
+            os._exit(int(is_equal))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        buffer = bytearray(len(content))
+        files.read(number, memoryview(buffer), offset=0)
+        assert buffer == content
+    files.end()
+
+
+def test_the_reading_process_ends_with_the_program(run: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from reprise.stores.reader import reader_of\n"
+        "reader = reader_of('file://')\n"
+        "reader.ask('names', '')\n"
+        "print(reader._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert result.returncode == -signal.SIGKILL
+    stat = os.pidfd_open(int(result.stdout)) if Path(f"/proc/{int(result.stdout)}").exists() else None
+    if stat is not None:
+        import select
+
+        assert select.select([stat], [], [], 30)[0]
+        os.close(stat)
+
+
+def test_a_killed_reader_is_an_error_that_names_the_store(run: Path) -> None:
+    reader = reader_of("file://")
+    reader._process.kill()
+    reader._process.wait()
+    with pytest.raises(OSError, match="has ended"):
+        reader.ask("names", "")
+    close_readers()
+    assert location(url_of(run)).is_dir()
+    close_readers()
+
+
+def test_the_tools_take_urls(run: Path) -> None:
+    listed = reprise.list(url_of(run))
+    assert [(summary.iteration, summary.status.value) for summary in listed] == [(1, "whole"), (2, "whole")]
+    assert [summary.total_bytes for summary in listed] == [summary.total_bytes for summary in reprise.list(run)]
+    assert reprise.show(url_of(run)).tensors == reprise.show(run).tensors
+    assert [result.checked_bytes for result in reprise.verify(url_of(run))] == [
+        result.checked_bytes for result in reprise.verify(run)
+    ]
+    assert reprise.diff(url_of(run), run).is_empty
+    close_readers()

@@ -1,0 +1,48 @@
+"""URLs of stores, and those that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprise.errors import ConfigError
+from reprise.stores.url import StoreUrl, is_store_url
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "key"),
+    [
+        ("s3://bucket/run", "s3://bucket", "run"),
+        ("S3://bucket/a/b/", "s3://bucket", "a/b"),
+        ("gs://bucket", "gs://bucket", ""),
+        ("az://container/x", "az://container", "x"),
+        ("file:///data/run", "file://", "data/run"),
+    ],
+)
+def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
+    url = StoreUrl.parse(text)
+    assert (url.root, url.key) == (root, key)
+    assert StoreUrl.parse(str(url)) == url
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("http://host/run", "no URL of a store"),
+        ("/data/run", "no URL of a store"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("s3://bucket/a/../b", r"`\.\.`"),
+        ("s3://bucket//b", "empty segment"),
+        ("s3://bucket/run?versionId=secret", "a query"),
+        ("s3://user:secret@bucket/run", "a user"),
+    ],
+)
+def test_what_is_no_store_is_refused_without_its_secrets(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refusal:
+        StoreUrl.parse(text)
+    assert "secret" not in str(refusal.value)
+
+
+def test_paths_are_no_urls() -> None:
+    assert not is_store_url("runs/s3:/x")
+    assert is_store_url("s3://bucket")
