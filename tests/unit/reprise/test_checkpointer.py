@@ -26,7 +26,7 @@ from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.policy import Retention, SavePolicy, SaveReport
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import TRACKER, FolderTerms
 from reprise.tensors.live import Contents
 from tests.fakes import Axis as Cut
@@ -44,7 +44,7 @@ def contents(iteration: int, *, with_optimizer: bool = False) -> Contents:
     return lone_contents(values, {STATE: {"format": FORMAT, "iteration": iteration}}, optimizer=moments)
 
 
-def started(policy: SavePolicy, files: Files | None = None, nonce: str = "n") -> Checkpointer:
+def started(policy: SavePolicy, files: Files = FILE_SYSTEM, nonce: str = "n") -> Checkpointer:
     checkpointer = Checkpointer(policy, single_rank_channel(), nonce=nonce, files=files)
     checkpointer.start()
     return checkpointer

@@ -12,7 +12,7 @@ from reprise.commit.channel import single_rank_channel
 from reprise.errors import LockError
 from reprise.format.names import FORMAT, STATE
 from reprise.policy import SavePolicy
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.live import Contents
 from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from tests.fakes import FailingFiles, lone_contents
@@ -20,7 +20,7 @@ from tests.fakes import FailingFiles, lone_contents
 VALUES = torch.linspace(-3.0, 5.0, 2000).reshape(50, 40)
 
 
-def started(root: Path, files: Files | None = None, nonce: str = "n") -> WeightsCheckpointer:
+def started(root: Path, files: Files = FILE_SYSTEM, nonce: str = "n") -> WeightsCheckpointer:
     saving = SavePolicy(root, async_save=True)
     policy = WeightsPolicy(2, frozenset({0, 5}), torch.bfloat16, 0, saving)
     found = WeightsCheckpointer(policy, single_rank_channel(), nonce=nonce, files=files)

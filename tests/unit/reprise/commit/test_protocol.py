@@ -18,7 +18,7 @@ from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.policy import Retention, SavePolicy, SaveReport
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.live import Contents, Grid
 from tests.fakes import JOIN_S, Sharding, all_ranks, run_ranks, tcp_store
 from tests.fakes import Axis as Cut
@@ -35,7 +35,7 @@ def contents(rank: int, iteration: int) -> Contents:
     return Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
 
 
-def started(channel: StoreChannel, policy: SavePolicy, files: Files | None = None) -> Checkpointer:
+def started(channel: StoreChannel, policy: SavePolicy, files: Files = FILE_SYSTEM) -> Checkpointer:
     checkpointer = Checkpointer(policy, channel, nonce="n", files=files)
     checkpointer.start()
     return checkpointer

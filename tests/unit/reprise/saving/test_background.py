@@ -33,7 +33,7 @@ from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.saving import plan
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
 from tests import ROOT
@@ -127,7 +127,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def started(policy: SavePolicy, files: Files | None = None, channel: StoreChannel | None = None) -> Checkpointer:
+def started(policy: SavePolicy, files: Files = FILE_SYSTEM, channel: StoreChannel | None = None) -> Checkpointer:
     checkpointer = Checkpointer(policy, channel or single_rank_channel(), nonce="n", files=files)
     checkpointer.start()
     return checkpointer
@@ -327,7 +327,7 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
     def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if channel.rank == culprit else None
+        files = stuck if channel.rank == culprit else FILE_SYSTEM
         policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         succeeded = []
@@ -426,7 +426,7 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
     def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if channel.rank == culprit else None
+        files = stuck if channel.rank == culprit else FILE_SYSTEM
         policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         for iteration in range(failures):

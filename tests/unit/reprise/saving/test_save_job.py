@@ -18,7 +18,7 @@ from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.host_file import attempt_of
 from reprise.policy import Retention, SavePolicy
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from tests.fakes import all_ranks
 from tests.unit.reprise.commit.test_protocol import contents
 
@@ -81,7 +81,7 @@ class FailingSync(Files):
 
 
 def saver(
-    channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files | None = None
+    channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files = FILE_SYSTEM
 ) -> Checkpointer:
     """Return the started saver of a rank, which is a host of its own."""
     channel = Deaf(channel._source, channel.rank, world_size=2, timeout_s=10.0)

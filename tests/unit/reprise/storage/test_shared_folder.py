@@ -24,7 +24,7 @@ from reprise.loading.restorer import Restorer
 from reprise.loading.same_checkpoint import open_same
 from reprise.policy import SavePolicy, SaveReport
 from reprise.storage import shared_folder
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.live import Contents
 from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_store
 
@@ -38,7 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.1)
 
 
-def start(channel: StoreChannel, folder: Path, files: Files | None = None) -> Checkpointer:
+def start(channel: StoreChannel, folder: Path, files: Files = FILE_SYSTEM) -> Checkpointer:
     checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n", files=files)
     try:
         checkpointer.start()
@@ -51,7 +51,7 @@ def start(channel: StoreChannel, folder: Path, files: Files | None = None) -> Ch
 def save(
     channel: StoreChannel,
     folder: Path,
-    files: Files | None = None,
+    files: Files = FILE_SYSTEM,
     *,
     before: Callable[[], None] = lambda: None,
     value: float = 1.0,
@@ -310,7 +310,7 @@ def test_a_rank_that_lacks_a_file_takes_no_older_checkpoint(tmp_path: Path, name
     files = PartlyHiddenFiles(name, 1_000_000)
 
     def load(channel: StoreChannel) -> object:
-        restorer = Restorer(channel, nonce="n", files=files if channel.rank else None)
+        restorer = Restorer(channel, nonce="n", files=files if channel.rank else FILE_SYSTEM)
         live = ROWS.live(channel.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
         return restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
 
