@@ -11,22 +11,20 @@ from dataclasses import dataclass, field
 import torch
 
 from reprise.commit import messages
-from reprise.commit.attempt import Attempt, AttemptNames, SharedCommitState
+from reprise.commit.attempt import Attempt, AttemptNames, Hosts, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
-from reprise.commit.hosts import Hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving.column_sharing import LocalRanks
-from reprise.saving.owned_folder import OwnedFolder
+from reprise.saving.owned_folder import InDoubt, OwnedFolder, SavedIterations
 from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
-from reprise.saving.saved_iterations import InDoubt, SavedIterations
-from reprise.saving.staging import Staging
+from reprise.saving.snapshot import Staging
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.worker import Job, Worker
@@ -118,7 +116,8 @@ class Checkpointer:
         self._worker = Worker("checkpoint")
         # A clone has a connection of its own, which a run that saves nothing does not need.
         self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
-        self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
+        # A run of one rank has nobody to share columns with.
+        self._local_ranks = LocalRanks(self._worker_channel, local_ranks) if channel.world_size > 1 else None
         self._staging = Staging(policy, channel.rank, self._worker)
         self._attempts = AttemptNames(nonce)
         self._saved = SavedIterations()
@@ -136,9 +135,11 @@ class Checkpointer:
         if self._owned is None:
             return
         hosts = f"hosts/{self._attempts.nonce}"
-        self._local_ranks.meet(self._channel, hosts)
+        if self._local_ranks is not None:
+            self._local_ranks.meet(self._channel, hosts)
         self._owned.acquire()  # an agreement: all ranks have read the messages of `meet`
-        self._local_ranks.part(self._channel, hosts)
+        if self._local_ranks is not None:
+            self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
 
     def take_folder(self) -> None:
@@ -210,7 +211,7 @@ class Checkpointer:
             has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
             if not again and self._saved.has(iteration, with_optimizer=has_optimizer):
                 _log.info("iteration %d is saved already, nothing to do", iteration)
-                self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
+                self._refuse_columns(name)  # a rank on which that save is in doubt may try again
                 if self._channel.coordinates:
                     messages.already_committed(self._channel, name, iteration)
                 self._keep([(iteration, name)])
@@ -297,7 +298,8 @@ class Checkpointer:
         is_stuck = self._stuck is not None and not self._stuck.is_done
         self._worker.close(0.0 if is_stuck else self._policy.commit_timeout_s)
         if not is_stuck:
-            self._local_ranks.drop()
+            if self._local_ranks is not None:
+                self._local_ranks.drop()
             self._staging.close()
             self._worker_channel.release()
         self.abandon()
@@ -364,8 +366,13 @@ class Checkpointer:
 
     def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
         """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
-        self._local_ranks.refuse(self._channel, attempt.name)
+        self._refuse_columns(attempt.name)
         return messages.abort(self._channel, attempt, error, shared)
+
+    def _refuse_columns(self, name: str) -> None:
+        """Let no rank of the host wait for this one's columns of attempt `name`."""
+        if self._local_ranks is not None:
+            self._local_ranks.refuse(self._channel, name)
 
     def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
         """Let the next save remove what is left of these attempts."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.regular_file import open_regular
 from reprise.storage.patience import failed_read
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
 
@@ -21,6 +23,7 @@ MAX_BYTES = 256 << 20
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest that numpy and torch count with
 _MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
+_SEAL = ',"xxh3_64":"%s"}\n'  # of `manifest.json` and `host.json`
 
 
 def to_bytes(value: Json) -> bytes:
@@ -221,3 +224,47 @@ def finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [finite(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sealed(body: Json) -> bytes:
+    """Return JSON with the digest of its own bytes: its last member is that of all bytes before its comma."""
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
+    return text + (_SEAL % _digest_of(text)).encode()
+
+
+def _digest_of(data: bytes) -> str:
+    import xxhash  # most commands read JSON without a seal, and start sooner without it
+
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def unsealed(
+    data: bytes, build: Callable[[Json], T], *, kind: str, form: str, where: object, fix: str | None = None
+) -> T:
+    """Check the digest and the format, and return what `build` makes of the members.
+
+    Args:
+        kind: of the file, for messages.
+        form: the expected value of `format`.
+        fix: the remedy if it is damaged.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: if it is damaged, or `build` finds a member missing or impossible.
+    """
+    tail = len(_SEAL % ("0" * 16))
+    if data[-tail:] != (_SEAL % _digest_of(data[:-tail])).encode():
+        raise CheckpointError(f"A {kind} is damaged", where=where, fix=fix)
+    table = parse(data, where=where)
+    if table.get("format") != form:
+        raise MismatchError(
+            f"A {kind} has another format version",
+            where=where,
+            expected=form,
+            found=table.get("format"),
+            fix="Load it with the version of this program that wrote it, or a newer one.",
+        )
+    try:
+        return build(table)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"A {kind} is malformed", where=where, found=repr(error)) from error

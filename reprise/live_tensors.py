@@ -1,6 +1,5 @@
 """The tensors of a model and an optimizer in this process: their names, their shards, their memory."""
 
-from reprise.tensors.arena import map_memory
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import (
     Contents,
@@ -18,7 +17,7 @@ from reprise.tensors.live import (
     placed_box,
     with_memory,
 )
-from reprise.tensors.memory import memory_of
+from reprise.tensors.memory import map_memory, memory_of
 
 __all__ = [
     "Contents",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.checkpointer import Checkpointer
+from reprise.commit.attempt import find_hosts
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.hosts import find_hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored

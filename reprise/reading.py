@@ -2,13 +2,13 @@
 
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.format.safetensors_file import header_places
-from reprise.loading.accessories import find_accessory
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms, committed_in, no_folder
-from reprise.loading.gather import Gatherer
+from reprise.loading.gather import Gatherer, Target
 from reprise.loading.loader import LoadReport, check_tensors, fill
 from reprise.loading.reader import (
     Checkpoint,
     OpenFile,
+    find_accessory,
     open_checkpoint,
     open_tensor_file,
     read_file,
@@ -16,7 +16,6 @@ from reprise.loading.reader import (
     read_places,
 )
 from reprise.loading.replicas import check_replicas
-from reprise.loading.target import Target
 from reprise.loading.verify import verify_share
 from reprise.storage.progress_line import ProgressLine
 

@@ -1,7 +1,9 @@
-"""One attempt to save: where it goes, and its state on one rank, which two threads share."""
+"""One attempt to save: where it goes, the hosts that take part, and its state on one rank, which two threads share."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +11,64 @@ from pathlib import Path
 from typing import Protocol
 
 from reprise.commit import commit_state
+from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitState, Event
-from reprise.commit.hosts import Hosts
 from reprise.format.layout import Layout
 from reprise.storage.folder import CheckpointFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a run by number. A shared folder is that of one host, which has all ranks.
+
+    The first rank of a host is its leader: it alone changes names in the host's folder.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def shared(world_size: int) -> Hosts:
+        """Return the one host of a folder that all ranks, from 0 on, share."""
+        return Hosts.of(range(world_size))
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Hosts:
+        """Return the one host of a folder that these ranks share; the first coordinates."""
+        return Hosts(("",), (tuple(ranks),))
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """Return the leader of each host; the first is that of the rank that coordinates a save, rank 0."""
+        return tuple(ranks[0] for ranks in self.ranks)
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of the host of a rank."""
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def ranks_with(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks on the host of a rank."""
+        return self.ranks[self.number_of(rank)]
+
+    def leader_of(self, rank: int) -> int:
+        """Return the leader of the host of a rank."""
+        return self.leaders[self.number_of(rank)]
+
+
+def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> Hosts:
+    """Return the hosts of a run, numbered by their lowest rank. A call of all ranks.
+
+    Args:
+        local_ranks: the ranks of this host, this one among them; empty for this one alone.
+        key: of the messages, new on this channel.
+    """
+    row = [socket.gethostname(), min([channel.rank, *local_ranks])]
+    rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
+    table = channel.from_first(f"{key}/table", lambda: [json.loads(data) for data in rows])
+    ranks: dict[int, list[int]] = {}
+    for rank, (_, leader) in enumerate(table):
+        ranks.setdefault(leader, []).append(rank)
+    return Hosts(tuple(table[leader][0] for leader in ranks), tuple(tuple(members) for members in ranks.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +100,11 @@ class Attempt:
     def mark(self) -> Path:
         """Return the file that every rank must see before it reports, where there are several ranks."""
         return self.folder.mark_of(self.iteration, self.name)
+
+
+def key_of(name: str) -> str:
+    """Return the prefix of the keys of all messages on attempt `name`."""
+    return f"save/{name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,19 @@ def json_files(
     return files
 
 
-def prepare(attempt: Attempt, documents: Mapping[str, bytes], *, lock: FolderLock | None) -> None:
+def prepare(
+    attempt: Attempt,
+    documents: Mapping[str, bytes],
+    *,
+    lock: FolderLock | None,
+    beside: Sequence[Callable[[], None]] = (),
+) -> None:
     """Write the JSON files into the folder of this host, and sync them together with all names in it.
 
     The syncs have no order among themselves: until the rename, which comes after all of them, nothing reads the folder.
+
+    Args:
+        beside: further syncs that the rename is to follow.
 
     Raises:
         CheckpointError: if the lock is lost, or the file system fails.
@@ -59,7 +68,7 @@ def prepare(attempt: Attempt, documents: Mapping[str, bytes], *, lock: FolderLoc
     files, folder = attempt.folder.files, attempt.partial
     try:
         with contextlib.ExitStack() as ending:
-            syncs: list[Callable[[], None]] = []
+            syncs = list(beside)
             for name, data in documents.items():
                 descriptor = files.write_new(folder / name, data)
                 ending.callback(files.close, descriptor)

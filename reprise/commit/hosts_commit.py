@@ -13,7 +13,6 @@ from reprise.commit.attempt import Attempt, Copying, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.inventory import Inventory
 from reprise.commit.messages import Answer, DecisionMessage
 from reprise.commit.protocol import Steps, TwoPhaseCommit
 from reprise.format import host_file, manifest
@@ -37,13 +36,12 @@ class HostsCommit(TwoPhaseCommit):
         self,
         channel: StoreChannel,
         attempt: Attempt,
-        inventory: Inventory,
         shared: SharedCommitState,
         steps: Steps,
         *,
         local: LocalSaves,
     ) -> None:
-        super().__init__(channel, attempt, inventory, shared, steps)
+        super().__init__(channel, attempt, shared, steps)
         self._exchange, self._copying = local.exchange, local.copying
         self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
         self._order = b""

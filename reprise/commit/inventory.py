@@ -23,21 +23,22 @@ class Inventory:
     Args:
         layout: the layout of all tensors of the checkpoint, as this rank computes it.
         live: the tensor parts that this rank holds.
+        shared: the digests of this rank's replicas; empty where they are not compared.
     """
 
-    def __init__(self, layout: Layout, live: Sequence[LiveTensor] = ()) -> None:
+    def __init__(self, layout: Layout, live: Sequence[LiveTensor], shared: SharedDigests) -> None:
         self._layout = layout
         self._live = {tensor.spec.name: tensor for tensor in live if not tensor.is_copy}
-        self._shared: SharedDigests = {}
+        self._shared = shared
 
     @property
     def identity(self) -> int:
-        """Return the digest of the table of all tensors."""
-        return identity_of(self._layout)
-
-    def add(self, shared: SharedDigests) -> None:
-        """Add the digests of this rank's replicas."""
-        self._shared = shared
+        """Return the digest (xxh3-64) of all names, kinds, dtypes, shapes and places of the layout."""
+        table = [
+            (place.spec.kind.value, name, DTYPE_NAMES[place.spec.dtype], place.spec.shape, place.spec.view, place.file)
+            for name, place in self._layout.places.items()
+        ]
+        return xxhash.xxh3_64_intdigest(repr(table).encode())
 
     def groups(self) -> tuple[GroupDigest, ...]:
         """Return one row for each set of ranks that share boxes."""
@@ -70,15 +71,6 @@ class Inventory:
         if blocks is not None:
             row["digest"] = f"{xxhash.xxh3_64_intdigest(blocks):016x}"
         return row
-
-
-def identity_of(layout: Layout) -> int:
-    """Return the digest (xxh3-64) of all names, kinds, dtypes, shapes and places of a layout."""
-    table = [
-        (place.spec.kind.value, name, DTYPE_NAMES[place.spec.dtype], place.spec.shape, place.spec.view, place.file)
-        for name, place in layout.places.items()
-    ]
-    return xxhash.xxh3_64_intdigest(repr(table).encode())
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> int:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from reprise.commit import commit_state, disagreement
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Outcome
-from reprise.commit.inventory import identity_of
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import manifest
 from reprise.format.names import MANIFEST
@@ -80,7 +79,7 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
     if action is Action.BROADCAST:
         broadcast(channel, key, DecisionMessage(problem=text_of(error)))
     if action is Action.REPORT:
-        report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=text_of(error))
+        report = RankReport(attempt.iteration, problem=text_of(error))
         try:
             channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
         except LaunchError as lost:
@@ -94,10 +93,8 @@ def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
 
 
 def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Leaders only."""
-    if len(attempt.hosts.ranks_with(channel.rank)) > 1:
-        message = json.dumps([attempt.iteration, is_marked])
-        channel.put(marked_key(attempt, channel.rank), message.encode())
+    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Their leader only."""
+    channel.put(marked_key(attempt, channel.rank), json.dumps([attempt.iteration, is_marked]).encode())
 
 
 def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
@@ -144,11 +141,6 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
     kinds = ("report", "table", "stripes", "marked", "prepared")
     of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
     channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
-
-
-def key_of(name: str) -> str:
-    """Return the prefix of all keys of attempt `name`."""
-    return f"save/{name}"
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:

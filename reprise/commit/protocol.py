@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from reprise.commit import commit_state, disagreement
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.finish import tensors_of
 from reprise.commit.inventory import Inventory
-from reprise.commit.messages import DecisionMessage, broadcast, is_committed, key_of, marked_key, text_of
+from reprise.commit.messages import DecisionMessage, broadcast, is_committed, marked_key, text_of
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.manifest import TensorEntry, Written, WrittenPiece
 from reprise.format.report import RankReport, decode, encode
@@ -26,6 +26,9 @@ class Steps(Protocol):
 
     def write(self) -> Written:
         """Write this rank's part durably."""
+
+    def inventory(self) -> Inventory:
+        """Return what this rank saves, once its part is written. Where there are several ranks."""
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
         """Return the JSON files of the checkpoint. Rank 0 only."""
@@ -43,7 +46,6 @@ class TwoPhaseCommit:
     `commit_state.advance` decides alone which action comes next. Each action returns its result as an event.
 
     Args:
-        inventory: what this rank saves; complete once its part is written.
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
         steps: what this rank does on its disk.
 
@@ -55,15 +57,15 @@ class TwoPhaseCommit:
         self,
         channel: StoreChannel,
         attempt: Attempt,
-        inventory: Inventory,
         shared: SharedCommitState,
         steps: Steps,
     ) -> None:
-        self._channel, self._attempt, self._inventory, self._shared = channel, attempt, inventory, shared
+        self._channel, self._attempt, self._shared = channel, attempt, shared
         self._steps = steps
+        self._inventory: Inventory | None = None  # of this rank, once its part is written
         self._key = key_of(attempt.name)
         self._error: BaseException | None = None  # of this rank
-        self._report = RankReport(attempt.iteration, inventory.identity)
+        self._report = RankReport(attempt.iteration)
         self._reports: list[RankReport] = []
         self._uncounted: list[tuple[int, RankReport]] = []  # on rank 0, of other ranks
         self.has_all_reports = channel.world_size == 1
@@ -85,20 +87,19 @@ class TwoPhaseCommit:
             TrainerError: on every rank, if the attempt did not become a checkpoint.
             BaseException: on the rank that failed so; the others get a CheckpointError that names it.
         """
-        action = self._event_of(Action.NOTHING, self._write)
-        while action not in (Action.END, Action.NOTHING):
-            action = self._event_of(action, self._actions[action])
+        action, call = Action.NOTHING, self._write
+        while True:
+            try:
+                event = call()
+            except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+                event = self._failure(error, is_silence=isinstance(error, LaunchError) and action not in _ON_DISK)
+            action = self._shared.take(event)
+            if action in (Action.END, Action.NOTHING):
+                break
+            call = self._actions[action]
         state = self._shared.current
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
-
-    def _event_of(self, action: Action, call: Callable[[], Event]) -> Action:
-        """Perform an action and return the next one; `run` raises an error of it once the other ranks know."""
-        try:
-            event = call()
-        except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-            event = self._failure(error, is_silence=isinstance(error, LaunchError) and action not in _ON_DISK)
-        return self._shared.take(event)
 
     def _failure(self, error: BaseException, *, is_silence: bool) -> Event:
         if is_silence:
@@ -114,10 +115,13 @@ class TwoPhaseCommit:
         report = self._steps.write()
         self._report = replace(
             self._report,
-            groups=self._inventory.groups(),
             written_bytes=report.total_bytes,
             pieces=encode(report.pieces, self._attempt.layout),
         )
+        if self._channel.world_size > 1:
+            self._inventory = self._steps.inventory()
+            identity, groups = self._inventory.identity, self._inventory.groups()
+            self._report = replace(self._report, identity=identity, groups=groups)
         self._reports = [self._report]  # all there are, where there is one rank
         return commit_state.Wrote()
 
@@ -129,7 +133,7 @@ class TwoPhaseCommit:
         decision = self._read_decision("decision")
         if decision.witnesses is not None:
             if self._channel.rank in decision.witnesses:
-                self._channel.put(f"{self._key}/table/{self._channel.rank}", self._inventory.to_bytes())
+                self._channel.put(f"{self._key}/table/{self._channel.rank}", self._table())
             decision = self._read_decision("decision/last")
         return self._decided(decision)
 
@@ -173,10 +177,17 @@ class TwoPhaseCommit:
         if difference is None:
             return
         witnesses = [rank for rank in difference.witnesses if rank != self._channel.rank]
+        is_witness = self._channel.rank in difference.witnesses
         self._channel.put(f"{self._key}/decision", DecisionMessage(witnesses=witnesses).to_bytes())
         tables = {rank: self._channel.read(f"{self._key}/table/{rank}", sender=f"rank {rank}") for rank in witnesses}
-        tables[self._channel.rank] = self._inventory.to_bytes()
+        if is_witness:
+            tables[self._channel.rank] = self._table()
         raise disagreement.explain(difference, [tables[rank] for rank in difference.witnesses])
+
+    def _table(self) -> bytes:
+        """Return the table of a rank whose part is written: no other one is asked for it."""
+        assert self._inventory is not None
+        return self._inventory.to_bytes()
 
     def _prepare(self) -> Event:
         self._steps.prepare(self._steps.json_files(self._tensors()))

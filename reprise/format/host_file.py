@@ -13,7 +13,6 @@ from typing import Any
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import sealed_json
 from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.json_file import integer
@@ -68,7 +67,7 @@ class HostFile:
 
     def to_bytes(self) -> bytes:
         """Return the JSON form; its last member is the digest of all bytes before its comma."""
-        return sealed_json.to_bytes(
+        return json_file.sealed(
             {
                 "format": FORMAT,
                 "attempt": self.attempt,
@@ -99,7 +98,7 @@ def from_bytes(data: bytes, *, where: object) -> HostFile:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or malformed.
     """
-    return sealed_json.from_bytes(data, _from_table, kind="host file", form=FORMAT, where=where)
+    return json_file.unsealed(data, _from_table, kind="host file", form=FORMAT, where=where)
 
 
 def attempt_of(folder: Path) -> str | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import sealed_json
 from reprise.json_file import Json, integer
 
 LINEAGE = "run"  # the member of trainer_state.json
@@ -109,7 +109,7 @@ class Lineage:
 
     def to_bytes(self) -> bytes:
         """Return the content of a `run.json`."""
-        return sealed_json.to_bytes({"format": FORMAT, **self.record()})
+        return json_file.sealed({"format": FORMAT, **self.record()})
 
     @staticmethod
     def from_bytes(data: bytes, *, where: object) -> Lineage:
@@ -119,7 +119,7 @@ class Lineage:
             MismatchError: if it has another format version.
             CheckpointError: if it is damaged or malformed.
         """
-        return sealed_json.from_bytes(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
+        return json_file.unsealed(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
 
 
 def saved_lineage(state: Json, *, where: object) -> Lineage:

@@ -16,7 +16,6 @@ import xxhash
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import sealed_json
 from reprise.format.box import Box, image
 from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from reprise.json_file import integer
@@ -190,7 +189,7 @@ def _cells(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the JSON form; its last member is the digest of all bytes before its comma."""
-    return sealed_json.to_bytes(
+    return json_file.sealed(
         {
             "format": FORMAT,
             "attempt": manifest.attempt,
@@ -223,7 +222,7 @@ def from_bytes(data: bytes, *, where: object) -> Manifest:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or inconsistent.
     """
-    return sealed_json.from_bytes(
+    return json_file.unsealed(
         data, _from_table, kind="manifest", form=FORMAT, where=where, fix="Load another iteration."
     )
 

@@ -38,13 +38,14 @@ class RankReport:
 
     Args:
         identity: digest of the inventory of all tensors of the checkpoint, as this rank sees it; see `Inventory`.
+            0 where its part failed.
         problem: the reason why this rank failed, or None.
         written_bytes: bytes written by this rank, without headers.
         pieces: its pieces, in the form of `encode`.
     """
 
     iteration: int
-    identity: int
+    identity: int = 0
     groups: tuple[GroupDigest, ...] = ()
     problem: str | None = None
     written_bytes: int = 0

@@ -12,10 +12,10 @@ from reprise.errors import CheckpointError, LaunchError, MismatchError, TrainerE
 from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
-from reprise.loading.accessories import misleading_files
 from reprise.loading.reader import (
     Checkpoint,
     check_first_blocks,
+    misleading_files,
     open_checkpoint,
     read_places,
 )
@@ -160,7 +160,7 @@ class Chooser:
         local: the local checkpoints, candidates beside those of the source; None for none.
 
     Attributes:
-        digest: manifest digest of the checkpoint picked last.
+        checkpoint: the one picked last; None if it was returned unopened.
         terms: those of the source.
     """
 
@@ -181,12 +181,12 @@ class Chooser:
         self._is_exact = False
         self._skipped: list[tuple[str, str, bool]] = []  # the name, the reason, and whether it is damage
         self._logged = 0
-        self.digest = ""
+        self.checkpoint: Checkpoint | None = None
 
     def pick(self, *, is_complete: bool = True) -> Path:
         """Return the newest valid candidate.
 
-        A local checkpoint is first returned unopened, with an empty `digest`: the hosts have to complete it.
+        A local checkpoint is first returned unopened: the hosts have to complete it.
 
         Args:
             is_complete: whether they have completed the last candidate.
@@ -205,7 +205,7 @@ class Chooser:
         while self._candidates:
             path = self._candidates[0]
             if path in self._local_paths and not is_complete:
-                self.digest = ""
+                self.checkpoint = None
                 self._log_skipped()
                 return path
             try:
@@ -219,7 +219,7 @@ class Chooser:
                 self.skip(error)
                 is_complete = False
                 continue
-            self.digest = checkpoint.digest
+            self.checkpoint = checkpoint
             self._log_skipped()
             for problem in checkpoint.lacking.values():
                 _log.warning("%s The file holds no state of the run: the checkpoint is loaded without it.", problem)

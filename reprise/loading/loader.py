@@ -16,9 +16,8 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
-from reprise.loading.gather import Bytes, Gatherer
+from reprise.loading.gather import Bytes, Gatherer, Target
 from reprise.loading.reader import Checkpoint, OpenFile, check_block, not_held, open_tensor_file
-from reprise.loading.target import Target
 from reprise.storage.worker import Worker
 from reprise.tensors.live import LiveTensor
 

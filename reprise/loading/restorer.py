@@ -105,11 +105,9 @@ class Restorer:
         problem: TrainerError | None
         while True:
             path, digest, loaded_from = self._pick(chooser, damage, check, live)
-            problem, reader = None, self._channel.coordinator
+            problem = None
             try:
-                if not self._channel.coordinates:
-                    self._see(path, reader)
-                checkpoint = open_same(path, digest, self._files, reader=reader)
+                checkpoint = self._open(chooser, path, digest)
                 if verify_all:
                     self._verify(checkpoint)
                 tensors = live(checkpoint)
@@ -131,9 +129,13 @@ class Restorer:
         is_verified = verify_all or (verify and is_all_read)
         return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
 
-    def _see(self, path: Path, reader: int) -> None:
-        """Wait until this rank sees the checkpoint that rank `reader` has chosen."""
+    def _open(self, chooser: Chooser, path: Path, digest: str) -> Checkpoint:
+        """Return the checkpoint that rank 0 has chosen and opened; another rank opens it once it is visible there."""
+        if self._channel.coordinates and chooser.checkpoint is not None:
+            return chooser.checkpoint
+        reader = self._channel.coordinator
         await_sight(path / MANIFEST, self._patience, self._files, rank=self._channel.rank, reader=reader)
+        return open_same(path, digest, self._files, reader=reader)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare the bits of live tensors between their ranks. A call of all ranks.
@@ -232,4 +234,4 @@ def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool)
         path = chooser.pick(is_complete=is_complete)
     except TrainerError as error:
         raise chooser.terms.completed(error) from None
-    return [str(path), chooser.digest]
+    return [str(path), "" if chooser.checkpoint is None else chooser.checkpoint.digest]

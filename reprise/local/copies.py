@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 
-from reprise.commit.attempt import Attempt
+from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.channel import StoreChannel
-from reprise.commit.hosts import Hosts
 from reprise.errors import LaunchError, TrainerError
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.local.link import Link

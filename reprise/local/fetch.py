@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from reprise.commit.attempt import Hosts
 from reprise.commit.channel import StoreChannel
-from reprise.commit.hosts import Hosts
 from reprise.errors import CheckpointError
 from reprise.format.host_file import PieceNumbers, union
 from reprise.format.layout import Place

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from reprise.atomic import replace_file
+from reprise.commit.attempt import Hosts
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.hosts import Hosts
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without

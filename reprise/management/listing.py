@@ -10,8 +10,7 @@ from reprise.errors import TrainerError, UnreadableError
 from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST
 from reprise.json_file import Json
-from reprise.loading.accessories import misleading_files
-from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
 from reprise.management.host_share import HostShare, missing_everywhere, share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.storage.files import Files

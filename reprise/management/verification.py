@@ -7,8 +7,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.host_file import HostFile
-from reprise.loading.accessories import misleading_files
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.host_share import HostShare, missing_everywhere, share_of, stored_bytes, without_damage
 from reprise.management.listing import CheckpointStatus

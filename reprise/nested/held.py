@@ -15,8 +15,16 @@ from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from reprise.nested.stored_names import Keys, stored_name
 from reprise.nested.table import JointTable, Table, TableRow, require_whole
 from reprise.nested.tree import Tree
-from reprise.tensors.live import Grid, LiveTensor, local_of, locate, memory_holder
-from reprise.tensors.storable import check_byteorder, check_disjoint, check_memory
+from reprise.tensors.live import (
+    Grid,
+    LiveTensor,
+    check_byteorder,
+    check_disjoint,
+    check_memory,
+    local_of,
+    locate,
+    memory_holder,
+)
 
 _KINDS = list(TensorKind)
 

@@ -13,7 +13,7 @@ from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.json_file import Document
 from reprise.policy import Retention
-from reprise.saving.room import require_room
+from reprise.saving.owned_folder import require_room
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 

@@ -8,22 +8,103 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
+from reprise import json_file
 from reprise.atomic import temporary_of
+from reprise.commit import messages
+from reprise.commit.attempt import Attempt, Hosts, SharedCommitState, Successor
 from reprise.commit.channel import StoreChannel
-from reprise.commit.hosts import Hosts
-from reprise.format.host_file import attempt_of
-from reprise.format.names import HOST
+from reprise.commit.commit_state import Outcome
+from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
+from reprise.format.host_file import attempt_of, path_of
+from reprise.format.layout import Layout
+from reprise.format.names import HOST, INTERIM, STATE
 from reprise.policy import Retention
-from reprise.saving.room import decide_expired, delete
-from reprise.saving.saved_iterations import SavedIterations
 from reprise.storage.folder import CheckpointFolder, named_iteration
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_mark
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class InDoubt:
+    """An attempt that this rank stopped waiting for when it could still be committed. It holds none of its bytes."""
+
+    attempt: Attempt
+    shared: SharedCommitState
+    has_optimizer: bool
+
+    def is_committed(self) -> bool:
+        """Return whether it became a checkpoint after all. Main thread."""
+        outcome = self.shared.current.outcome
+        return outcome is Outcome.COMMITTED or (outcome is not Outcome.FAILED and messages.is_committed(self.attempt))
+
+
+class SavedIterations:
+    """The newest checkpoint that this process has saved or loaded, and what may have become one. Main thread.
+
+    Only the newest is asked about: a run ends with a save of the iteration that it has just saved or loaded. An older
+    iteration is saved again, whether retention has deleted it or not.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[int, bool] | None = None  # the iteration, and whether it holds optimizer state
+        self._verified: int | None = None  # a loaded checkpoint of which all digests were checked
+        self._outdated: tuple[int, bool] | None = None  # a loaded checkpoint, like `_newest`, to be saved again
+        self.damaged: frozenset[int] = frozenset()  # checkpoints that the load skipped
+        self.in_doubt: list[InDoubt] = []  # in the order of the attempts
+
+    def has(self, iteration: int, *, with_optimizer: bool) -> bool:
+        """Return whether `iteration` is saved already, with its optimizer state if that is asked for."""
+        return self._newest is not None and self._newest[0] == iteration and self._newest[1] >= with_optimizer
+
+    def committed(self, iteration: int, *, has_optimizer: bool) -> None:
+        """Take note of a commit. Rank 0 makes one attempt after the other, so all before it are decided."""
+        self._newest = iteration, has_optimizer
+        self.in_doubt.clear()
+
+    def loaded(self, iteration: int, has_optimizer: bool, *, is_verified: bool) -> None:
+        """Take note of a checkpoint of this run's folder that was loaded: it is there."""
+        self._newest = iteration, has_optimizer
+        self._verified = iteration if is_verified else None
+
+    def is_verified(self, iteration: int) -> bool:
+        """Return whether this process has loaded `iteration` and checked all of it."""
+        return self._verified == iteration
+
+    def outdated(self, iteration: int) -> None:
+        """Let `iteration` be saved again, in place of the checkpoint that was loaded.
+
+        One that this process has not loaded is another: nothing shows that it may go.
+        """
+        if self._newest is not None and self._newest[0] == iteration:
+            self._newest, self._outdated = None, self._newest
+
+    def gives_way(self, iteration: int, *, with_optimizer: bool) -> bool:
+        """Return whether the checkpoint of `iteration` is outdated, and a save of it has all that it has."""
+        return self._outdated is not None and self._outdated[0] == iteration and with_optimizer >= self._outdated[1]
+
+    def rewound(self, iteration: int) -> None:
+        """Forget checkpoints newer than `iteration`, which were renamed."""
+        if self._newest is not None and self._newest[0] > iteration:
+            self._newest = None
+        self.in_doubt = [candidate for candidate in self.in_doubt if candidate.attempt.iteration <= iteration]
+
+    def settle(self, rank: int) -> None:
+        """Find out which attempts in doubt were committed all the same: of several, the last one counts."""
+        for number, candidate in reversed(list(enumerate(self.in_doubt))):
+            if candidate.is_committed():
+                _log.info("iteration %d, in doubt on rank %d, was committed", candidate.attempt.iteration, rank)
+                self._newest = candidate.attempt.iteration, candidate.has_optimizer
+                del self.in_doubt[: number + 1]
+                break
+        self.in_doubt = [
+            candidate for candidate in self.in_doubt if candidate.shared.current.outcome is not Outcome.FAILED
+        ]
 
 
 class OwnedFolder:
@@ -178,3 +259,158 @@ class OwnedFolder:
         keep = retention.max_checkpoint_keep
         for iteration in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
             _log.info("deleted iteration %d, which %s=%d does not keep", iteration, self.folder.terms.keep, keep)
+
+
+def decide_expired(
+    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()
+) -> tuple[list[int], list[int]]:
+    """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
+
+    Args:
+        pinned: iterations that stay, beside those that are held.
+    """
+    try:
+        committed = folder.committed()
+        protected = folder.held(committed)
+    except OSError as error:
+        _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+        return [], []
+    records = _Records.of(folder, committed if retention.max_checkpoint_keep else [])
+    pinned = {*pinned, *protected, *records.unknown}
+    return retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim), committed
+
+
+def delete(
+    folder: CheckpointFolder,
+    iterations: Sequence[int],
+    *,
+    attempt: str,
+    lock: FolderLock | None,
+    successor: Successor | None = None,
+) -> list[int]:
+    """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
+
+    An iteration that is held by now stays.
+
+    Args:
+        attempt: names the folders on their way out; unique in the life of the folder.
+        lock: looked at again before each of them.
+        successor: the attempt that overwrites the files of the last of them in place, which therefore stay until then;
+            None if there is no such attempt.
+    """
+    deleted = []
+    for iteration in iterations:
+        try:
+            if lock is not None:
+                lock.check()
+            is_taken_over = successor is not None and iteration == iterations[-1] >= successor.first
+            path = folder.discard(iteration, successor.name if successor is not None and is_taken_over else attempt)
+            if path is None:
+                _log.info("iteration %d stays, somebody has begun to read it", iteration)
+                continue
+            if not is_taken_over:
+                folder.files.remove_tree(path)
+            deleted.append(iteration)
+        except (OSError, LockError) as error:
+            _log.error("iteration %d could not be deleted: %s", iteration, error)
+    return deleted
+
+
+@dataclass(slots=True)
+class _Records:
+    """What retention reads from the state files of checkpoints.
+
+    Args:
+        losses: validation loss by iteration, of those that were evaluated.
+        interim: those made where a run was interrupted.
+        unknown: those whose state cannot be read now: any of them may be the best.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    interim: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(folder: CheckpointFolder, iterations: Sequence[int]) -> _Records:
+        """Read the records of these iterations."""
+        records = _Records()
+        for iteration in iterations:
+            path = path_of(folder.iteration(iteration), STATE)
+            try:
+                state = json_file.read(path)
+            except UnreadableError as error:
+                _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
+                records.unknown.add(iteration)
+                continue
+            except TrainerError as error:
+                _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
+                continue
+            loss = state.get("valid_loss")
+            if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
+                records.losses[iteration] = float(loss)
+            if state.get(INTERIM) is True:
+                records.interim.add(iteration)
+        return records
+
+
+def _needed_bytes(layout: Layout) -> int:
+    """Return the largest size of a checkpoint: its tensor files, and JSON files that grow with tensors and digests."""
+    return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
+
+
+def require_room(
+    attempt: Attempt,
+    documents: Mapping[str, json_file.Document],
+    retention: Retention,
+    *,
+    parts: int = 1,
+) -> None:
+    """Refuse to begin where tensors and documents would not fit beside all that is there.
+
+    Args:
+        retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+        parts: how many folders share the tensors, about evenly.
+    """
+    folder, files = attempt.folder, attempt.folder.files
+    needed = _needed_bytes(attempt.layout) // parts + sum(
+        len(data) for data in documents.values() if isinstance(data, bytes)
+    )
+    try:
+        free = files.free_bytes(folder.root)
+        # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
+        allocated = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
+    except OSError as error:
+        raise folder.cannot_write(error) from error
+    if free is not None and free + allocated < needed:
+        raise CheckpointError(
+            "There is no room for a checkpoint",
+            where=folder.root,
+            expected=f"{needed} B free",
+            found=f"{free} B free",
+            fix=_advice(folder, retention, short_bytes=needed - free - allocated),
+        )
+
+
+def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int) -> str:
+    """Return how to make room: what could be deleted, and by what."""
+    older, committed = decide_expired(folder, replace(retention, max_checkpoint_keep=1))
+    abandoned, parts = folder.superseded(), []
+    if older:
+        allocated = folder.files.allocated_bytes(*map(folder.iteration, older))
+        name = folder.terms.keep
+        parts.append(
+            f"{_count(older, 'older checkpoint')} there: {allocated} B, deleted by the next start with {name}=1."
+        )
+    if abandoned:
+        allocated = folder.files.allocated_bytes(*abandoned)
+        parts.append(
+            f"{_count(abandoned, 'abandoned branch', 'es')} there (*.superseded-*): {allocated} B, to be deleted."
+        )
+    if not parts:
+        reason = ": the newest stays until the next is complete" if committed else ""
+        parts.append(f"No checkpoint there can be deleted{reason}.")
+    return f"Free {short_bytes} B more, or name {folder.terms.another}. {' '.join(parts)}"
+
+
+def _count(members: Sequence[object], noun: str, ending: str = "s") -> str:
+    return f"{len(members)} {noun}{'' if len(members) == 1 else ending}"

@@ -10,17 +10,135 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from reprise.format.box import Image
+from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout, TensorSpec, build_layout
-from reprise.saving.chunks import Chunk, Piece, cut
-from reprise.saving.replica_digests import SharedPieces
 from reprise.tensors.live import Contents, LiveTensor, storages_of
 from reprise.tensors.memory import Sources
+
+# A file is written in extents of about this size, several concurrently.
+EXTENT_BYTES = 128 << 20
+# An optimizer step during a save waits for the chunk that each thread is writing, so a chunk is small.
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `[lo, hi)` of the packed image of `box`, written by one rank: a whole box or a part of it."""
+
+    name: str
+    box: Box
+    lo: int
+    hi: int
+
+
+SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]  # by ranks that hold the same boxes, by tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Bytes `[lo, hi)` of the packed image of a piece's box."""
+
+    piece: Piece
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Parts that are read and written together, `size` contiguous bytes of one file.
+
+    Args:
+        offset: the offset in the file.
+        strided: None for contiguous bytes. Otherwise the chunk has one part, its rows are not contiguous in the
+            tensor, `offset` is the start of the tensor, and `strided` is the image of the part's box.
+    """
+
+    file: str
+    offset: int
+    size: int
+    parts: tuple[ChunkPart, ...]
+    strided: Image | None = None
+
+
+def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
+    """Return the chunks of `pieces` by file, in file order, grouped into extents of whole pieces.
+
+    Adjacent pieces share chunks. Chunks end on page boundaries, except at the end of an extent or of a contiguous run.
+    """
+    chunks: dict[str, list[list[Chunk]]] = {}
+    for name, run in itertools.groupby(sorted(map(_Placed.of, pieces, itertools.repeat(layout))), lambda p: p.file):
+        chunks[name] = [list(_cut_extent(name, extent)) for extent in _extents(list(run))]
+    return chunks
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Placed:
+    """A piece with the file offset of its first byte; `tensor` is the file offset of its tensor."""
+
+    file: str
+    offset: int
+    tensor: int
+    piece: Piece
+    image: Image
+    is_contiguous: bool
+
+    @staticmethod
+    def of(piece: Piece, layout: Layout) -> _Placed:
+        place = layout.places[piece.name]
+        packed = place.spec.image(piece.box)
+        first, _, length = next(packed.spans(piece.lo, piece.hi))
+        is_contiguous = length == piece.hi - piece.lo
+        return _Placed(place.file, place.offset + first, place.offset, piece, packed, is_contiguous)
+
+
+def _extents(placed: list[_Placed]) -> Iterator[list[_Placed]]:
+    extent, size = list[_Placed](), 0
+    for item in placed:
+        extent.append(item)
+        size += item.piece.hi - item.piece.lo
+        if size >= EXTENT_BYTES:
+            yield extent
+            extent, size = [], 0
+    if extent:
+        yield extent
+
+
+def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
+    parts, start, end = list[ChunkPart](), 0, 0
+    for item in placed:
+        if parts and (not item.is_contiguous or item.offset != end):
+            yield Chunk(name, start, end - start, tuple(parts))
+            parts = []
+        piece = item.piece
+        if not item.is_contiguous:
+            for lo in range(piece.lo, piece.hi, CHUNK_BYTES):
+                hi = min(lo + CHUNK_BYTES, piece.hi)
+                yield Chunk(name, item.tensor, hi - lo, (ChunkPart(piece, lo, hi),), item.image)
+            continue
+        if not parts:
+            start = end = item.offset
+        lo = piece.lo
+        while lo < piece.hi:
+            hi = min(piece.hi, lo + _room(start, end))
+            parts.append(ChunkPart(piece, lo, hi))
+            end += hi - lo
+            lo = hi
+            if not _room(start, end):
+                yield Chunk(name, start, end - start, tuple(parts))
+                parts, start = [], end
+    if parts:
+        yield Chunk(name, start, end - start, tuple(parts))
+
+
+def _room(start: int, end: int) -> int:
+    """Return the bytes that still fit into a chunk from `start` to `end` before it ends on a page boundary."""
+    return (start + CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES - end
+
 
 # Below this a tensor goes whole to one replica: a cut would cost more than the imbalance.
 SMALL_BYTES = 64 << 10

@@ -15,10 +15,8 @@ import xxhash
 
 from reprise.commit.inventory import SharedDigests
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written
-from reprise.saving.chunks import Piece
+from reprise.saving.plan import Piece, SharedPieces
 from reprise.tensors.memory import DeviceMemory, HostMemory, Memory
-
-SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]
 
 
 @dataclass(frozen=True, slots=True)

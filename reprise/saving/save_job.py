@@ -16,16 +16,16 @@ from reprise.commit.attempt import Attempt, SharedCommitState, Successor
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
-from reprise.commit.inventory import Inventory
+from reprise.commit.inventory import Inventory, SharedDigests
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
 from reprise.policy import Retention
 from reprise.saving.column_sharing import LocalRanks, Sharing
+from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
 from reprise.saving.replica_digests import ReplicaDigests
-from reprise.saving.room import decide_expired, delete, require_room
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held
@@ -42,10 +42,11 @@ class SaveJob:
     """A save of one rank: `run` is called once, on the worker thread of every rank.
 
     Args:
-        replicas: digests of the tensors that other ranks hold too.
+        replicas: digests of the tensors that other ranks hold too; None where no rank does, or they are not compared.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
-        local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
+        local_ranks: the ranks of this host, for columns that become whole rows in memory that they share; None for one
+            rank.
         may_share: whether this rank has the memory for that.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
         successor: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
@@ -60,27 +61,24 @@ class SaveJob:
     contents: Contents
     plan: Plan
     snapshot: Snapshot
-    replicas: ReplicaDigests
+    replicas: ReplicaDigests | None
     channel: StoreChannel
     shared: SharedCommitState
     lock: FolderLock | None
     retention: Retention
-    local_ranks: LocalRanks
+    local_ranks: LocalRanks | None
     may_share: bool = False
     local: LocalSaves | None = None
     successor: Successor | None = None
     earlier: Sequence[tuple[int, str]] = ()
     committed_at: float | None = None
-    inventory: Inventory = field(init=False)
     _is_durable: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.inventory = Inventory(self.plan.layout, self.plan.live)
+    _digests: SharedDigests = field(init=False, default_factory=dict)
 
     @property
     def blocked_s(self) -> float:
         """Return for how long the optimizer's step was held back."""
-        return self.snapshot.blocked_s + self.replicas.blocked_s
+        return self.snapshot.blocked_s + (0.0 if self.replicas is None else self.replicas.blocked_s)
 
     def release(self) -> None:
         """Let live memory change: copy and digest the rest of it. Main thread.
@@ -89,7 +87,8 @@ class SaveJob:
         """
         try:
             self.snapshot.release()
-            self.replicas.release()
+            if self.replicas is not None:
+                self.replicas.release()
         except BaseException:
             self.snapshot.abort()
             raise
@@ -110,13 +109,14 @@ class SaveJob:
                 job has taken the folder over meanwhile.
         """
         attempt, local = self.attempt, self.local
-        arguments = (self.channel, attempt, self.inventory, self.shared, self)
+        arguments = (self.channel, attempt, self.shared, self)
         commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
             commit.run()
             self.committed_at = time.perf_counter()
         except BaseException as error:
-            self.local_ranks.drop()
+            if self.local_ranks is not None:
+                self.local_ranks.drop()
             if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
                 self._remove(attempt.partial)
             if isinstance(error, TrainerError) and self.lock is not None:
@@ -154,9 +154,16 @@ class SaveJob:
                     sharing=sharing,
                     old=None if self.successor is None else attempt.old,
                 )
-                result = self._written(writer, partial)
+                beside = () if self.replicas is None else self.replicas.calls
+                try:
+                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=beside)
+                except CheckpointError:
+                    if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
+                        self._require_mark(partial)
+                    raise
                 self.snapshot.check()
-                self.inventory.add(self.replicas.all(result))
+                if self.replicas is not None:
+                    self._digests = self.replicas.all(result)
             finally:
                 self.snapshot.close()
             if not self._leads:
@@ -164,20 +171,17 @@ class SaveJob:
                 require_unchanged()
         return result
 
-    def _written(self, writer: Writer, partial: Path) -> Written:
-        try:
-            return writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=self.replicas.calls)
-        except CheckpointError:
-            if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
-                self._require_mark(partial)
-            raise
+    def inventory(self) -> Inventory:
+        """Return the tensors of the checkpoint as this rank knows them, and the digests of its replicas."""
+        return Inventory(self.plan.layout, self.plan.live, self._digests)
 
     def _begin(self, partial: Path) -> Sharing | None:
-        """Meet the other ranks of the host; on its leader leave the mark, and let the others know."""
-        attempt, is_marked = self.attempt, False
+        """Join the other ranks of the host; on its leader leave the mark, and let the others know."""
+        attempt, is_marked, sharing = self.attempt, False, None
         self.snapshot.check()  # a thread that hung before sends nothing on an attempt that was aborted meanwhile
         try:
-            sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+            if self.local_ranks is not None:
+                sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
             if self._leads:
                 parts = len(attempt.hosts.leaders)
                 require_room(attempt, self.contents.documents, self.retention, parts=parts)
@@ -186,7 +190,7 @@ class SaveJob:
                 is_marked = True
             return sharing
         finally:
-            if self._leads:
+            if self._leads and self._is_marked:
                 messages.broadcast_marked(self.channel, attempt, is_marked=is_marked)
 
     def _require_mark(self, partial: Path) -> None:
@@ -218,7 +222,7 @@ class SaveJob:
         """Make all files of this host's folder durable."""
         if self._is_marked:
             _remove_mark(self.attempt)
-        finish.prepare(self.attempt, files, lock=self.lock)
+        finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
         """Rename this host's folder to the checkpoint that it becomes."""

@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout, Layout
-from reprise.format.manifest import Written, WrittenPiece
-from reprise.saving.chunks import CHUNK_BYTES, Chunk, Piece, PieceDigests
-from reprise.saving.column_sharing import Sharing
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenPiece
+from reprise.saving.column_sharing import Sharing, cut_by_stripes
+from reprise.saving.plan import CHUNK_BYTES, Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
-from reprise.saving.stripes import cut_by_stripes
 from reprise.storage.files import Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
-from reprise.tensors.arena import Bytes, map_memory
+from reprise.tensors.memory import Bytes, map_memory
 
 # Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
 # a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
@@ -179,7 +179,8 @@ class Writer:
                 self.sharing.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
-                target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
+                row = rows[in_image - lo : in_image - lo + length]
+                target.write(row, offset=chunk.offset + in_tensor, is_direct=False)
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
         return writing_failed(path, error, self.files, root=self.folder.parent, total_bytes=self.layout.total_bytes)
@@ -285,38 +286,57 @@ class _Target:
                 if descriptor is not None:
                     ending.callback(self._files.close, descriptor)
 
-    def write(self, data: memoryview, *, offset: int) -> None:
-        """Write `data` at `offset`, its whole pages around the page cache unless the file system refuses that."""
+    def write(self, data: memoryview, *, offset: int, is_direct: bool = True) -> None:
+        """Write `data` at `offset`.
+
+        Args:
+            is_direct: write whole pages around the page cache, unless the file system refuses that.
+        """
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
-        direct = self._direct
-        if hi <= lo or direct is None or self._refuses_direct or not _is_aligned(data[lo:hi]):
-            self.write_cached(data, offset=offset)
-            return
-        try:
-            self._files.write(direct, [data[lo:hi]], offset=offset + lo)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
-            self.write_cached(data, offset=offset)
-            return
-        self._count(hi - lo)
-        self.write_cached(data[:lo], offset=offset)
-        self.write_cached(data[hi:], offset=offset + hi)
-
-    def write_cached(self, data: memoryview, *, offset: int) -> None:
-        """Write `data` at `offset` through the page cache."""
-        if data.nbytes:
-            assert self._cached is not None
-            self._files.write(self._cached, [data], offset=offset)
-            self._count(data.nbytes)
-
-    def _count(self, size: int) -> None:
+        direct, cached = self._direct if is_direct else None, self._cached
+        assert cached is not None
+        parts = [(0, data)]  # through the page cache, each behind its offset in `data`
+        if lo < hi and direct is not None and not self._refuses_direct and _is_aligned(data[lo:hi]):
+            try:
+                self._files.write(direct, [data[lo:hi]], offset=offset + lo)
+                parts = [(0, data[:lo]), (hi, data[hi:])]
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
+        for at, part in parts:
+            if part.nbytes:
+                self._files.write(cached, [part], offset=offset + at)
         with self._lock:
-            self.written_bytes += size
+            self.written_bytes += data.nbytes
 
 
 def _is_aligned(pages: memoryview) -> bool:
     """Return whether O_DIRECT may write from this memory."""
     return np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0
+
+
+class PieceDigests:
+    """Computes the digests of pieces whose bytes are added in order, one piece after the other."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[bytes]] = {}
+        self._open = xxhash.xxh3_64()
+
+    def add(self, part: ChunkPart, data: memoryview) -> None:
+        """Digest the bytes of the next part."""
+        at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
+        digests = self._found.setdefault(part.piece.name, [])
+        while data.nbytes:
+            room = BLOCK_BYTES - at % BLOCK_BYTES
+            block, data = data[:room], data[room:]
+            self._open.update(block)
+            at += block.nbytes
+            if at % BLOCK_BYTES == 0 or at == end:
+                digests.append(self._open.intdigest().to_bytes(DIGEST_BYTES, "big"))
+                self._open.reset()
+
+    def all(self) -> dict[str, bytes]:
+        """Return the digests of each piece's blocks, packed, by name."""
+        return {name: b"".join(digests) for name, digests in self._found.items()}

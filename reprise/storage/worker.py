@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from reprise.errors import CheckpointError
@@ -20,16 +19,19 @@ class Job:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Run the call and keep its exception. Called by the worker only."""
-        try:
-            self._call()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
-            self._error = error
-        finally:
-            self._call = _nothing  # what it holds is not needed any more
-            self._done.set()
+    @staticmethod
+    def run_from(queue: SimpleQueue[Job | None]) -> None:
+        """Run jobs in their order until None comes; each keeps its exception. Called by a worker only."""
+        while (job := queue.get()) is not None:
+            try:
+                job._call()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
+                job._error = error
+            finally:
+                job._call = _nothing  # what it holds is not needed any more
+                job._done.set()
+            del job
 
     @property
     def is_done(self) -> bool:
@@ -87,7 +89,7 @@ class Worker:
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
         while len(self._threads) < self._count:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread = threading.Thread(target=Job.run_from, args=(self._queue,), name=self._name, daemon=True)
             thread.start()  # the system may refuse it
             self._threads.append(thread)
         job = Job(call)
@@ -102,11 +104,6 @@ class Worker:
             thread.join(timeout_s)
         self._threads.clear()
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job.run()
-            del job
-
 
 class Stopped(Exception):
     """Ends a call of `run_together` after another call has failed."""
@@ -118,17 +115,14 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
     A single call needs no thread. `Stopped` is raised only if there is no other error.
     """
     jobs = [Job(call) for call in calls]
-    queue = deque(jobs)
-
-    def run_queue() -> None:
-        while queue:
-            with contextlib.suppress(IndexError):  # another thread has taken the last job
-                queue.popleft().run()
-
-    pool = Worker(name, threads=min(threads, len(jobs)) - 1)
-    for _ in range(min(threads, len(jobs)) - 1):
-        pool.submit(run_queue)
-    run_queue()
+    helpers = max(0, min(threads, len(jobs)) - 1)
+    queue: SimpleQueue[Job | None] = SimpleQueue()
+    for job in (*jobs, *[None] * (helpers + 1)):
+        queue.put(job)
+    pool = Worker(name, threads=helpers)
+    for _ in range(helpers):
+        pool.submit(partial(Job.run_from, queue))
+    Job.run_from(queue)
     errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
     pool.close()
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from reprise.format.layout import Layout
-from reprise.tensors.arena import map_like_file
 from reprise.tensors.live import LiveTensor
+from reprise.tensors.memory import map_like_file
 
 
 def zeros_like_files(

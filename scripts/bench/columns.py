@@ -29,14 +29,12 @@ from reprise.files import Files
 from reprise.format.manifest import digest_of
 from reprise.layout import Box, TensorKind, TensorSpec, build_layout
 from reprise.live_tensors import map_memory
-from reprise.saving.chunks import CHUNK_BYTES, ChunkPart, Piece, PieceDigests, cut
-from reprise.saving.column_sharing import SharedMemory, Sharing
+from reprise.saving.column_sharing import SharedMemory, Sharing, shared_bytes, stripes_of
+from reprise.saving.plan import CHUNK_BYTES, ChunkPart, Piece, cut
 from reprise.saving.snapshot import Snapshot
-from reprise.saving.stripes import shared_bytes, stripes_of
-from reprise.saving.writer import THREADS, Writer
+from reprise.saving.writer import THREADS, PieceDigests, Writer
 from reprise.storage.worker import Worker
-from reprise.tensors.arena import Arena, Bytes
-from reprise.tensors.memory import HostMemory
+from reprise.tensors.memory import Arena, Bytes, HostMemory
 from scripts.bench import machine, tables
 from scripts.bench.probe import seconds_of, sync_folder
 from scripts.bench.rounds import rotated

@@ -26,8 +26,7 @@ from reprise.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEnt
 from reprise.format.report import decode, encode
 from reprise.layout import Layout, build_layout, pieces_of
 from reprise.live_tensors import is_dtensor
-from reprise.saving.chunks import Piece
-from reprise.saving.plan import plan
+from reprise.saving.plan import Piece, plan
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config

@@ -24,7 +24,6 @@ from trainer.config.train import TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
-from trainer.record import run_record
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.progress import Progress
@@ -84,7 +83,7 @@ class Subject:
         documents: dict[str, Json] = {
             "config.json": families.hf_config(self.config.model),
             "generation_config.json": families.generation_config(self.config.model),
-            STATE: run_record.state_record(progress, 1e-3, {}),
+            STATE: progress.state_record(1e-3, {}),
         }
         return self.state.contents(documents, with_optimizer=True)
 

@@ -25,13 +25,11 @@ from reprise.live_tensors import Contents, Grid, live_tensors, map_memory, memor
 from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.savers import Checkpointer, Retention, SavePolicy
-from reprise.saving import staging
-from reprise.saving.chunks import Piece
-from reprise.saving.plan import make_plan
+from reprise.saving import snapshot
+from reprise.saving.plan import Piece, make_plan
 from reprise.saving.replica_digests import ReplicaDigests, blocks_of, checksum
 from reprise.saving.snapshot import Snapshot
-from reprise.tensors.arena import Arena, Bytes, pin
-from reprise.tensors.memory import _copy_stream
+from reprise.tensors.memory import Arena, Bytes, _copy_stream, pin
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
 from tests.harness import tensor_files
@@ -267,7 +265,7 @@ def test_without_staging_memory_a_call_waits(
             raise CheckpointError("The staging memory cannot be pinned", found=f"CUDA error 2 for {total_bytes} B")
         return Arena(0, is_pinned=False)
 
-    monkeypatch.setattr(staging, "Arena", refuse)
+    monkeypatch.setattr(snapshot, "Arena", refuse)
     training = Training(device, 128)
     training.step()
     with AsyncSaver(tmp_path / "saves") as saver:

@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError
 from reprise.folder import FolderLock
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors
-from reprise.saving.staging import Staging
+from reprise.saving.snapshot import Staging
 from reprise.storage import shared_folder
 from reprise.storage.worker import Worker
 from tests.distributed.test_ranks_that_disagree import process_group

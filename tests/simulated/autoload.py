@@ -38,7 +38,7 @@ def begin() -> None:
     collectives.register_collectives()
     atexit.register(register.synchronize)  # no stream works while the process is taken down
 
-    from reprise.tensors import arena, memory
+    from reprise.tensors import memory
 
-    arena._cudart = lambda: Runtime
+    memory._cudart = lambda: Runtime
     memory.Sources.can_pin = property(lambda self: self._device is not None)

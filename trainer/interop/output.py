@@ -160,7 +160,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     return {
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
-        STATE: run_record.state_record(progress, lr, {**description, "batch": batch}),
+        STATE: progress.state_record(lr, {**description, "batch": batch}),
         RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }

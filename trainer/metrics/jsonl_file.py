@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -17,34 +18,47 @@ _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
 
 
 class JsonlFile:
-    """A file of JSON lines to append to. While the disk fails, lines wait in memory until it works again."""
+    """A file of JSON lines to append to. While the disk fails, lines wait in memory until it works again.
+
+    One thread adds lines; others may sync meanwhile, without making it wait for the disk.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._waiting = bytearray()
+        self._lock = threading.Lock()  # of the lines that wait
+        self._syncing = threading.Lock()  # of the descriptor, but for writes
+        self._is_closed = False
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
         """Append an object as a line; NaN and infinity become null."""
-        self._waiting += f"{dumps(members)}\n".encode()
+        line = f"{dumps(members)}\n".encode()
+        with self._lock:
+            self._waiting += line
         self._try(self._write)
 
     def sync(self) -> None:
-        """Make all lines durable."""
-        self._try(self._write, lambda: os.fsync(self._descriptor))
+        """Make all lines durable; they are once the file is closed."""
+        with self._syncing:
+            if not self._is_closed:
+                self._try(self._write, lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
-        """Write the pending lines, and close the file."""
-        self._try(self._write)
-        if self._waiting:
-            _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
-        os.close(self._descriptor)
+        """Make all lines durable, since a save under way may land later, and close the file."""
+        with self._syncing:
+            self._try(self._write, lambda: os.fsync(self._descriptor))
+            if self._waiting:
+                _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
+            self._is_closed = True
+            os.close(self._descriptor)
 
     def _write(self) -> None:
-        while self._waiting:
-            count = os.write(self._descriptor, self._waiting)
-            del self._waiting[:count]
+        with self._lock:
+            while self._waiting:
+                count = os.write(self._descriptor, self._waiting)
+                del self._waiting[:count]
 
     def _try(self, *calls: Callable[[], None]) -> None:
         try:

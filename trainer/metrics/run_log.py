@@ -263,7 +263,7 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Make all lines durable: a checkpoint must not be newer than the log, unless the disk fails."""
+        """Make all lines durable: a checkpoint must not be newer than the log, unless the disk fails. Any thread."""
         for sink in self._sinks:
             sink.sync()
 

@@ -58,7 +58,7 @@ class MetricRecord:
 
 
 class MetricSink(ABC):
-    """An output of metrics. Rank 0 alone has sinks, and calls them from the training thread.
+    """An output of metrics. Rank 0 alone has sinks, and calls them, but for `sync`, from the training thread.
 
     Its library is imported in `start`, and is needed by runs with the sink alone.
     """
@@ -75,7 +75,10 @@ class MetricSink(ABC):
         """Add the metrics of an event. Training waits, so a slow output needs a thread of its own."""
 
     def sync(self) -> None:  # noqa: B027
-        """Make durable what was written. A checkpoint must not be newer than the metrics before it."""
+        """Make durable the records so far. A checkpoint must not be newer than the metrics before it.
+
+        A save calls it on a thread of its own, while training may write further records.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -109,6 +112,7 @@ class GuardedSink(MetricSink):
 
     def close(self) -> None:
         self._attempt(self._sink.close)
+        self._is_off = True  # a save that ends later has nothing to sync
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         """Return whether a call of the sink succeeds."""

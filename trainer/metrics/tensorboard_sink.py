@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ class TensorboardSink(MetricSink):
         self._writer: Any = None
         self._purge_step = 1
         self._has_lost_points = False
+        self._lock = threading.Lock()  # a save syncs while training writes
 
     def rewind(self, position: RunPosition) -> None:
         """Cut the event files, even if the run has turned them off."""
@@ -42,7 +44,7 @@ class TensorboardSink(MetricSink):
 
     def sync(self) -> None:
         if self._writer is not None:
-            self._plot(lambda: self._writer.flush(), self._purge_step)
+            self._plot(self._flush, self._purge_step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -55,6 +57,10 @@ class TensorboardSink(MetricSink):
             indented = "    " + text.replace("\n", "\n    ")  # which Markdown shows as it is
             self._opened_writer().add_text(tag, indented, record.iteration)
 
+    def _flush(self) -> None:
+        if self._writer is not None:  # still, as another thread may have dropped it
+            self._writer.flush()
+
     def _opened_writer(self) -> Any:
         if self._writer is None:  # made with the first point: a run that does nothing leaves no file
             from torch.utils.tensorboard import SummaryWriter
@@ -64,11 +70,12 @@ class TensorboardSink(MetricSink):
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
         """Call TensorBoard; after a disk error the next point starts a new file."""
-        try:
-            call()
-            self._has_lost_points = False
-        except OSError as error:
-            if not self._has_lost_points:
-                _log.error("%s lacks points: %s", self._folder, error)
-            self._has_lost_points = True
-            self._writer, self._purge_step = None, iteration + 1
+        with self._lock:
+            try:
+                call()
+                self._has_lost_points = False
+            except OSError as error:
+                if not self._has_lost_points:
+                    _log.error("%s lacks points: %s", self._folder, error)
+                self._has_lost_points = True
+                self._writer, self._purge_step = None, iteration + 1

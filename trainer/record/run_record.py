@@ -13,7 +13,6 @@ from models.adapters import adapter_problems, is_adapted
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from reprise.errors import CheckpointError
-from reprise.folder import FORMAT
 from reprise.json_file import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -102,11 +101,6 @@ def describe(
     }
 
 
-def state_record(progress: Progress, lr: float, description: Json) -> Json:
-    """Return the whole `trainer_state.json`."""
-    return {"format": FORMAT, **progress.record(), "lr": lr, **description}
-
-
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
     """Return the progress in a state file; if `seq_length` differs, the position is converted through tokens.
 
@@ -180,7 +174,7 @@ def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset
     patterns = state.get("freeze", [])
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
-    return frozen_names(model, patterns)
+    return frozen_names(model, patterns) if patterns else frozenset()
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

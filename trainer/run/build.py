@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.adapters import model_documents
 from models.network import Model
 from reprise.json_file import Json
 from reprise.live_tensors import Grid
@@ -51,6 +52,7 @@ class Run:
     It never changes. `start.fill` returns a copy with the schedule, data and description of the source of its tensors.
 
     Args:
+        model_files: the JSON files of a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
         saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
         logs: the log of rank 0 once it is open.
@@ -69,6 +71,7 @@ class Run:
     restorer: Restorer
     control: RunControl
     description: Json
+    model_files: Mapping[str, Json]
     tokenizer: Mapping[str, bytes]
     saved_config: Json
     own_time: OwnTime
@@ -124,6 +127,7 @@ def build(
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
         control=_build_control(config, cluster, signals),
         description=_describe(config, schedule, topology, inputs.data, environment),
+        model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
         saved_config=saved.without_keys(
             run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),

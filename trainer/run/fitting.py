@@ -172,7 +172,8 @@ class Fitting:
 def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed: int) -> None:
     """Fill the tensors outside a fit, and those with new rows, with the initial values of a fresh run."""
     keeping = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
-    fill_initial_values(keeping, families.initial_values(model), seed)
+    if keeping:
+        fill_initial_values(keeping, families.initial_values(model), seed)
 
 
 def _stored_rows(saved: ModelConfig, model: ModelConfig) -> dict[str, int]:

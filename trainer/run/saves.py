@@ -46,6 +46,8 @@ class Moment(Enum):
     finished = auto()
 
 
+Syncs = tuple[Callable[[], None], ...]
+
 _ALWAYS = (Moment.requested, Moment.stopped, Moment.finished)
 
 
@@ -74,9 +76,9 @@ class SaveTarget:
         """Return whether the state after `iteration` is to be saved."""
         return moment in _ALWAYS or self.saver.is_due(iteration)
 
-    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
-        """Save the current state with these files; see `Checkpointer.save`."""
-        return self.saver.save(state.progress.iteration, state.contents(documents, with_optimizer=True))
+    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
+        """Save the current state with these files; see `Checkpointer.save` and `Contents.syncs`."""
+        return self.saver.save(state.progress.iteration, state.contents(documents, with_optimizer=True, syncs=syncs))
 
     def iterations(self) -> list[int]:
         """Return the iterations a start of the run could resume from. Rank 0 only."""
@@ -137,8 +139,8 @@ class SharedTarget(SaveTarget):
             return self._section.local.flush_on_exit
         return super().is_due(iteration, moment)
 
-    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
-        contents = state.contents(documents, with_optimizer=not self._section.no_save_optim)
+    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
+        contents = state.contents(documents, with_optimizer=not self._section.no_save_optim, syncs=syncs)
         return self.saver.save(state.progress.iteration, contents)
 
     def iterations(self) -> list[int]:
@@ -199,15 +201,18 @@ class WeightsTarget(SaveTarget):
 
     def __init__(self, owner: WeightsCheckpointer, config: Config) -> None:
         super().__init__(owner.saver)
-        self._owner, self._model, self._dtype = owner, config.model, config.checkpoint.weights_dtype.value
+        self._owner = owner
+        self._files: dict[str, Document] = {}
+        if not is_adapted(config.model):  # PEFT's configuration of adapters has no dtype
+            dtype = config.checkpoint.weights_dtype.value
+            self._files["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
         return self._owner.is_due(iteration)
 
-    def save(self, state: TrainerState, documents: Mapping[str, Document]) -> SaveReport | None:
-        if not is_adapted(self._model):  # PEFT's configuration of adapters has no dtype
-            documents = {**documents, "config.json": {**families.hf_config(self._model), "dtype": self._dtype}}
-        return self._owner.save(state.progress.iteration, state.contents(documents, with_optimizer=False))
+    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
+        contents = state.contents({**documents, **self._files}, with_optimizer=False, syncs=syncs)
+        return self._owner.save(state.progress.iteration, contents)
 
     def rewind(self, iteration: int, *, is_own: bool) -> None:
         self._owner.rewind(iteration if is_own else -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,6 +51,7 @@ class _Enumerated:
     marks: tuple[Marks, ...]
     specs: tuple[TensorSpec, ...]
     live: tuple[LiveTensor, ...]
+    aliases: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -104,18 +105,29 @@ class TrainerState:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
 
-    def contents(self, documents: Mapping[str, Document], *, with_optimizer: bool) -> Contents:
-        """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves."""
+    def contents(
+        self,
+        documents: Mapping[str, Document],
+        *,
+        with_optimizer: bool,
+        syncs: tuple[Callable[[], None], ...] = (),
+    ) -> Contents:
+        """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves.
+
+        Args:
+            syncs: see `Contents`.
+        """
         optimizers = tuple(part.optimizer for part in self.parts)
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
             specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
-            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
+            second_names = {} if is_adapted(self.config) else aliases(self.config)
+            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)), second_names)
             self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
-        names = {} if is_adapted(self.config) else aliases(self.config)
-        return Contents(enumerated.specs, enumerated.live, names, documents, optimizers, constant)
+        specs, live, names = enumerated.specs, enumerated.live, enumerated.aliases
+        return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs)
 
 
 def build_part(

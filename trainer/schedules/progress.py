@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reprise.json_file import finite_number, integer
+from reprise.folder import FORMAT
+from reprise.json_file import Json, finite_number, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ class Progress:
             "valid_loss": self.valid_loss,
             "owes_evaluation": self.owes_evaluation,
         }
+
+    def state_record(self, lr: float, description: Json) -> Json:
+        """Return the whole `trainer_state.json`.
+
+        Args:
+            lr: the learning rate of the last iteration.
+            description: the constant part of the run's record.
+        """
+        return {"format": FORMAT, **self.record(), "lr": lr, **description}
 
     @staticmethod
     def from_record(record: Mapping[str, object]) -> Progress:

@@ -19,7 +19,7 @@ from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import differences, settle
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
-from trainer.record.sample_counts import in_samples_of
+from trainer.record.resume_rules import in_samples_of
 from trainer.run.build import Run
 from trainer.run.saves import SharedTarget
 from trainer.start.base import with_base
@@ -129,7 +129,7 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     changes = differences(*resume_rules.compared(checkpoint.state, run.description), resume_rules.rules_for(section))
     if not section.no_load_optim:
         changes = resume_rules.with_same_bits(changes, checkpoint.state, run.description)
-    otherwise = own_command(checkpoint, run.config.run)
+    otherwise = own_command(checkpoint, run.config.run) if changes else ""
     for line in settle(changes, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
@@ -145,7 +145,8 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
         origin_after(checkpoint.state, run.description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
-    require_batches(run.config, run.cluster.world_size, samples)
+    if run.config.train.batch_schedule is not None:  # one size is checked before the ranks join
+        require_batches(run.config, run.cluster.world_size, samples)
     if section.use_checkpoint_scheduler:
         run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
 

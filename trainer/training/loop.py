@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from models.adapters import model_documents
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.folder import INTERIM, STATE
 from reprise.json_file import Document
@@ -18,7 +17,6 @@ from trainer.config.train import OnNonfinite
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown
-from trainer.record import run_record
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
@@ -220,7 +218,8 @@ def _sample(run: Run) -> None:
 
 def _check_replicas(run: Run) -> None:
     """Raise ReplicaError if the bits of a tensor differ between its ranks."""
-    check_tied_copies(run.state, run.context.embedding_group)
+    if run.context.embedding_group is not None:
+        check_tied_copies(run.state, run.context.embedding_group)
     shards = (*run.state.shards(), *run.state.base_shards())
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
@@ -234,14 +233,15 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     due = run.saves.due(iteration, moment)
     if not due:
         return due
-    check_tied_copies(run.state, run.context.embedding_group)
+    if run.context.embedding_group is not None:
+        check_tied_copies(run.state, run.context.embedding_group)
+    syncs: tuple[Callable[[], None], ...] = ()
     if any(target.is_main for target in due):
         run.control.saving()
-        for log in run.logs:
-            log.sync()
+        syncs = tuple(log.sync for log in run.logs)
     for target in due:
         is_interim = moment is Moment.stopped and not target.saver.is_due(iteration)
-        report = target.save(run.state, _documents(run, is_interim=is_interim))
+        report = target.save(run.state, _documents(run, is_interim=is_interim), syncs)
         if report is not None:
             _record_saves(run, target, [report], slowdown)
     return due
@@ -249,9 +249,9 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
-    record = run_record.state_record(run.state.progress, _lr(run), run.description)
+    record = run.state.progress.state_record(_lr(run), run.description)
     return {
-        **model_documents(run.config.model),
+        **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.fakes import iteration_record
 from trainer.compare.read import read_curve
 from trainer.compare.speed import read_timing
 from trainer.launch.start_times import Phase, StartTimes
-from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration, last_saved_iteration
+from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
@@ -163,6 +164,45 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, cap
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
     assert [event.step for event in points.Scalars("train/loss")] == [3]
+
+
+def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = run_log(tmp_path, sinks=["tensorboard"])
+    log.open(0, "a: 1\n")
+    log.iteration(iteration_record(1))
+    is_syncing, may_end = threading.Event(), threading.Event()
+
+    def stuck(_: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(os, "fsync", stuck)
+    thread = threading.Thread(target=log.sync, daemon=True)
+    thread.start()
+    assert is_syncing.wait(60)
+    log.iteration(iteration_record(2))  # would wait for the disk
+    assert thread.is_alive()
+    may_end.set()
+    thread.join(60)
+    log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_a_closed_log_is_durable_for_a_save_that_ends_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, syncs = run_log(tmp_path), list[int]()
+    log.open(0, "a: 1\n")
+    log.iteration(iteration_record(1))
+    monkeypatch.setattr(os, "fsync", syncs.append)
+    log.close()
+    log.sync()
+    assert len(syncs) == 1
+    lines = JsonlFile(tmp_path / "lines.jsonl")
+    lines.close()
+    lines.sync()
+    assert len(syncs) == 2
+    assert caplog.text == ""
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.policy import SaveReport
-from reprise.saving import chunks
+from reprise.saving import plan
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited
 from tests.unit.reprise.saving.test_background import (
     SMALL_CHUNK,
@@ -39,8 +39,8 @@ Save = Callable[[AsyncSaver, int, Training], None]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(plan, "EXTENT_BYTES", 4 * SMALL_CHUNK)
 
 
 def save_model(saver: AsyncSaver, iteration: int, training: Training) -> None:

@@ -10,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,31 @@ def test_the_tracker_names_the_newest_and_nothing_else_is_left(tmp_path: Path) -
     checkpointer.close()
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000005", "iter_0000010", TRACKER, "lock"}
     assert load(tmp_path) == 10.0
+
+
+def test_a_log_is_durable_before_the_rename(tmp_path: Path) -> None:
+    checkpointer, threads = started(SavePolicy(tmp_path, async_save=True)), list[str]()
+
+    def sync() -> None:
+        assert not (tmp_path / "iter_0000005").exists()
+        threads.append(threading.current_thread().name)
+
+    checkpointer.save(5, replace(contents(5), syncs=(sync, sync)))
+    checkpointer.close()
+    assert (tmp_path / "iter_0000005").is_dir()
+    assert len(threads) == 2
+    assert all(name.startswith("checkpoint") for name in threads)
+
+
+def test_a_checkpoint_whose_log_cannot_be_synced_is_none(tmp_path: Path) -> None:
+    def sync() -> None:
+        raise OSError(errno.EIO, "no disk")
+
+    checkpointer = started(SavePolicy(tmp_path))
+    report = checkpointer.save(5, replace(contents(5), syncs=(sync,)))
+    assert report is not None
+    assert "no disk" in str(report.error)
+    assert not (tmp_path / "iter_0000005").exists()
 
 
 def test_an_iteration_saved_by_this_process_is_not_saved_again(tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from reprise.commit import channel as channel_module
 from reprise.commit import commit_state, messages
-from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.hosts import Hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
@@ -28,17 +27,14 @@ from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.policy import Retention
-from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
-from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.tensors.arena import Arena
 from reprise.tensors.live import Contents
-from reprise.tensors.memory import Sources
+from reprise.tensors.memory import Arena, Sources
 from tests.turns import Fault, FaultyStore, Task, Turns
 
 PATIENCE_S = 0.3  # of a rank that waits for a message
@@ -368,12 +364,12 @@ class SimulatedJob(SaveJob):
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
             plan=plan,
             snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
-            replicas=ReplicaDigests({}, [], {}, {}),
+            replicas=None,
             channel=channel,
             shared=rank.shared,
             lock=None,
             retention=Retention(1 if is_local else 0),
-            local_ranks=LocalRanks(channel, ()),
+            local_ranks=None,
             local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
             number=rank.number,
             attempted=attempted,

@@ -67,6 +67,20 @@ def assert_holds(target: Contents, iteration: int) -> None:
         assert torch.equal(found.local, expected.local)
 
 
+def test_the_rank_that_chooses_a_checkpoint_opens_it_once(tmp_path: Path) -> None:
+    path, names = save(tmp_path, 3), list[str]()
+
+    class NotingFiles(Files):
+        def open_for_reading(self, path: Path) -> int:
+            names.append(path.name)
+            return super().open_for_reading(path)
+
+    restorer, target = Restorer(single_rank_channel(), nonce="n", files=NotingFiles()), contents(0)
+    restorer.restore(LoadSource(path), check=lambda _: None, live=lambda _: target.live)
+    assert_holds(target, 3)
+    assert names.count("manifest.json") == names.count(STATE) == 1
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.commit.attempt import Attempt
+from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.commit.hosts import Hosts
 from reprise.format.host_file import without
 from reprise.format.layout import Layout
 from reprise.loading.blocks import PieceBlock, blocks_of

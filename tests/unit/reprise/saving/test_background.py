@@ -32,7 +32,7 @@ from reprise.loading.restorer import Restorer
 from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.policy import Retention, SavePolicy, SaveReport
-from reprise.saving import chunks
+from reprise.saving import plan
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
@@ -47,8 +47,8 @@ SMALL_CHUNK = 1 << 16
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
+    monkeypatch.setattr(plan, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(plan, "EXTENT_BYTES", 4 * SMALL_CHUNK)
 
 
 _SEEDED = threading.Lock()
@@ -327,7 +327,7 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
     def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if channel.rank == culprit else None
+        files = stuck if channel.rank == culprit else FILE_SYSTEM
         policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         succeeded = []
@@ -426,7 +426,7 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
     def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if channel.rank == culprit else None
+        files = stuck if channel.rank == culprit else FILE_SYSTEM
         policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         for iteration in range(failures):

@@ -11,9 +11,9 @@ import xxhash
 from reprise.format.box import Box, image
 from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
-from reprise.saving import chunks as chunking
-from reprise.saving.chunks import CHUNK_BYTES, Piece, PieceDigests, cut
-from reprise.saving.plan import plan
+from reprise.saving import plan as chunking
+from reprise.saving.plan import CHUNK_BYTES, Piece, cut, plan
+from reprise.saving.writer import PieceDigests
 from tests.fakes import SHARDINGS, Sharding, sample_specs, sample_state
 
 SPECS = sample_specs()

@@ -23,11 +23,8 @@ from reprise.format.names import FORMAT, STATE
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
-from reprise.saving import stripes as striping
-from reprise.saving.chunks import Piece, cut
-from reprise.saving.column_sharing import LocalRanks, SharedMemory, Sharing
-from reprise.saving.plan import plan
-from reprise.saving.stripes import STRIPES_AT, Stripe
+from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Sharing, Stripe
+from reprise.saving.plan import Piece, cut, plan
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents
@@ -45,7 +42,7 @@ ALONE = Sharding("one rank")
 
 @pytest.fixture(autouse=True)
 def _strip_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(striping, "STRIPE_BYTES", 1 << 16)
+    monkeypatch.setattr(sharing_module, "STRIPE_BYTES", 1 << 16)
 
 
 class CountingFiles(Files):
@@ -403,7 +400,7 @@ def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypat
 
 def save_as_rank(arguments: list[str]) -> None:
     """Be one of two processes that save columns, and say how often it wrote."""
-    striping.STRIPE_BYTES = 1 << 16
+    sharing_module.STRIPE_BYTES = 1 << 16
     cluster = launch.start("cpu", deterministic=False)
     files = CountingFiles()
     policy = SavePolicy(Path(arguments[0]), async_save=True)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from reprise.format.box import Box, image, whole
 from reprise.format.layout import PAGE_BYTES
-from reprise.saving.chunks import Piece
-from reprise.saving.plan import SMALL_BYTES, Holding, pieces_of
+from reprise.saving.plan import SMALL_BYTES, Holding, Piece, pieces_of
 
 
 def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple[int, Piece]]]:

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from reprise.checkpointer import Checkpointer
-from reprise.commit.attempt import Attempt
+from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
-from reprise.commit.hosts import Hosts
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.host_file import attempt_of

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from reprise.format.box import Box
-from reprise.saving.chunks import Chunk, ChunkPart, Piece
+from reprise.saving.plan import Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import Snapshot
-from reprise.tensors.arena import Arena, Bytes, map_memory
+from reprise.tensors.memory import Arena, Bytes, map_memory
 
 SIZE, COUNT = 8192, 5
 

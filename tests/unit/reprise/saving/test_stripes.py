@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from reprise.format.layout import PAGE_BYTES, Layout, build_layout
-from reprise.saving import stripes as striping
-from reprise.saving.chunks import Piece, cut
-from reprise.saving.plan import columns_of, plan
-from reprise.saving.stripes import STRIPES_AT, Stripes, cut_by_stripes, shared_bytes, stripes_of
+from reprise.saving import column_sharing as striping
+from reprise.saving.column_sharing import STRIPES_AT, Stripes, cut_by_stripes, shared_bytes, stripes_of
+from reprise.saving.plan import Piece, columns_of, cut, plan
 from tests.fakes import SHARDINGS, Axis, Sharding, sample_specs, sample_state
 
 SPECS = sample_specs()

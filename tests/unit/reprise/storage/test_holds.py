@@ -16,7 +16,7 @@ import pytest
 import reprise
 from reprise.folder import CheckpointFolder, iteration_name
 from reprise.policy import Retention
-from reprise.saving.room import decide_expired, delete
+from reprise.saving.owned_folder import decide_expired, delete
 from reprise.storage.files import Files
 from reprise.storage.holds import EXPIRY_S, HOLD, Hold, HoldingProcess, is_held
 from tests import ROOT

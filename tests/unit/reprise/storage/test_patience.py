@@ -20,7 +20,7 @@ from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.management import listing, verification
 from reprise.policy import Retention, SavePolicy
-from reprise.saving.room import decide_expired
+from reprise.saving.owned_folder import decide_expired
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable

@@ -1,13 +1,81 @@
-"""Copies of tensors from host memory."""
+"""Copies of tensors from host memory; memory on page-aligned ground, at addresses congruent to file offsets."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import numpy.ctypeslib
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from reprise.tensors.memory import HostMemory
+from reprise.format.layout import PAGE_BYTES
+from reprise.tensors.memory import Arena, HostMemory, map_like_file, map_memory
+
+STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)), max_size=12)
+
+
+@given(STRETCHES)
+def test_an_arena_gives_extents_memory_congruent_to_offsets(
+    extents: list[tuple[int, int]],
+) -> None:
+    arena = Arena(sum(size + PAGE_BYTES for _, size in extents), is_pinned=False)
+    arena.touch()
+    taken = []
+    for number, (offset, size) in enumerate(extents):
+        memory = arena.take(size, offset=offset)
+        assert memory is not None
+        assert memory.nbytes == size
+        assert (memory.ctypes.data - offset) % PAGE_BYTES == 0
+        memory[:] = number
+        taken.append(memory)
+    assert all((memory == number).all() for number, memory in enumerate(taken))
+
+
+def test_a_full_arena_says_so_and_serves_again_once_cleared() -> None:
+    arena = Arena(10_000, is_pinned=False)
+    assert arena.take(9_000, offset=0) is not None
+    assert arena.take(2_000, offset=0) is None
+    arena.clear()
+    assert arena.take(2_000, offset=0) is not None
+    arena.close()
+
+
+def test_touching_keeps_what_is_there() -> None:
+    arena = Arena(10_000, is_pinned=False)
+    memory = arena.take(10_000, offset=0)
+    assert memory is not None
+    memory[:] = 7
+    arena.touch()
+    assert (memory == 7).all()
+
+
+@given(STRETCHES)
+def test_memory_like_a_file_is_congruent_and_keeps_adjacency(extents: list[tuple[int, int]]) -> None:
+    memories = map_like_file(extents)
+    for number, ((offset, size), memory) in enumerate(zip(extents, memories, strict=True)):
+        assert memory.nbytes == size
+        assert (memory.ctypes.data - offset) % PAGE_BYTES == 0
+        memory[:] = number
+    assert all((memory == number % 256).all() for number, memory in enumerate(memories))
+    ends = zip(extents, memories, extents[1:], memories[1:], strict=False)
+    for (offset, size), memory, (next_offset, _), next_memory in ends:
+        if next_offset == offset + size:
+            assert next_memory.ctypes.data == memory.ctypes.data + size
+
+
+def test_memory_is_private_so_that_it_may_lie_on_huge_pages() -> None:
+    memory = map_memory(4 << 20)
+    at = memory.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_ = line.split()
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= at < last:
+            assert rights == "rw-p"
+            return
+    raise AssertionError("it is mapped nowhere")
 
 
 def test_a_copy_needs_no_attribute_that_numpy_imports(monkeypatch: pytest.MonkeyPatch) -> None:

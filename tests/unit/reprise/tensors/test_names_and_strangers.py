@@ -14,8 +14,7 @@ from torch import nn
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import single_rank_channel
 from reprise.errors import CheckpointError
-from reprise.loading.accessories import misleading_files
-from reprise.loading.reader import open_checkpoint
+from reprise.loading.reader import misleading_files, open_checkpoint
 from reprise.policy import SavePolicy
 from reprise.storage.files import Files
 from tests.unit.reprise.loading.test_reader import contents, load, save

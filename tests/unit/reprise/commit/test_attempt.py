@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reprise.commit.hosts import Hosts, find_hosts
+from reprise.commit.attempt import Hosts, find_hosts
 from tests.fakes import run_ranks
 
 

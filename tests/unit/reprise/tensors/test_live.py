@@ -15,7 +15,7 @@ from torch import nn
 
 from reprise import load, save
 from reprise.errors import CheckpointError
-from reprise.tensors.storable import check_disjoint, check_memory
+from reprise.tensors.live import check_disjoint, check_memory
 
 
 def holder(**tensors: torch.Tensor) -> nn.Module:
