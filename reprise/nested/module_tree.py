@@ -12,6 +12,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.nested.folder_files import folder_files
+from reprise.nested.pretrained import add_pretrained
 from reprise.nested.stateful import Receiver, Stateful, is_stateful
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
 from reprise.nested.tree import (
@@ -76,7 +77,8 @@ def tree_of(
     tree.refers = False
     add_objects(tree, is_load=is_load)
     if not is_load:
-        tree.files = folder_files(model, files)
+        add_pretrained(tree, model)
+        tree.files |= folder_files(files)
     return tree
 
 
@@ -91,7 +93,8 @@ def tree_of_dict(
     tree = build_tree(state_dict, model=model)
     add_objects(tree, is_load=is_load)
     if not is_load:
-        tree.files = folder_files(tree.objects.get((MODEL,), model), files)
+        add_pretrained(tree, tree.objects.get((MODEL,), model))
+        tree.files |= folder_files(files)
     return tree
 
 
