@@ -68,7 +68,7 @@ def test_dicts_of_torch_have_live_tensors_and_copied_numbers(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_given", [False, True])
-def test_a_load_into_a_dict_from_before_a_forward_pass_needs_the_model(tmp_path: Path, is_given: bool) -> None:
+def test_a_dict_from_before_a_forward_pass_needs_the_model(tmp_path: Path, is_given: bool) -> None:
     source, model = fully_shard(trained(0, 0.1)[0]), fully_shard(trained(1, 0.1)[0])
     save_state_dict(tmp_path, {"model": get_model_state_dict(source)}, iteration=1)
     state = {"model": get_model_state_dict(model)}

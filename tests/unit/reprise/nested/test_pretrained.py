@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict, verify
 from reprise.loading.reader import open_checkpoint
@@ -152,11 +153,12 @@ def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_peft_opens_the_adapter_of_a_wrapped_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard])
+def test_peft_opens_the_adapter_of_a_wrapped_model(tmp_path: Path, wrap: Callable[[Any], nn.Module]) -> None:
     peft = pytest.importorskip("peft")
     model, _ = adapted(0)
-    path = save(tmp_path, nn.parallel.DistributedDataParallel(model), iteration=1)
+    path = save(tmp_path, wrap(model), iteration=1)
     opened = peft.PeftModel.from_pretrained(gpt2(), path)
     assert torch.equal(opened.eval()(input_ids=TOKENS).logits, model.eval()(input_ids=TOKENS).logits)
-    load(path, nn.parallel.DistributedDataParallel(other := adapted(1)[0]))
+    load(path, wrap(other := adapted(1)[0]))
     assert_same_state(model, other)
