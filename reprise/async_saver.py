@@ -24,7 +24,7 @@ from reprise.nested.module_tree import tree_of, tree_of_dict
 from reprise.nested.own_state import own_state
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
-from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target
+from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target, check_vacant
 from reprise.storage.files import Files
 
 
@@ -34,7 +34,7 @@ class AsyncSaver:
     A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
     checkpoint holds the values at the call. A failed save is raised by the next call of `save`, `save_state_dict`,
     `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is made, and the folder
-    of the first is kept as superseded.
+    of the first is kept as superseded, unless `overwrite` is False.
 
     A program that ends without `close` waits for the save under way, and ends with status 1 if it fails. After an error
     it waits for 20 s.
@@ -55,6 +55,7 @@ class AsyncSaver:
         process_group: the saving ranks; None for all.
         coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
         from_rank0: shell patterns for the names of tensors with differences between ranks by design; see `save`.
+        overwrite: whether an existing iteration may be saved again; see `save`.
         timeout_s: seconds for which a call waits for ranks that have not made it.
 
     Raises:
@@ -76,6 +77,7 @@ class AsyncSaver:
         process_group: dist.ProcessGroup | None = None,
         coordinator_rank: int = 0,
         from_rank0: Sequence[str] = (),
+        overwrite: bool = True,
         timeout_s: float = CALL_TIMEOUT_S,
         files: Files | None = None,
     ) -> None:
@@ -92,7 +94,7 @@ class AsyncSaver:
             check_limits(
                 staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
             )
-        self._folder, self._from_rank0 = folder, tuple(from_rank0)
+        self._folder, self._from_rank0, self._overwrite = folder, tuple(from_rank0), overwrite
         policy = SavePolicy(
             Path(folder),
             retention=Retention(max_checkpoint_keep),
@@ -211,6 +213,7 @@ class AsyncSaver:
                 from_rank0=self._from_rank0,
                 is_replicated=is_replicated,
                 check=self._require_open,
+                before_decision=lambda: self._require_vacant(iteration),
             )
         except BaseException as error:
             if call.is_agreed and not isinstance(error, TrainerError):  # on this rank alone, which is out of step
@@ -227,3 +230,7 @@ class AsyncSaver:
         if self._is_closed:
             raise CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
         self.wait()
+
+    def _require_vacant(self, iteration: int) -> None:
+        if not self._overwrite:
+            check_vacant(self._folder, iteration)

@@ -249,7 +249,7 @@ class Checkpointer:
         try:
             if snapshot.is_aborted and not started.job.is_done:
                 raise stalled(attempt)
-            started.job.wait(self._policy.commit_timeout_s)
+            started.job.wait(self._policy.commit_timeout_s, where=attempt.folder.iteration(attempt.iteration))
             self._saved.committed(attempt.iteration, has_optimizer=save_job.has_optimizer)
             self._attempts.committed(attempt.iteration)
         except TrainerError as failure:

@@ -189,9 +189,9 @@ def open_when_awaited(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) ->
             gate.set()
         wait_written(snapshot)
 
-    def end_is_awaited(job: Job, timeout_s: float | None = None) -> None:
+    def end_is_awaited(job: Job, timeout_s: float | None = None, *, where: object = None) -> None:
         gate.set()
-        wait_job(job, timeout_s)
+        wait_job(job, timeout_s, where=where)
 
     monkeypatch.setattr(Snapshot, "_await_written", step_waits)
     monkeypatch.setattr(Job, "wait", end_is_awaited)

@@ -289,6 +289,7 @@ OF_NO_MODULE = {
     "tests.unit.reprise.format.test_document": "docs/checkpoint_format.md and the reader it prints",
     "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
     "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
+    "tests.unit.reprise.test_library_page": "sentences of docs/library.md",
     "tests.unit.reprise.test_changes_after_a_save": "programs that change tensors while a save is under way",
     "tests.unit.reprise.saving.test_chunks": "the chunks of a plan, and their digests",
     "tests.unit.reprise.saving.test_stripes": "the stripes of columns",

@@ -48,7 +48,6 @@ def contents_of(
     iteration: int,
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
-    overwrite: bool = True,
     check: Callable[[], None] = lambda: None,
     before_decision: Callable[[], None] = lambda: None,
 ) -> Contents:
@@ -59,7 +58,6 @@ def contents_of(
         cache: the tables of the last agreement of the ranks.
         last: the tensors of the save before, where there is one; those of this save replace them.
         is_replicated: whether every rank has to hold a part of every tensor.
-        overwrite: whether the iteration may be there already.
         check: called first; raises if this rank cannot save.
         before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
 
@@ -71,8 +69,6 @@ def contents_of(
     with call.preparing():
         check()
         check_target(folder, iteration)
-        if not overwrite:
-            check_vacant(folder, iteration)
         check_patterns(from_rank0)
         tree = make_tree()
         values = values_of(tree)
@@ -102,6 +98,7 @@ def save_now(
     Args:
         keep: number of newest checkpoints kept; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
+        overwrite: whether the iteration may be there already; the coordinator's counts.
         from_rank0: see `contents_of` for this and the others.
 
     Raises:
@@ -121,6 +118,8 @@ def save_now(
         def take_folder() -> None:
             owning.append(new_checkpointer())
             owning[0].take_folder()
+            if not overwrite:
+                check_vacant(folder, iteration)
 
         contents = contents_of(
             call,
@@ -130,7 +129,6 @@ def save_now(
             iteration=iteration,
             from_rank0=from_rank0,
             is_replicated=is_replicated,
-            overwrite=overwrite,
             check=lambda: check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes),
             before_decision=take_folder,
         )

@@ -67,6 +67,10 @@ class NestedValues:
         """Return the value at a JSON Pointer; an empty dict has its class."""
         return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
 
+    def has(self, where: str) -> bool:
+        """Return whether there is a value at a JSON Pointer, or below it."""
+        return where in self.values or any(inner.startswith(f"{where}/") for inner in self.values)
+
     def below(self, where: str) -> Any:
         """Return the value at a JSON Pointer, or the dict of values below it; None if there is neither.
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.layout import TensorSpec
+from reprise.format.layout import Place, TensorSpec
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import NestedValues, by_leaf, read_values
 from reprise.nested.loaded import LoadedState, Matched, Strictness, match
-from reprise.nested.stateful import put_back, references, take_out
+from reprise.nested.stateful import put_back, references, shaped_like, take_out
 from reprise.nested.stored_names import (
     MODEL,
     OPTIMIZER,
@@ -27,7 +27,7 @@ from reprise.nested.stored_names import (
 )
 from reprise.nested.table import JointTable
 from reprise.nested.tree import ParameterGroup, Tree
-from reprise.nested.typed_values import decode_number
+from reprise.nested.typed_values import TensorReference, decode_number, encode
 from reprise.optimizer_state import zeros_for
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
@@ -158,20 +158,32 @@ class Filling:
         """Make the tensors of the values with tensors, and yield them."""
         self.whole, self.allocated = {}, {}
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+        states = self._with_tensors(values, places.values())
         for where in (*self.tree.receivers, *self.tree.values, *self._remaining_values(values).values):
             is_object = where in self.tree.receivers
-            value = values.below(where) if is_object or where in values.values else None
+            value = states.below(where) if is_object or where in values.values else None
             names = [reference.name for reference in references(value)]
-            if names or (is_object and value is not None):
-                self.whole[where] = value
             tensors: dict[Keys, torch.Tensor] = {}
             if names and is_object:
-                take_out(self.tree.receivers[where].template(), keys_of_pointer(where), tensors)
+                template = self.tree.receivers[where].template()
+                take_out(template, keys_of_pointer(where), tensors)
+                value = value if where in values.values else shaped_like(template, value)
+            if names or (is_object and states.has(where)):
+                self.whole[where] = value
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
             for name in names:
                 spec = places[aliases.get(name, name)].spec
                 stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
                 yield from _unreplicated(replace(spec, name=name), stored)
+
+    def _with_tensors(self, values: NestedValues, places: Iterable[Place]) -> NestedValues:
+        """Return the values with references to the tensors of objects whose state was stored by leaf, as a dict."""
+        divided = self.tree.receivers.keys() - values.values.keys()
+        tensors: Json = {}
+        for keys, name in ((keys_of(p.spec.kind, p.spec.name), p.spec.name) for p in places if divided):
+            if any(pointer(keys[:count]) in divided for count in range(1, len(keys) + 1)):
+                tensors[pointer(keys)] = encode(TensorReference(name), keys)
+        return replace(values, values={**values.values, **tensors})
 
     def _fill_empty(self, values: NestedValues) -> None:
         """Let an empty dict take its values from the checkpoint, except those requested by a rank."""

@@ -1,13 +1,10 @@
-"""Files for other programs in the folder of a save: the caller's, and the configuration of transformers."""
+"""The caller's files for other programs, in the folder of a save."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from reprise import json_file
 from reprise.errors import CheckpointError
@@ -20,8 +17,8 @@ _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in Tensor
 _MOST_NAME_BYTES = 255  # of a name on Linux
 
 
-def folder_files(model: object, files: Mapping[str, object] | None) -> dict[str, bytes]:
-    """Return the files of a save by name: `files`, and those for `from_pretrained` of a model of transformers.
+def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
+    """Return the content of each file by its name.
 
     Args:
         files: by name, bytes, text, a path whose content is read now, or a dict or list to be written as JSON.
@@ -29,7 +26,7 @@ def folder_files(model: object, files: Mapping[str, object] | None) -> dict[str,
     Raises:
         CheckpointError: naming a file of the checkpoint itself, or content of another kind.
     """
-    contents = _of_transformers(model)
+    contents: dict[str, bytes] = {}
     for name, content in (files or {}).items():
         _check_name(name)
         contents[name] = _content(name, content)
@@ -89,32 +86,3 @@ def _content(name: str, content: object) -> bytes:
         expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
         found=type(content).__name__,
     )
-
-
-def _of_transformers(model: object) -> dict[str, bytes]:
-    """Return the configurations of a model of transformers, as its `save_pretrained` writes them; else nothing.
-
-    PEFT's wrappers are left out: their tensors have names unknown to transformers.
-    """
-    while not _has_text(model, "config") and isinstance(getattr(model, "module", None), nn.Module):
-        model = getattr(model, "module", None)  # of DistributedDataParallel
-    if not isinstance(model, nn.Module) or not _has_text(model, "config") or hasattr(model, "peft_config"):
-        return {}
-    config: dict[str, Any] = json.loads(_text(model, "config"))
-    kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
-    config["architectures"] = config.get("architectures") or kinds[:1]
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    if dtypes:
-        config["dtype"] = str(dtypes[0]).removeprefix("torch.")
-    contents = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
-    if _has_text(model, "generation_config"):
-        contents["generation_config.json"] = _text(model, "generation_config").encode()
-    return contents
-
-
-def _has_text(model: object, attribute: str) -> bool:
-    return callable(getattr(getattr(model, attribute, None), "to_json_string", None))
-
-
-def _text(model: object, attribute: str) -> str:
-    return str(getattr(model, attribute).to_json_string())

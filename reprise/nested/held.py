@@ -26,7 +26,8 @@ from reprise.tensors.live import (
     memory_holder,
 )
 
-_KINDS = list(TensorKind)
+# Of tied tensors the first is stored: PEFT looks for all of an adapter in its file.
+_ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,15 @@ def local_tensors(tree: Tree) -> HeldTensors:
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
     names_by_identity: dict[object, str] = {}
-    rows = [(*stored_name(keys), keys, tensor) for keys, tensor in tree.tensors.items()]
-    for kind, name, keys, tensor in sorted(rows, key=lambda row: _KINDS.index(row[0])):
+    rows = [(*tree.stored_as.get(keys, stored_name(keys)), keys, tensor) for keys, tensor in tree.tensors.items()]
+    for kind, name, keys, tensor in sorted(rows, key=lambda row: _ORDER.index(row[0])):
         local = local_of(tensor)
         if local.is_meta:
             raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
         check_memory(name, local)
         identity = _identity(tensor, local)
+        if keys in tree.stored_as and (own_name := stored_name(keys)[1]) != name:
+            aliases[own_name] = names_by_identity.get(identity, name)
         if identity in names_by_identity:
             _require_free_name(aliases, live, name, keys)
             aliases[name] = names_by_identity[identity]
@@ -167,7 +170,7 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
 
 def _marks(tree: Tree) -> object:
     """Return a value that changes if a tensor has other memory, another place in it, or another name."""
-    marks: list[object] = [*tree.tensors, *tree.parts.items()]
+    marks: list[object] = [*tree.tensors, *tree.parts.items(), *tree.stored_as.items()]
     try:
         for tensor in tree.tensors.values():
             local = memory_holder(tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.nested.folder_files import folder_files
+from reprise.nested.pretrained import add_pretrained
 from reprise.nested.stateful import Receiver, Stateful, is_stateful
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
 from reprise.nested.tree import (
@@ -76,7 +76,8 @@ def tree_of(
     tree.refers = False
     add_objects(tree, is_load=is_load)
     if not is_load:
-        tree.files = folder_files(model, files)
+        add_pretrained(tree, model)
+        tree.files |= folder_files(files)
     return tree
 
 
@@ -91,7 +92,8 @@ def tree_of_dict(
     tree = build_tree(state_dict, model=model)
     add_objects(tree, is_load=is_load)
     if not is_load:
-        tree.files = folder_files(tree.objects.get((MODEL,), model), files)
+        add_pretrained(tree, tree.objects.get((MODEL,), model))
+        tree.files |= folder_files(files)
     return tree
 
 
@@ -114,7 +116,7 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
         if isinstance(value, nn.Module):
             for name, tensor in _named_tensors(value):
                 add_tensor(tree, (*keys, name), tensor)
-            _add_extra_state(tree, keys, value)
+            _add_extra_state(tree, keys, value, is_load=is_load)
         elif isinstance(value, torch.optim.Optimizer):
             _add_optimizer(tree, keys, modules, value)
     for keys in sorted(tree.objects):  # in one order on all ranks, as objects may communicate
@@ -179,20 +181,16 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _add_extra_state(tree: Tree, keys: Keys, model: nn.Module) -> None:
-    """Add what modules give by `get_extra_state`, which they take back at the end of a load."""
+def _add_extra_state(tree: Tree, keys: Keys, model: nn.Module, *, is_load: bool) -> None:
+    """Add what modules give by `get_extra_state`, each as one value, which they take back at the end of a load."""
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
-        name = canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE)
-        holder = {name: module.get_extra_state()}
-        walk(tree, holder[name], (*keys, name), (holder, name))
-        tree.after_load.append(partial(_give_back, module, holder))
-
-
-def _give_back(module: nn.Module, holder: Mapping[str, object]) -> None:
-    (extra_state,) = holder.values()
-    module.set_extra_state(extra_state)
+        inner = (*keys, canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE))
+        if is_load:
+            tree.receivers[pointer(inner)] = Receiver(module.get_extra_state, module.set_extra_state)
+        else:
+            add_whole(tree, inner, module.get_extra_state())
 
 
 def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> None:

@@ -100,6 +100,21 @@ def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
+def shaped_like(template: object, value: Any) -> Any:
+    """Return a value that was stored by leaf with the lists and tuples of a template, and keys in its order."""
+    if not isinstance(value, dict):
+        return value
+    if isinstance(template, (list, tuple)) and value.keys() == {str(number) for number in range(len(value))}:
+        members = [*template, *[None] * len(value)]
+        return type(template)(shaped_like(members[number], value[str(number)]) for number in range(len(value)))
+    if not isinstance(template, dict):
+        return value
+    shaped: dict[Any, Any] = type(value)()
+    for key in (*(key for key in template if key in value), *(key for key in value if key not in template)):
+        shaped[key] = shaped_like(template.get(key), value[key])
+    return shaped
+
+
 def references(value: object) -> Iterator[TensorReference]:
     """Yield the references to tensors in a value."""
     if isinstance(value, TensorReference):

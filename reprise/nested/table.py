@@ -147,6 +147,7 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     if coordinator.is_replicated:
         _require_same_tensors(holders, sorted(tables))
         places = {name: (place,) for place, name in enumerate(first)}
+        places = {alias: places[name] for alias, (_, name) in aliases.items()} | places
         specs = tuple(
             sorted((row.spec for _, row in first.values()), key=lambda spec: order_of(spec, places.__getitem__))
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
+from reprise.format.layout import TensorKind
 from reprise.json_file import Json
 from reprise.nested.numbered import is_optimizer_state, names_of
 from reprise.nested.stateful import Receiver, Stateful, is_stateful, take_out
@@ -82,6 +83,8 @@ class Tree:
         receivers: by JSON Pointer, the objects with a new state at the end of a load.
         files: files for other programs, by name.
         refers: whether the values have references to the tensors among them; a load needs no template then.
+        stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
+            is an alias.
         takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
     """
 
@@ -99,6 +102,7 @@ class Tree:
     objects: dict[Keys, Stateful] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
     refers: bool = False
     takes_rest: bool = False
 

@@ -157,6 +157,12 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
         case np.generic() | np.ndarray() if _NUMPY_DTYPE.fullmatch(value.dtype.str):
             content = [value.dtype.str, list(value.shape), value.tobytes().hex()]
             return _tagged("numpy.ndarray" if type(value) is np.ndarray else "numpy.generic", content)
+    if isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
+            where=pointer(keys),
+            fix="Give the tensor under a key of its own.",
+        )
     raise CheckpointError(
         "A value is neither a tensor nor of a type that a checkpoint holds",
         where=pointer(keys),

@@ -301,7 +301,7 @@ def stalled(attempt: Attempt) -> CheckpointError:
     """Return the error of a save that was aborted while live memory had to stay as it is."""
     return CheckpointError(
         "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
-        where=attempt.folder.root,
+        where=attempt.folder.iteration(attempt.iteration),
         expected="a chunk within the time in which a training step may wait for it",
         fix="Training continues and committed checkpoints are untouched; look at the file system.",
     )

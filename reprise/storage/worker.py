@@ -46,8 +46,11 @@ class Job:
         """Return whether the call finishes within `timeout_s`; without a limit, wait."""
         return self._done.wait(timeout_s)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, where: object = None) -> None:
         """Wait for the call, forever without a timeout, and raise its exception.
+
+        Args:
+            where: the checkpoint that the call saves, for the message.
 
         Raises:
             CheckpointError: if it did not finish within `timeout_s`.
@@ -55,6 +58,7 @@ class Job:
         if not self._done.wait(timeout_s):
             raise CheckpointError(
                 "A save did not end in time",
+                where=where,
                 expected=f"an end within commit_timeout_s={timeout_s:.0f}",
                 fix="The disk or a peer hangs; committed checkpoints are untouched.",
             )

@@ -14,6 +14,8 @@ from reprise.format.box import Box, intersect, relative
 from reprise.format.layout import DTYPE_NAMES
 from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True)
 class StorableTensor:
@@ -41,12 +43,17 @@ def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
         CheckpointError: naming a tensor of a class with memory elsewhere.
     """
     local = memory_holder(tensor)
-    is_async = _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    is_plain = type(local) in _PLAIN  # as nearly all are: each save asks for each of its tensors
+    is_async = not is_plain and _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if is_async:
         local = local.trigger_wait()  # type: ignore[attr-defined]
-    if is_dtensor(tensor) and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper"):
+    if (
+        not is_plain
+        and is_dtensor(tensor)
+        and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper")
+    ):
         return _joined(tensor, local, where)
-    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not is_plain and type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
             "A tensor is of a class that keeps its memory elsewhere",
             where=where,

@@ -29,6 +29,7 @@ from scripts.bench.probe import Loop, PeakMemory, sync_all, sync_folder
 from scripts.bench.subject import Subject
 from scripts.bench.ways import Saved, Way, blocking
 
+_START_S = 300  # for the process of torch_checkpointing, which takes more than its own 30 s beside other programs
 _REASONS = (CheckpointException, RuntimeError, AssertionError, OSError)
 
 
@@ -129,6 +130,7 @@ def _manager() -> Iterator[Any]:
     package = importlib.import_module("torch_checkpointing")
     storage = importlib.import_module("torch_checkpointing.storage.filesystem")
     config = package.CheckpointManager.Config(storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False))
+    config.save.process_config.subprocess_init_timeout_secs = _START_S
     with contextlib.closing(package.CheckpointManager(config)) as manager:
         yield manager
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import reprise
 from reprise import load, save
+from reprise.checkpointer import Checkpointer
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from tests import ROOT
 from tests.harness import DEADLINE_S
@@ -404,3 +405,17 @@ def test_an_iteration_that_is_there_may_be_refused(tmp_path: Path) -> None:
             again()
     save(tmp_path, model, iteration=1)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000001.superseded-1"]
+
+
+def test_an_iteration_is_looked_for_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_folder = Checkpointer.take_folder
+
+    def take_after_another_job(checkpointer: Checkpointer) -> None:
+        monkeypatch.setattr(Checkpointer, "take_folder", take_folder)
+        save(tmp_path, nn.Linear(2, 2), iteration=1)
+        take_folder(checkpointer)
+
+    monkeypatch.setattr(Checkpointer, "take_folder", take_after_another_job)
+    with pytest.raises(CheckpointError, match=r"there already \(.*iter_0000001\)"):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, overwrite=False)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]

@@ -124,6 +124,17 @@ def test_values_are_stored_as_they_were_at_the_call(tmp_path: Path) -> None:
     assert state == {"log": {"losses": [0.5, 0.4]}}
 
 
+def test_an_iteration_that_is_there_may_be_refused(tmp_path: Path) -> None:
+    training = Training()
+    with AsyncSaver(tmp_path, overwrite=False) as saver:
+        save_model(saver, 1, training)
+        for save_again in WAYS.values():
+            with pytest.raises(CheckpointError, match=r"there already \(.*iter_0000001\).*overwrite=True"):
+                save_again(saver, 1, training)
+        save_model(saver, 2, training)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+
+
 @ways
 def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path, save: Save) -> None:
     training, expected = Training(), {}
@@ -163,7 +174,7 @@ def test_a_stalled_disk_ends_the_save_and_not_the_iteration(tmp_path: Path, save
     save(saver, 1, training)
     assert files.reached.wait(JOIN_S)
     training.step()
-    with pytest.raises(CheckpointError, match="the disk has written nothing"):
+    with pytest.raises(CheckpointError, match=r"the disk has written nothing .*iter_0000001\)"):
         saver.wait()
     saver.wait()
     files.released.set()

@@ -480,7 +480,7 @@ def test_a_save_that_takes_too_long_is_aborted(tmp_path: Path) -> None:
     checkpointer = started(SavePolicy(tmp_path, commit_timeout_s=0.3), files)
     report = checkpointer.save(10, state)
     assert report is not None
-    assert "did not end in time" in str(report.error)
+    assert f"A save did not end in time ({tmp_path / 'iter_0000010'})" in str(report.error)
     assert files.reached.is_set()
     state.live[0].local.fill_(-1)
     files.released.set()

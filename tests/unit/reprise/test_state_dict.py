@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -281,6 +281,10 @@ class Odd:
         return {}
 
 
+class Point(NamedTuple):
+    x: int
+
+
 class Color(IntEnum):
     """A number that a load could not make again."""
 
@@ -300,6 +304,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor of a type.* \(/a/1\).*found an object of object"),
     (lambda: {"a": {3: [0, Color.RED]}}, r"neither a tensor nor of a type.* \(/a/3/1\).*found an object of Color"),
     (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Give its state_dict\(\)"),
+    (lambda: {"p": Point(1)}, r"neither a tensor nor of a type.* \(/p\)"),
+    (lambda: {"s": {torch.ones(1)}}, r"A tensor lies in a value that holds none.* \(/s/0\)"),
+    (
+        lambda: {"o": {"state": {}, "param_groups": [{"params": ["v"], "scales": {"a": torch.ones(1)}}]}},
+        r"A tensor lies in a value that holds none.* \(/o/param_groups/0/scales/a\)",
+    ),
     (lambda: {"in": itself()}, r"nested too deeply \(/in/in/in/in/\.\.\.\)"),
     (lambda: {"a": [itself()]}, r"nested too deeply \(/a\)"),
     (lambda: {"model": {"rotary": torch.empty(2, dtype=torch.uint4)}}, r"dtype.*rotary.*uint4"),

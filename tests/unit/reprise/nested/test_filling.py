@@ -113,6 +113,15 @@ def test_one_group_becomes_two_of_its_numbers(tmp_path: Path) -> None:
     assert decays(optimizer) == [0.5, 0.5]
 
 
+@pytest.mark.parametrize(("own", "fresh"), [({"a": [1]}, 3), ({"a": 1}, {"b": 2}), (3, {"a": 1}), ({1: "x"}, None)])
+def test_a_value_of_a_group_may_be_of_another_type(tmp_path: Path, own: object, fresh: object) -> None:
+    path = saved(tmp_path, ("abc", {"lr": 0.5, "own": own}))
+    net = model()
+    optimizer = sgd(net, ("abc", {} if fresh is None else {"own": fresh}))
+    load(path, net, optimizer)
+    assert optimizer.param_groups[0]["own"] == own
+
+
 @pytest.mark.parametrize("new", ["ca", "ac"])
 def test_a_group_with_a_new_parameter_keeps_its_numbers(tmp_path: Path, new: str) -> None:
     path = saved(tmp_path, ("ab", {"weight_decay": 0.5}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,41 +64,4 @@ def test_content_that_is_no_file_is_refused_by_name(tmp_path: Path, content: obj
 def test_a_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.json_file, "MAX_BYTES", 3)
     with pytest.raises(CheckpointError, match=r"too large \(`files`, x\), expected <= 3 B, found 4 B"):
-        module.folder_files(None, {"x": b"1234"})
-
-
-def test_from_pretrained_opens_a_save_of_the_library(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    path = save(tmp_path / "ours", model, torch.optim.AdamW(model.parameters()), iteration=1)
-    model.save_pretrained(tmp_path / "theirs")
-    for name in ("config.json", "generation_config.json"):
-        assert (path / name).read_text().strip() == (tmp_path / "theirs" / name).read_text().strip()
-    again = transformers.AutoModelForCausalLM.from_pretrained(path)
-    assert type(again) is type(model)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    given = save(tmp_path / "given", model, iteration=1, files={"config.json": {"model_type": "mine"}})
-    assert json.loads((given / "config.json").read_text()) == {"model_type": "mine"}
-    assert (save_state_dict(tmp_path / "dict", {"model": model}, iteration=1) / "config.json").exists()
-
-
-def test_adapters_of_peft_are_read_as_they_were_written(tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-
-    def adapted(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-
-    model, optimizer = adapted(0)
-    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
-    path = save(tmp_path, model, optimizer, iteration=1)
-    assert not (path / "config.json").exists()
-    other, again = adapted(1)
-    load(tmp_path, other, again)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-    assert len(again.state) == 2
+        module.folder_files({"x": b"1234"})

@@ -28,28 +28,38 @@ class Scaled(nn.Linear):
         self.scale = state
 
 
-@pytest.mark.parametrize(
-    ("value", "other"),
-    [
-        (3, 4),
-        ({"amax": torch.tensor([1.5]), "names": {0: "x"}, "steps": [1]}, None),
-        ({"empty": ()}, {"empty": (1, 2)}),
-        (torch.tensor([7], dtype=torch.uint8), None),
-        (None, None),
-    ],
-    ids=repr,
-)
-def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any) -> None:
-    if other is None and isinstance(value, dict):
-        other = {"amax": torch.zeros(1), "names": {}, "steps": []}
-    model, target = nn.Sequential(Scaled(value)), nn.Sequential(Scaled(torch.zeros_like(value)
-        if isinstance(value, torch.Tensor) else other))  # fmt: skip
-    path = save(tmp_path, model, iteration=1)
-    load(path, target)
+VALUES: dict[str, tuple[Any, Any]] = {
+    "number": (3, 4),
+    "dict": (
+        {"amax": torch.tensor([1.5]), "names": {0: "x"}, "steps": [1]},
+        {"amax": torch.zeros(1), "names": {}, "steps": []},
+    ),
+    "tuple": ({"empty": ()}, {"empty": (1, 2)}),
+    "tensor": (torch.tensor([7], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)),
+    "list": ([torch.tensor([1.5]), 2, torch.tensor([2.5])], [torch.zeros(1), 0, torch.zeros(1)]),
+    "none": (None, None),
+}
+values = pytest.mark.parametrize(("value", "other"), VALUES.values(), ids=VALUES)
+
+
+@values
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any, is_fresh: bool) -> None:
+    path = save(tmp_path, nn.Sequential(Scaled(value)), iteration=1)
+    load(path, target := nn.Sequential(Scaled(None if is_fresh else other)))
     assert repr(target[0].scale) == repr(value)
-    state = {"model": nn.Sequential(Scaled(other if not isinstance(value, torch.Tensor) else value * 0)).state_dict()}
-    load_state_dict(path, state)
-    assert repr(state["model"]["0._extra_state"]) == repr(value)
+
+
+@values
+def test_extra_state_in_a_state_dict_is_that_of_a_module(tmp_path: Path, value: Any, other: Any) -> None:
+    by_module = save(tmp_path / "module", nn.Sequential(Scaled(value)), iteration=1)
+    by_dict = save_state_dict(tmp_path / "dict", {"model": nn.Sequential(Scaled(value)).state_dict()}, iteration=1)
+    for path in (by_module, by_dict):
+        state = {"model": nn.Sequential(Scaled(other)).state_dict()}
+        load_state_dict(path, state)
+        assert repr(state["model"]["0._extra_state"]) == repr(value)
+        load(path, target := nn.Sequential(Scaled(other)))
+        assert repr(target[0].scale) == repr(value)
 
 
 def test_extra_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:

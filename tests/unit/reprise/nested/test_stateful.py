@@ -281,3 +281,18 @@ def test_an_object_and_its_dict_load_each_other(tmp_path: Path) -> None:
     state = SCHEDULES["one cycle"](again).state_dict()
     load(tmp_path / "object", other, again, state={"schedule": state})
     assert_same(state, schedule.state_dict())
+
+
+def test_a_state_that_was_stored_by_leaf_is_given_to_an_object(tmp_path: Path) -> None:
+    values = [torch.tensor([1.0]), torch.tensor([2.0])]
+    save_state_dict(tmp_path, {"state": {"shadow": values, "by_number": {3: 5}}}, iteration=1)
+    load(tmp_path, nn.Module(), state={"state": (other := Shadow([torch.zeros(1), torch.zeros(1)]))})
+    assert_same(other.values, values)
+
+
+def test_an_object_may_give_none(tmp_path: Path) -> None:
+    loader = Loader()
+    loader.state = None  # type: ignore[assignment]
+    save(tmp_path, nn.Linear(2, 2), iteration=1, state={"loader": loader})
+    load(tmp_path, nn.Linear(2, 2), state={"loader": (other := Loader())})
+    assert other.state is None
