@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
 from trainer.publish.publisher import Publisher
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 # Values whose decimals would not keep their bits, and those that JSON lacks.
 LOSSES = (0.1 + 0.2, 1e-310, 2.0**-1074, math.pi * 1e300, math.nan, math.inf)
@@ -67,7 +67,7 @@ class MemoryTracker(Tracker):
     """
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[Point]] = {}
+        self.rows: dict[str, list[TrackerRow]] = {}
         self.configs: dict[str, Mapping[str, object]] = {}
         self.opened: list[str] = []
         self.fails = False
@@ -81,9 +81,9 @@ class MemoryTracker(Tracker):
         self.configs.setdefault(run.id, run.config)
         return len(self.rows.setdefault(run.id, []))
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, rows: Sequence[TrackerRow]) -> None:
         self._require()
-        self.rows[self._id] += points if self.keeps is None else points[: self.keeps]
+        self.rows[self._id] += rows if self.keeps is None else rows[: self.keeps]
         if self.keeps is not None:
             raise ConnectionResetError
 
@@ -101,7 +101,7 @@ class MemoryTracker(Tracker):
         return dict(pairs)
 
 
-def _has_loss(row: Point) -> bool:
+def _has_loss(row: TrackerRow) -> bool:
     return "train/loss" in row.figures
 
 

@@ -21,7 +21,7 @@ from tests.published_runs import LoggedRun, MemoryTracker, losses, publish
 from tests.trackers.readers import READERS, Curves
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120
+DEADLINE_S = 500
 PACKAGES = {"mlflow": "mlflow.tracking"}
 # Sends all that is new, and dies before the tracker is closed.
 KILLED = """
@@ -151,7 +151,7 @@ def test_a_follower_that_is_ended_has_sent_all(tracker: str, tmp_path: Path) -> 
     assert processes.curves(run.folder) == expected(run.folder)
 
 
-def test_a_server_that_cannot_be_reached_is_named_and_loses_nothing(tmp_path: Path) -> None:
+def test_an_unreachable_mlflow_server_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mlflow.tracking")
     processes = Processes("mlflow", tmp_path / "store")
     run = LoggedRun(tmp_path / "run")

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from reprise.files import Files, make_folders
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
@@ -27,6 +28,7 @@ class PublishSink(MetricSink):
     def __init__(self, tracker: str) -> None:
         self._tracker = tracker
         self._process: subprocess.Popen[bytes] | None = None
+        self._output = Path()
 
     def start(self, position: RunPosition) -> None:
         """Start the process.
@@ -37,7 +39,8 @@ class PublishSink(MetricSink):
         folder = position.folder / PUBLISH / self._tracker
         make_folders(Files(), folder)
         command = [sys.executable, "-m", "reprise", "publish", str(position.folder), "--to", self._tracker]
-        with (folder / "publish.log").open("ab") as output:
+        self._output = folder / "publish.log"
+        with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--follow", "--until-input-ends"],
                 stdin=subprocess.PIPE,
@@ -46,7 +49,6 @@ class PublishSink(MetricSink):
                 start_new_session=True,
                 env={**os.environ, **_VARIABLES},
             )
-        self._log_path = folder / "publish.log"
 
     def write(self, record: MetricRecord) -> None:
         if self._process is not None and self._process.poll() is not None:
@@ -54,7 +56,7 @@ class PublishSink(MetricSink):
                 "the process that sends the metrics to %s has ended with status %d, the run goes on without: %s",
                 self._tracker,
                 self._process.returncode,
-                self._log_path,
+                self._output,
             )
             self._process = None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from reprise.errors import DataError
 from reprise.files import Files, read_regular, replace_file
 from reprise.json_file import Json
-from trainer.publish.log_reader import Entry, parse
+from trainer.publish.log_reader import LogLine, parse
 
 _CUT, _SENT = "cut", "is_sent"  # members of lines that are not for the tracker
 
@@ -73,7 +73,7 @@ class Journal:
             self._note(line)
 
     @staticmethod
-    def create(path: Path, head: JournalHead, entries: Iterable[Entry], *, cuts: int) -> Journal:
+    def create(path: Path, head: JournalHead, entries: Iterable[LogLine], *, cuts: int) -> Journal:
         """Write a journal of these entries, each key once, and open it. The file appears whole or not at all."""
         members = {name: getattr(head, name) for name in JournalHead.__slots__}
         unique = {entry.key: entry.text for entry in reversed(list(entries))}
@@ -81,14 +81,14 @@ class Journal:
         replace_file(Files(), path, "".join(f"{line}\n" for line in lines).encode())
         return Journal(path)
 
-    def diverges_at(self, entries: Iterable[Entry]) -> int | None:
+    def diverges_at(self, entries: Iterable[LogLine]) -> int | None:
         """Return the iteration of the first entry that is in the journal with other bits, or None."""
         for entry in entries:
             if self._bits.get(entry.key, entry.bits) != entry.bits:
                 return entry.iteration
         return None
 
-    def extend(self, entries: Iterable[Entry], *, cuts: int) -> None:
+    def extend(self, entries: Iterable[LogLine], *, cuts: int) -> None:
         """Append the entries whose keys are new, durably."""
         lines = []
         for entry in entries:

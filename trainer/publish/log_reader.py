@@ -16,7 +16,7 @@ _SIDE_FILE = re.compile(r"metrics\.abandoned-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogLine:
     """A complete line of the log.
 
     Args:
@@ -35,8 +35,8 @@ class Entry:
         return self.iteration, self.event
 
 
-def parse(text: str) -> Entry | None:
-    """Return the entry of a line without its end; None for a damaged line."""
+def parse(text: str) -> LogLine | None:
+    """Return the line with this text, which has no end of a line; None for a damaged one."""
     try:
         members = json.loads(text)
         iteration, event = members["iteration"], members.get("event", "")
@@ -45,12 +45,12 @@ def parse(text: str) -> Entry | None:
     if type(iteration) is not int or iteration < 0 or not isinstance(event, str):
         return None
     bits = tuple(str(value) for name, value in sorted(members.items()) if name.endswith("_hex"))
-    return Entry(iteration, event, bits, text)
+    return LogLine(iteration, event, bits, text)
 
 
 @dataclass(frozen=True, slots=True)
 class LogUpdate:
-    """What a read of the log brings.
+    """The new part of a log.
 
     Args:
         contents: the content of the log before each new cut with the number of that cut, then the present content with
@@ -58,7 +58,7 @@ class LogUpdate:
         is_tail: whether the log only grew, so that `contents` has one member, the new lines.
     """
 
-    contents: Sequence[tuple[int, Sequence[Entry]]]
+    contents: Sequence[tuple[int, Sequence[LogLine]]]
     is_tail: bool
 
 
@@ -70,7 +70,7 @@ class LogReader:
         self._inode, self._offset, self._cuts = -1, 0, 0
 
     def read(self, cuts: int, *, from_start: bool = False) -> LogUpdate:
-        """Read what is new; a line without its end waits for the next call.
+        """Read the new part; a line without its end waits for the next call.
 
         Args:
             cuts: the number of the last cut whose side file was read before.
@@ -83,20 +83,20 @@ class LogReader:
             sides = self._sides()
             last = max(sides, default=0)
             is_same = not from_start and last == self._cuts
-            entries, is_tail = self._entries(continues=is_same)
+            lines, is_tail = self._lines(continues=is_same)
             # A cut writes its side file before it replaces the log: what was read is older than any cut not listed.
             if self._sides() == sides:
                 break
             self._inode = -1
         self._cuts = last
-        contents: list[tuple[int, Sequence[Entry]]] = [(last, entries)]
+        contents: list[tuple[int, Sequence[LogLine]]] = [(last, lines)]
         for number in () if is_tail else sorted((number for number in sides if number > cuts), reverse=True):
             side = list(_parsed(read_regular(sides[number])))
             contents.insert(0, (number, _before_cut(contents[0][1], side)))
         return LogUpdate(contents, is_tail)
 
-    def _entries(self, *, continues: bool) -> tuple[list[Entry], bool]:
-        """Return the new entries of the log, and whether they continue those before; else they are all entries."""
+    def _lines(self, *, continues: bool) -> tuple[list[LogLine], bool]:
+        """Return the new lines of the log, and whether they continue those before; else they are all lines."""
         try:
             descriptor = open_regular(self._folder / METRICS)
         except FileNotFoundError:
@@ -116,25 +116,25 @@ class LogReader:
         return {int(match[1]): self._folder / name for match, name in matches if match}
 
 
-def _parsed(data: bytes) -> Iterator[Entry]:
-    """Yield the entries of complete lines."""
-    *lines, _ = data.decode(errors="replace").split("\n")
-    for line in lines:
-        entry = parse(line)
-        if entry is not None:
-            yield entry
+def _parsed(data: bytes) -> Iterator[LogLine]:
+    """Yield the complete lines in the bytes of a file."""
+    *texts, _ = data.decode(errors="replace").split("\n")
+    for text in texts:
+        line = parse(text)
+        if line is not None:
+            yield line
 
 
-def _before_cut(content: Sequence[Entry], side: Sequence[Entry]) -> list[Entry]:
+def _before_cut(content: Sequence[LogLine], side: Sequence[LogLine]) -> list[LogLine]:
     """Return the content of a log before a cut: the lines that stayed, and those in the side file of the cut.
 
     Args:
         content: the log after the cut, which may have grown since.
     """
-    trained = [entry.iteration for entry in side if not entry.event]
-    events = [entry.iteration + 1 for entry in side if entry.event]  # events alone: their iteration stayed
+    trained = [line.iteration for line in side if not line.event]
+    events = [line.iteration + 1 for line in side if line.event]  # events alone: their iteration stayed
     first = min(trained or events, default=None)
     if first is None:
         return list(content)
-    keys = {entry.key for entry in side}
-    return [*(entry for entry in content if entry.iteration < first and entry.key not in keys), *side]
+    keys = {line.key for line in side}
+    return [*(line for line in content if line.iteration < first and line.key not in keys), *side]

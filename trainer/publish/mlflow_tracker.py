@@ -1,4 +1,4 @@
-"""MLflow. A point's key there is its name, timestamp, step and value, so sending it twice has no effect."""
+"""MLflow. A figure's key there is its name, timestamp, step and value, so sending it twice has no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 _ID, _COUNT = "reprise.run", "reprise.lines"
 _MOST_CHARACTERS = 6000  # of a parameter's value
@@ -37,27 +37,27 @@ class MlflowTracker(Tracker):
         matches = client.search_runs([number], f"tags.`{_ID}` = '{run.id}'")
         remote = matches[0] if matches else client.create_run(number, tags={_ID: run.id}, run_name=run.name)
         self._run_id = remote.info.run_id
-        client.set_terminated(self._run_id, "RUNNING")
+        client.update_run(self._run_id, status="RUNNING")
         for values in _batches(run.config.items(), 100):
             params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in values]
             client.log_batch(self._run_id, params=[param for param in params if param.key not in remote.data.params])
         return int(remote.data.tags.get(_COUNT, 0))
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, rows: Sequence[TrackerRow]) -> None:
         metrics = [
-            Metric(name, value, round(point.time * 1e3), point.iteration)
-            for point in points
-            for name, value in point.figures.items()
+            Metric(name, value, round(row.time * 1e3), row.iteration)
+            for row in rows
+            for name, value in row.figures.items()
         ]
-        texts = {name: text[:_MOST_TAG_CHARACTERS] for point in points for name, text in point.texts.items()}
+        texts = {name: text[:_MOST_TAG_CHARACTERS] for row in rows for name, text in row.texts.items()}
         self._client.log_batch(self._run_id, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
-        self._client.set_tag(self._run_id, _COUNT, points[-1].number + 1)
+        self._client.set_tag(self._run_id, _COUNT, rows[-1].number + 1)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
 def _batches(items: Any, size: int) -> Iterator[list[Any]]:
-    rows = iter(items)
-    while batch := list(islice(rows, size)):
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
         yield batch

@@ -17,8 +17,8 @@ from reprise.files import Files, make_folders
 from reprise.json_file import Json
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.journal import Journal, JournalHead
-from trainer.publish.log_reader import Entry, LogReader
-from trainer.publish.tracker import RemoteRun, Tracker, point_of
+from trainer.publish.log_reader import LogLine, LogReader
+from trainer.publish.tracker import RemoteRun, Tracker, row_of
 
 _log = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ class Publisher:
         if update.is_tail and self._journals and self._journals[-1].diverges_at(update.contents[0][1]) is not None:
             update = self._reader.read(cuts, from_start=True)
         ids = self._lineage(self._run)
-        for number, entries in update.contents[:-1]:  # of which branch they are is not recorded
-            self._take_over(entries, cuts=number, lineage=ids[0] if len(ids) == 1 else None)
-        for number, entries in update.contents[-1:]:
-            self._take_over(entries, cuts=number, lineage=ids[-1] if ids else None)
+        for number, lines in update.contents[:-1]:  # of which branch they are is not recorded
+            self._take_over(lines, cuts=number, lineage=ids[0] if len(ids) == 1 else None)
+        for number, lines in update.contents[-1:]:
+            self._take_over(lines, cuts=number, lineage=ids[-1] if ids else None)
 
     def send(self) -> int:
         """Send what the tracker lacks, and return the number of lines."""
@@ -99,7 +99,7 @@ class Publisher:
                 self._open = journal
             self._require_journal_of(journal)
             while batch := list(islice(journal.texts(self._next), _BATCH)):
-                self._tracker.send([point_of(self._next + index, text) for index, text in enumerate(batch)])
+                self._tracker.send([row_of(self._next + index, text) for index, text in enumerate(batch)])
                 self._next += len(batch)
                 count += len(batch)
             if journal is not self._journals[-1]:
@@ -121,32 +121,32 @@ class Publisher:
         """Let another process publish the run."""
         os.close(self._lock)
 
-    def _take_over(self, entries: Sequence[Entry], *, cuts: int, lineage: str | None) -> None:
+    def _take_over(self, lines: Sequence[LogLine], *, cuts: int, lineage: str | None) -> None:
         if not self._journals:
-            if any(not entry.event for entry in entries):
-                self._begin(entries, lineage=lineage, forked_at=None, cuts=cuts)
+            if any(not line.event for line in lines):
+                self._begin(lines, lineage=lineage, forked_at=None, cuts=cuts)
             return
         journal = self._journals[-1]
-        diverged = journal.diverges_at(entries)
+        diverged = journal.diverges_at(lines)
         if diverged is not None and (lineage is None or lineage != journal.head.lineage):
-            self._begin(entries, lineage=lineage, forked_at=diverged - 1, cuts=cuts)
+            self._begin(lines, lineage=lineage, forked_at=diverged - 1, cuts=cuts)
         else:
-            journal.extend(entries, cuts=cuts)
+            journal.extend(lines, cuts=cuts)
 
-    def _begin(self, entries: Sequence[Entry], *, lineage: str | None, forked_at: int | None, cuts: int) -> None:
+    def _begin(self, lines: Sequence[LogLine], *, lineage: str | None, forked_at: int | None, cuts: int) -> None:
         number = len(self._journals)
         if number == 0:
             run_id = next(iter(self._lineage(self._run)), None) or secrets.token_hex(8)
         else:
             run_id = f"{self._journals[0].head.id}-{number}"
-        config = {**self._config(self._run), **_versions(entries)}
+        config = {**self._config(self._run), **_versions(lines)}
         parent = self._journals[-1].head.id if number else None
         if parent is not None:
             config |= {"reprise.forked_from": parent, "reprise.forked_at": forked_at}
             _log.info("the run was sent back to iteration %s: its branch is the remote run %s", forked_at, run_id)
         head = JournalHead(run_id, parent, forked_at, lineage, config)
         path = self.folder / f"branch-{number}.jsonl"
-        self._journals.append(Journal.create(path, head, entries, cuts=cuts))
+        self._journals.append(Journal.create(path, head, lines, cuts=cuts))
 
     def _remote(self, journal: Journal) -> RemoteRun:
         forked_at = journal.head.forked_at
@@ -177,10 +177,10 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _versions(entries: Sequence[Entry]) -> dict[str, object]:
+def _versions(lines: Sequence[LogLine]) -> dict[str, object]:
     """Return the versions of packages in the newest line that has them: the first one after a start."""
-    for entry in reversed(entries):
-        versions = json.loads(entry.text).get("versions") if '"versions"' in entry.text else None
+    for line in reversed(lines):
+        versions = json.loads(line.text).get("versions") if '"versions"' in line.text else None
         if isinstance(versions, dict):
             return {f"versions.{name}": version for name, version in versions.items()}
     return {}

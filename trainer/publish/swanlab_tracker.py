@@ -11,7 +11,7 @@ import requests
 import swanlab
 from swanlab.exceptions import AuthenticationError
 
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class SwanlabTracker(Tracker):
@@ -42,10 +42,10 @@ class SwanlabTracker(Tracker):
         )
         return 0
 
-    def send(self, points: Sequence[Point]) -> None:
-        for point in points:
-            texts = {name: swanlab.Text(text) for name, text in point.texts.items()}
-            self._run.log({**point.figures, **texts}, step=point.iteration)
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        for row in rows:
+            texts = {name: swanlab.Text(text) for name, text in row.texts.items()}
+            self._run.log({**row.figures, **texts}, step=row.iteration)
 
     def close(self) -> None:
         is_local, written = self._run.mode in ("local", "offline"), Path(self._run.dir)

@@ -16,7 +16,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from reprise.files import Files, read_regular, replace_file
 from trainer.metrics.tensorboard_files import complete_records
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 _EVENTS = "events.out.tfevents.{:010d}.reprise"
 _HEAD_RECORDS = 2
@@ -42,13 +42,13 @@ class TensorboardTracker(Tracker):
         self._file.seek(0, 2)
         return len(records) - _HEAD_RECORDS
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, rows: Sequence[TrackerRow]) -> None:
         assert self._file is not None
         writer = RecordWriter(self._file)
-        for point in points:
-            values = [_scalar(name, value) for name, value in point.figures.items()]
-            values += [_text(name, "    " + text.replace("\n", "\n    ")) for name, text in point.texts.items()]
-            event = Event(step=point.iteration, wall_time=point.time, summary=Summary(value=values))
+        for row in rows:
+            values = [_scalar(name, value) for name, value in row.figures.items()]
+            values += [_text(name, "    " + text.replace("\n", "\n    ")) for name, text in row.texts.items()]
+            event = Event(step=row.iteration, wall_time=row.time, summary=Summary(value=values))
             writer.write(event.SerializeToString())
         self._file.flush()
 

@@ -40,7 +40,7 @@ class RemoteRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TrackerRow:
     """A line for a tracker.
 
     Args:
@@ -70,7 +70,7 @@ class Tracker(ABC):
         """
 
     @abstractmethod
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, rows: Sequence[TrackerRow]) -> None:
         """Add lines, of which the first may be there already if a process was killed before."""
 
     @abstractmethod
@@ -93,8 +93,8 @@ def load_tracker(name: str) -> Tracker:
     return tracker
 
 
-def point_of(number: int, text: str) -> Point:
-    """Return the point of a line of `metrics.jsonl`."""
+def row_of(number: int, text: str) -> TrackerRow:
+    """Return the row of a line of `metrics.jsonl`."""
     members = json.loads(text)
     group = members.get("event", "")
     group = _GROUPS.get(group, group)
@@ -113,4 +113,4 @@ def point_of(number: int, text: str) -> Point:
         elif name == "start" and isinstance(value, dict):
             figures |= {f"start/{phase}": seconds for phase, seconds in value.items()}
     time = members.get("time", members["iteration"] / 1e3)
-    return Point(number, members["iteration"], time, figures, texts)
+    return TrackerRow(number, members["iteration"], time, figures, texts)

@@ -13,7 +13,7 @@ from typing import Any
 
 from trackio.sqlite_storage import SQLiteStorage
 
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class TrackioTracker(Tracker):
@@ -32,16 +32,16 @@ class TrackioTracker(Tracker):
         self._run, self._project = run, os.environ.get("TRACKIO_PROJECT") or run.project
         return int(SQLiteStorage.get_log_count(self._project, run.name, run_id=run.id))
 
-    def send(self, points: Sequence[Point]) -> None:
-        is_first = points[0].number == 0
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        is_first = rows[0].number == 0
         SQLiteStorage.bulk_log(
             self._project,
             self._run.name,
-            [{**point.figures, **point.texts} for point in points],
-            [point.iteration for point in points],
-            [datetime.fromtimestamp(point.time, UTC).isoformat() for point in points],
+            [{**row.figures, **row.texts} for row in rows],
+            [row.iteration for row in rows],
+            [datetime.fromtimestamp(row.time, UTC).isoformat() for row in rows],
             config=dict(self._run.config) if is_first else None,
-            log_ids=[f"{self._run.id}:{point.number}" for point in points],
+            log_ids=[f"{self._run.id}:{row.number}" for row in rows],
             run_id=self._run.id,
         )
 

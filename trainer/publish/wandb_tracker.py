@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
 from reprise.files import read_regular
-from trainer.publish.tracker import Point, RemoteRun, Tracker
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 # The file of a run is framed as LevelDB's log: after the file's head, blocks of 32 KiB with parts of records, each
 # with a checksum, its size and its kind (whole, first, middle, last).
@@ -62,10 +62,10 @@ class WandbTracker(Tracker):
             return int(self._run.starting_step)
         return max((last_step(read_regular(path)) for path in files), default=-1) + 1
 
-    def send(self, points: Sequence[Point]) -> None:
-        for point in points:
-            row = {"iteration": point.iteration, "_timestamp": point.time, **point.figures, **point.texts}
-            self._run.log(row, step=point.number, commit=True)
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        for row in rows:
+            members = {"iteration": row.iteration, "_timestamp": row.time, **row.figures, **row.texts}
+            self._run.log(members, step=row.number, commit=True)
 
     def close(self) -> None:
         self._run.finish()

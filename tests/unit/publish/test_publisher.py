@@ -47,7 +47,7 @@ def test_a_kill_and_the_resume_after_it_leave_one_run(tmp_path: Path) -> None:
     assert list(tracker.rows) == ["a1b2c3"]
 
 
-def test_iterations_trained_again_without_a_rewind_keep_their_first_values(tmp_path: Path) -> None:
+def test_iterations_trained_again_keep_their_first_values(tmp_path: Path) -> None:
     run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
     run.start(0)
     run.train(1, 25)
@@ -186,8 +186,8 @@ def test_lines_of_an_earlier_version_have_a_stable_time(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"iteration": 3, "loss": 0.5}\n')
     publish(folder, tracker)
-    ((point,),) = tracker.rows.values()
-    assert (point.time, point.figures) == (0.003, {"train/loss": 0.5})
+    ((row,),) = tracker.rows.values()
+    assert (row.time, row.figures) == (0.003, {"train/loss": 0.5})
 
 
 def test_one_process_publishes_a_run_to_a_tracker(tmp_path: Path) -> None:
