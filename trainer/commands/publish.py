@@ -12,10 +12,11 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from reprise import json_file
-from reprise.errors import DataError, TrainerError
+from reprise.errors import DataError, LockError, TrainerError
 from reprise.files import read_regular
 from reprise.json_file import Json
 from trainer.commands.arguments import amount, existing_folder
@@ -40,31 +41,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.until_input_ends:
         os.nice(_LEAST_PRIORITY)
     try:
-        if not options.follow and not (options.run / METRICS).exists():
-            raise DataError("The folder is not that of a run", where=options.run, expected=METRICS)
-        tracker = load_tracker(options.to)
-        publisher = Publisher(
+        with ExitStack() as stack:
+            return _publish(options, stack)
+    except (TrainerError, OSError) as error:
+        print(f"reprise publish: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
+def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
+    """Publish what the command line names, and return the exit status."""
+    if not options.follow and not (options.run / METRICS).exists():
+        raise DataError("The folder is not that of a run", where=options.run, expected=METRICS)
+    tracker = load_tracker(options.to)
+    name = options.name or options.run.resolve().name
+
+    def publisher() -> Publisher:
+        return Publisher(
             options.run,
             options.to,
             tracker,
             project=options.project,
-            title=options.name or options.run.resolve().name,
+            title=name,
             config=read_config,
             lineage=read_lineage,
         )
-    except (TrainerError, OSError) as error:
-        print(f"reprise publish: {error}", file=sys.stderr)
-        return UNUSABLE
-    try:
-        if options.follow:
-            with _Pause(options.interval, until_input_ends=options.until_input_ends) as pause:
-                return follow(publisher, tracker, pause)
-        return publish(publisher, tracker)
-    except TrainerError as error:
-        print(f"reprise publish: {error}", file=sys.stderr)
-        return UNUSABLE
-    finally:
-        publisher.close()
+
+    if not options.follow:
+        return publish(stack.enter_context(closing(publisher())), tracker)
+    pause = stack.enter_context(_Pause(options.interval, until_input_ends=options.until_input_ends))
+    if options.until_input_ends:
+        return follow(stack.enter_context(closing(_after_another(publisher, pause))), tracker, pause)
+    return follow(stack.enter_context(closing(publisher())), tracker, pause)
+
+
+def _after_another(publisher: Callable[[], Publisher], pause: Callable[[float], bool]) -> Publisher:
+    """Return a publisher; that of a start before, whose run was killed, may still send its last lines."""
+    while True:
+        try:
+            return publisher()
+        except LockError:
+            if not pause(1.0):
+                raise
 
 
 def publish(publisher: Publisher, tracker: Tracker) -> int:

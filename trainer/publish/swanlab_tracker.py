@@ -13,6 +13,9 @@ from swanlab.exceptions import AuthenticationError
 
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
+# SwanLab would describe the process that publishes, not the run.
+_PROBES_OFF = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
+
 
 class SwanlabTracker(Tracker):
     """A run with our id, to which every launch sends all lines: the server takes those that it lacks.
@@ -39,6 +42,7 @@ class SwanlabTracker(Tracker):
             resume="allow",
             log_dir=str(self._folder),
             config=dict(run.config),
+            settings=swanlab.Settings(interactive=False, probe=_PROBES_OFF, terminal={"proxy_type": "none"}),
         )
         return 0
 
