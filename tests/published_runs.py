@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reprise.files import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
 from trainer.publish.publisher import Publisher
@@ -114,7 +115,9 @@ def publisher(run: Path, tracker: Tracker, name: str = "memory", *, project: str
     """Return a new publisher, as a new process has it."""
     from trainer.commands.publish import read_config, read_lineage
 
-    return Publisher(run, name, tracker, project=project, title="run", config=read_config, lineage=read_lineage)
+    return Publisher(
+        run, name, tracker, project=project, title="run", config=read_config, lineage=read_lineage, files=FILE_SYSTEM
+    )
 
 
 def publish(run: Path, tracker: Tracker, name: str = "memory") -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import DataError, LockError, TrainerError
-from reprise.files import read_regular
+from reprise.files import FILE_SYSTEM, read_regular
 from reprise.json_file import Json
 from trainer.commands.arguments import amount, existing_folder
 from trainer.config.compose import read_resolved
@@ -64,6 +64,7 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
             title=name,
             config=read_config,
             lineage=read_lineage,
+            files=FILE_SYSTEM,
         )
 
     if not options.follow:

@@ -73,12 +73,12 @@ class Journal:
             self._note(line)
 
     @staticmethod
-    def create(path: Path, head: JournalHead, entries: Iterable[LogLine], *, cuts: int) -> Journal:
+    def create(path: Path, head: JournalHead, entries: Iterable[LogLine], *, cuts: int, files: Files) -> Journal:
         """Write a journal of these entries, each key once, and open it. The file appears whole or not at all."""
         members = {name: getattr(head, name) for name in JournalHead.__slots__}
         unique = {entry.key: entry.text for entry in reversed(list(entries))}
         lines = [json.dumps(members), json.dumps({_CUT: cuts}), *reversed(unique.values())]
-        replace_file(Files(), path, "".join(f"{line}\n" for line in lines).encode())
+        replace_file(files, path, "".join(f"{line}\n" for line in lines).encode())
         return Journal(path)
 
     def diverges_at(self, entries: Iterable[LogLine]) -> int | None:

@@ -44,6 +44,7 @@ class Publisher:
         title: str,
         config: Callable[[Path], Mapping[str, object]],
         lineage: Callable[[Path], Sequence[str]],
+        files: Files,
     ) -> None:
         """Open the journals of a run; close them with `close`.
 
@@ -53,6 +54,7 @@ class Publisher:
             title: the name of the remote run, for people.
             config: returns dotted keys and values from the run's folder.
             lineage: returns the ids of the run's branches, the first first; none if it has no `run.json`.
+            files: the store of the folder.
 
         Raises:
             LockError: if another process publishes the run to this tracker.
@@ -60,9 +62,9 @@ class Publisher:
             OSError: if a file cannot be read or written.
         """
         self._run, self._tracker, self._project, self._title = run, tracker, project, title
-        self._config, self._lineage = config, lineage
+        self._config, self._lineage, self._files = config, lineage, files
         self.folder = run / PUBLISH / name
-        make_folders(Files(), self.folder)
+        make_folders(files, self.folder)
         self._lock = _lock(self.folder)
         names = [match for match in map(_JOURNAL.fullmatch, os.listdir(self.folder)) if match]
         numbers = sorted((int(match[1]), match[0]) for match in names)
@@ -146,12 +148,12 @@ class Publisher:
             _log.info("the run was sent back to iteration %s: its branch is the remote run %s", forked_at, run_id)
         head = JournalHead(run_id, parent, forked_at, lineage, config)
         path = self.folder / f"branch-{number}.jsonl"
-        self._journals.append(Journal.create(path, head, lines, cuts=cuts))
+        self._journals.append(Journal.create(path, head, lines, cuts=cuts, files=self._files))
 
     def _remote(self, journal: Journal) -> RemoteRun:
         forked_at = journal.head.forked_at
         title = self._title if forked_at is None else f"{self._title} from {forked_at}"
-        return RemoteRun(journal.head.id, title, self._project, journal.head.config, self.folder)
+        return RemoteRun(journal.head.id, title, self._project, journal.head.config, self.folder, self._files)
 
     def _require_journal_of(self, journal: Journal) -> None:
         if self._next > journal.count:

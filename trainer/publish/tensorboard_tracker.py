@@ -14,7 +14,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as create_
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from reprise.files import Files, read_regular, replace_file
+from reprise.files import read_regular, replace_file
 from trainer.metrics.tensorboard_files import complete_records
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
@@ -34,7 +34,7 @@ class TensorboardTracker(Tracker):
         path = next(iter(sorted(folder.glob("events.out.tfevents.*"))), None)
         if path is None:
             path = folder / _EVENTS.format(int(time.time()))
-            replace_file(Files(), path, _head(run))
+            replace_file(run.files, path, _head(run))
         records = [record for record, _ in complete_records(read_regular(path))]
         self._close()
         self._file = path.open("r+b")

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from reprise.errors import ConfigError
+from reprise.files import Files
 from trainer.config.logging import TRACKERS
 
 # The first part of a figure's name, by the event of its line, and the names that the other outputs use.
@@ -30,6 +31,7 @@ class RemoteRun:
         name: for people.
         config: dotted keys and values.
         folder: for files that the tracker keeps on this machine.
+        files: the store of the folder.
     """
 
     id: str
@@ -37,6 +39,7 @@ class RemoteRun:
     project: str
     config: Mapping[str, object]
     folder: Path
+    files: Files
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reprise.files import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
@@ -21,7 +22,7 @@ DEADLINE_S = 100
 def start(folder: Path) -> PublishSink:
     folder.mkdir(exist_ok=True)
     sink = PublishSink("tensorboard")
-    sink.start(RunPosition(folder, 0))
+    sink.start(RunPosition(folder, FILE_SYSTEM, 0))
     return sink
 
 
