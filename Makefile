@@ -23,7 +23,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-engines test-soak test-cuda bench bench-cuda tables check docs format clean
+.PHONY: setup demo test test-slow test-interop test-engines test-trackers test-soak test-cuda bench bench-cuda tables check docs format clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,18 @@ test-interop: setup
 test-engines: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[corpus,loops]'
 	$(BIN)/python -m pytest tests/engines
+
+# The real trackers, without a network. SwanLab asks for an older protobuf and trackio for an older pillow than
+# constraints.txt names; they work with these, so they come without their dependencies, which follow.
+TRACKERS := swanlab==0.10.3 trackio==0.43.0
+TRACKER_NEEDS := brotli gradio-client httpx nvidia-ml-py orjson platformdirs psutil pwinput pydantic-settings pyecharts \
+	pyroaring python-multipart uvicorn watchdog wrapt
+
+test-trackers: setup
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[wandb,mlflow]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps $(TRACKERS)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt $(TRACKER_NEEDS)
+	$(BIN)/python -m pytest tests/trackers
 
 # What takes minutes each.
 test-soak: setup

@@ -91,6 +91,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.run.run_data",
         "trainer.record.run_record",
     ),
+    ("trainer.publish",),
     ("trainer.run.state",),
     (
         "trainer.run.batch_loaders",
@@ -222,11 +223,16 @@ ONLY_IN = {
     "pyarrow": ("trainer.data.parquet",),
     "zstandard": ("trainer.data.text_file",),
     "torch.utils.tensorboard": ("trainer.metrics.tensorboard_sink",),
-    "tensorboard": ("trainer.metrics.tensorboard_files",),
     "obstore": ("reprise.stores.client",),
-    "google.protobuf": (
-        "trainer.metrics.tensorboard_files",
-    ),  # which tensorboard requires: the events are its messages
+    "tensorboard": ("trainer.metrics.tensorboard_files", "trainer.publish.tensorboard_tracker"),
+    # tensorboard requires it: the events are its messages; and so are the records of W&B.
+    "google.protobuf": ("trainer.metrics.tensorboard_files", "trainer.publish.wandb_tracker"),
+    "wandb": ("trainer.publish.wandb_tracker",),
+    "swanlab": ("trainer.publish.swanlab_tracker",),
+    "mlflow": ("trainer.publish.mlflow_tracker",),
+    "trackio": ("trainer.publish.trackio_tracker",),
+    "requests": ("trainer.publish.mlflow_tracker", "trainer.publish.swanlab_tracker"),
+    "yaml": ("trainer.config.compose",),
     "torch.distributed.tensor": ("reprise.tensors.live", "trainer.parallel"),
 }
 

@@ -43,6 +43,9 @@ COMMANDS = {
     "follow": Command("trainer.commands.follow", "run a command on every checkpoint of a run, while it trains"),
     "generate": Command("trainer.commands.generate", "continue a text with a trained model"),
     "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts", _COMPOSITION),
+    "publish": Command(
+        "trainer.commands.publish", "send a run's metrics to W&B, SwanLab, MLflow, trackio or TensorBoard", _COMPOSITION
+    ),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),
     "compare-speed": Command(
         "trainer.commands.compare_speed", "compare the speed of runs, and the cost of their saves"

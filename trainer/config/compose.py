@@ -21,9 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from reprise.errors import ConfigError
-from reprise.files import Files, location
+from reprise.files import SMALL_BYTES, Files, location, read_regular
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys
 from trainer.config.overrides import escape, readable
@@ -195,6 +196,22 @@ def resolve(raw: DictConfig) -> Resolved:
     config, text = _reported(converted, ())
     assert isinstance(config, Config)
     return Resolved(config, text, frozenset(from_environment(OmegaConf.to_container(raw, resolve=False))))
+
+
+def read_resolved(path: Path) -> dict[str, object]:
+    """Return the sections of a run's `config.yaml`; empty where there is none.
+
+    Raises:
+        ConfigError: if it is damaged.
+        OSError: if it cannot be read.
+    """
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(read_regular(path, limit_bytes=SMALL_BYTES).decode()))
+    except FileNotFoundError:
+        return {}
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("The configuration of a run is damaged", where=path, found=error) from error
+    return {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
 
 
 def _refuse_unknown_keys(raw: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""The section `logging` with the ranges of its keys, and the table of outputs of metrics."""
+"""The section `logging` with the ranges of its keys, and the tables of outputs of metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 # The outputs of metrics beside `metrics.jsonl`, by name: the class of each, a `MetricSink`.
 SINKS = {
     "tensorboard": "trainer.metrics.tensorboard_sink.TensorboardSink",
+}
+
+# The trackers of `reprise publish`, by name: the class of each, a `Tracker`.
+TRACKERS = {
+    name: f"trainer.publish.{name}_tracker.{name.capitalize()}Tracker"
+    for name in ("wandb", "swanlab", "mlflow", "trackio", "tensorboard")
 }
 
 
@@ -19,11 +25,14 @@ class LoggingSection:
         tensorboard: write TensorBoard files into the run's folder.
         sinks: further outputs of metrics, by their names in `trainer/config/logging.py`; a failing output does not end
             the run.
+        publish: the tracker to which a process beside the run sends its metrics: `wandb`, `swanlab`, `mlflow`,
+            `trackio` or `tensorboard` (docs/trackers.md); it can neither slow nor end the run.
     """
 
     log_interval: int = 1
     tensorboard: bool = True
     sinks: list[str] = field(default_factory=list)
+    publish: str | None = None
 
 
 def sink_names(section: LoggingSection) -> list[str]:
@@ -41,4 +50,6 @@ def logging_problems(section: LoggingSection) -> list[str]:
         for name in section.sinks
         if name not in SINKS
     ]
+    if section.publish is not None and section.publish not in TRACKERS:
+        problems.append(f"logging.publish={section.publish}: must be one of {', '.join(TRACKERS)}")
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Set
 from pathlib import Path
 
@@ -15,7 +16,7 @@ METRICS = "metrics.jsonl"
 
 
 class JsonlSink(MetricSink):
-    """A line for each record. Lines of abandoned iterations move to a side file."""
+    """A line for each record, with its time (seconds since 1970). Lines of abandoned iterations move to a side file."""
 
     def __init__(self) -> None:
         self._lines: JsonlFile | None = None
@@ -36,7 +37,7 @@ class JsonlSink(MetricSink):
 
     def write(self, record: MetricRecord) -> None:
         if record.members and self._lines is not None:
-            self._lines.add(record.members)
+            self._lines.add({**record.members, "time": round(time.time(), 3)})
 
     def sync(self) -> None:
         if self._lines is not None:

@@ -71,7 +71,7 @@ def put_before(folder: Path, second: int, files: Files) -> None:
 
 def _kept(data: bytes, iteration: int, but: str | None) -> Iterator[bytes]:
     """Yield the retained records of a file; a truncated record at its end is dropped."""
-    for record, payload in _records(data):
+    for record, payload in complete_records(data):
         event = _parsed(payload)
         is_redone = event.step == iteration and but in {value.tag for value in event.summary.value}
         if event.step <= iteration and not is_redone:
@@ -79,7 +79,9 @@ def _kept(data: bytes, iteration: int, but: str | None) -> Iterator[bytes]:
 
 
 def _is_ours(data: bytes) -> bool:
-    return any(_parsed(payload).file_version.startswith(_VERSION) for _, payload in itertools.islice(_records(data), 1))
+    return any(
+        _parsed(payload).file_version.startswith(_VERSION) for _, payload in itertools.islice(complete_records(data), 1)
+    )
 
 
 def _parsed(payload: bytes) -> Any:
@@ -93,7 +95,7 @@ def _parsed(payload: bytes) -> Any:
         return Event()
 
 
-def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+def complete_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield every complete record of a file, and the serialized event in it."""
     at = 0
     while at + _HEADER.size <= len(data):

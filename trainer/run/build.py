@@ -219,5 +219,6 @@ def build_log(run: Run) -> RunLog:
         log_interval=config.logging.log_interval,
         sinks=sink_names(config.logging),
         files=run.saves.files,
+        publish=config.logging.publish,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )

@@ -78,7 +78,8 @@ def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
     iteration, evaluation, sample, save = sink.records
     assert (iteration.members["loss_hex"], iteration.curves["train/loss"]) == ((2.5).hex(), 2.5)
     assert (evaluation.members["valid_loss"], evaluation.curves) == (2.5, {"valid/loss": 2.5})
-    assert (sample.members, sample.texts) == ({}, {"sample": "a text"})
+    assert sample.members == {"iteration": 1, "event": "sample", "text": "a text"}
+    assert sample.texts == {"sample": "a text"}
     assert (save.members["event"], save.curves["save/written_bytes"]) == ("save", 10)
 
 

@@ -1,0 +1,131 @@
+"""Runs for the tests of `reprise publish`: logs as a run writes, cuts and goes on with them, without training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reprise.files import FILE_SYSTEM
+from tests.fakes import iteration_record
+from trainer.metrics.run_log import RunLog
+from trainer.publish.publisher import Publisher
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
+
+# Values whose decimals would not keep their bits, and those that JSON lacks.
+LOSSES = (0.1 + 0.2, 1e-310, 2.0**-1074, math.pi * 1e300, math.nan, math.inf)
+
+
+def loss_at(iteration: int, *, branch: int = 0) -> float:
+    """Return the loss of an iteration of a branch."""
+    return LOSSES[iteration % len(LOSSES)] if branch == 0 else 1.0 / (iteration + branch)
+
+
+class LoggedRun:
+    """The folder of a run, and its log as starts of the run write it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log: RunLog | None = None
+
+    def start(self, iteration: int, *, branch_id: str = "") -> None:
+        """Go on after an iteration; with the id of a branch as a start does that goes back behind a checkpoint."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "run.json"
+        ids = json.loads(path.read_text())["branches"] if path.exists() else [{"id": "a1b2c3", "began_at": -1}]
+        if branch_id:
+            ids.append({"id": branch_id, "began_at": iteration})
+        path.write_text(json.dumps({"branches": ids}))
+        self._log = RunLog(self.folder, train_iters=10_000, log_interval=10_000, mfu_scale=None)
+        self._log.open(iteration, "train:\n  seed: 7\nlogging:\n  log_interval: 1\n")
+
+    def train(self, first: int, last: int, *, branch: int = 0) -> None:
+        """Log iterations, an evaluation at every tenth, and a sample at every twentieth."""
+        assert self._log is not None
+        for iteration in range(first, last + 1):
+            self._log.iteration(iteration_record(iteration, loss=loss_at(iteration, branch=branch)))
+            if iteration % 10 == 0:
+                self._log.evaluation(iteration, loss_at(iteration, branch=branch) / 2, None)
+            if iteration % 20 == 0:
+                self._log.sample(iteration, f"text of {iteration}")
+
+    def kill(self) -> None:
+        """End the log as a kill does: in the middle of a line."""
+        assert self._log is not None
+        self._log.close()
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write('{"iteration": 99999, "lo')
+
+
+class MemoryTracker(Tracker):
+    """A tracker with a server in memory, which ignores nothing: a line that comes twice is there twice.
+
+    Attributes:
+        rows: by the id of the remote run.
+        fails: whether the server cannot be reached.
+        keeps: how many lines of a `send` arrive before the server fails; None for all.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[TrackerRow]] = {}
+        self.configs: dict[str, Mapping[str, object]] = {}
+        self.opened: list[str] = []
+        self.fails = False
+        self.keeps: int | None = None
+        self._id = ""
+
+    def open(self, run: RemoteRun) -> int:
+        self._require()
+        self._id = run.id
+        self.opened.append(run.id)
+        self.configs.setdefault(run.id, run.config)
+        return len(self.rows.setdefault(run.id, []))
+
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        self._require()
+        self.rows[self._id] += rows if self.keeps is None else rows[: self.keeps]
+        if self.keeps is not None:
+            raise ConnectionResetError
+
+    def close(self) -> None:
+        self._id = ""
+
+    def _require(self) -> None:
+        if self.fails:
+            raise ConnectionRefusedError
+
+    def losses(self, run_id: str) -> dict[int, str]:
+        """Return the bits of the loss at each iteration; no iteration is there twice."""
+        pairs = [(row.iteration, row.figures["train/loss"].hex()) for row in self.rows[run_id] if _has_loss(row)]
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+
+def _has_loss(row: TrackerRow) -> bool:
+    return "train/loss" in row.figures
+
+
+def losses(first: int, last: int, *, branch: int = 0) -> dict[int, str]:
+    """Return the bits of the losses that a run logs."""
+    return {iteration: loss_at(iteration, branch=branch).hex() for iteration in range(first, last + 1)}
+
+
+def publisher(run: Path, tracker: Tracker, name: str = "memory", *, project: str = "tests") -> Publisher:
+    """Return a new publisher, as a new process has it."""
+    from trainer.commands.publish import read_config, read_lineage
+
+    return Publisher(
+        run, name, tracker, project=project, title="run", config=read_config, lineage=read_lineage, files=FILE_SYSTEM
+    )
+
+
+def publish(run: Path, tracker: Tracker, name: str = "memory") -> None:
+    """Send all that the tracker lacks, as a new process does."""
+    sender = publisher(run, tracker, name)
+    try:
+        sender.collect()
+        sender.send()
+        sender.finish()
+    finally:
+        sender.close()

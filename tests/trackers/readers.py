@@ -1,0 +1,106 @@
+"""Reads back what each tracker keeps, by its own format: for each remote run, the points of each curve."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+Curves = dict[str, list[tuple[int, str]]]  # pairs of an iteration and the bits of a value
+
+
+def read_wandb(folder: Path, _: Path) -> dict[str, Curves]:
+    """Read all files of a run in order, as `wandb sync --append` sends them; no step is in two of them."""
+    from trainer.publish.wandb_tracker import records
+
+    runs: dict[str, Curves] = {}
+    last = defaultdict(lambda: -1)
+    for path in sorted(folder.glob("publish/wandb/wandb/offline-run-*/run-*.wandb")):
+        run_id = path.stem.removeprefix("run-")
+        curves = runs.setdefault(run_id, defaultdict(list))
+        for record in records(path.read_bytes()):
+            row = {item.nested_key[0] or item.key: json.loads(item.value_json) for item in record.history.item}
+            if not row:
+                continue
+            assert row["_step"] > last[run_id], "steps grow"
+            last[run_id] = row["_step"]
+            for name, value in row.items():
+                if not name.startswith("_") and name != "iteration" and isinstance(value, int | float):
+                    curves[name].append((row["iteration"], float(value).hex()))
+    return runs
+
+
+def read_mlflow(_: Path, store: Path) -> dict[str, Curves]:
+    """Read the tables of a database."""
+    with sqlite3.connect(store / "mlflow.db") as database:
+        ids = dict(database.execute("select run_uuid, value from tags where key = 'reprise.run'"))
+        rows = database.execute("select run_uuid, key, step, value, is_nan from metrics order by step").fetchall()
+    runs: dict[str, Curves] = {run_id: defaultdict(list) for run_id in ids.values()}
+    for uuid, name, step, value, is_nan in rows:
+        number = math.nan if is_nan else math.inf if value == sys.float_info.max else value
+        runs[ids[uuid]][name].append((step, number.hex()))
+    return runs
+
+
+def read_trackio(_: Path, store: Path) -> dict[str, Curves]:
+    """Read the table of a database."""
+    (path,) = store.glob("reprise*.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by step").fetchall()
+    runs: dict[str, Curves] = {}
+    for run_id, step, text in rows:
+        for name, value in json.loads(text).items():
+            if name != "sample":
+                runs.setdefault(run_id, defaultdict(list))[name].append((step, float(value).hex()))
+    return runs
+
+
+def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
+    """Read the records that `swanlab sync` sends; a run has one folder."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    runs: dict[str, Curves] = {}
+    for run in (folder / "publish/swanlab").iterdir():
+        if run.is_dir():
+            (path,) = run.glob("run-*/run-*.swanlab")
+            curves = runs.setdefault(run.name, defaultdict(list))
+            reader = DataStoreReader()
+            reader.open(path)
+            while (data := reader.scan()) is not None:
+                record = Record.FromString(data)
+                if record.HasField("scalar"):
+                    curves[record.scalar.key].append((record.scalar.step, record.scalar.value.number.hex()))
+            reader.close()
+    return runs
+
+
+def read_tensorboard(folder: Path, _: Path) -> dict[str, Curves]:
+    """Read the event files."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.util.tensor_util import make_ndarray
+
+    from trainer.metrics.tensorboard_files import complete_records
+
+    runs: dict[str, Curves] = {}
+    for path in (folder / "publish/tensorboard").glob("*/events.*"):
+        curves = runs.setdefault(path.parent.name, defaultdict(list))
+        for _record, payload in complete_records(path.read_bytes()):
+            event = Event.FromString(payload)
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    curves[value.tag].append((event.step, float(make_ndarray(value.tensor)).hex()))
+    return runs
+
+
+READERS: dict[str, Callable[[Path, Path], dict[str, Curves]]] = {
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+    "swanlab": read_swanlab,
+    "tensorboard": read_tensorboard,
+}

@@ -1,0 +1,76 @@
+"""The process beside a run that sends its log to a tracker."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from reprise.files import FILE_SYSTEM
+from tests.fakes import iteration_record
+from trainer.config.logging import LoggingSection, logging_problems
+from trainer.metrics.publish_sink import PublishSink
+from trainer.metrics.run_log import RunLog
+from trainer.metrics.sink import MetricRecord, RunPosition
+from trainer.metrics.tensorboard_files import complete_records
+
+DEADLINE_S = 100
+
+
+def start(folder: Path) -> PublishSink:
+    folder.mkdir(exist_ok=True)
+    sink = PublishSink("tensorboard")
+    sink.start(RunPosition(folder, FILE_SYSTEM, 0))
+    return sink
+
+
+def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, train_iters=9, log_interval=9, mfu_scale=None)
+    log.open(0, "train: {}")
+    sink = start(tmp_path)
+    for iteration in range(1, 10):
+        log.iteration(iteration_record(iteration))
+    log.close()
+    process = sink._process
+    sink.close()
+    assert process is not None
+    assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/tensorboard/publish.log").read_text()
+    (events,) = (tmp_path / "publish/tensorboard").glob("*/events.*")
+    assert len(list(complete_records(events.read_bytes()))) == 2 + 9
+
+
+def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = start(tmp_path)
+    assert sink._process is not None
+    sink._process.kill()
+    sink._process.wait(DEADLINE_S)
+    with caplog.at_level(logging.WARNING):
+        for iteration in (1, 2):
+            sink.write(MetricRecord(iteration, {"iteration": iteration}))
+        sink.close()
+    (record,) = caplog.records
+    assert "has ended with status -9, the run goes on without" in record.getMessage()
+
+
+def test_every_line_has_its_time_and_the_first_the_versions(tmp_path: Path) -> None:
+    from trainer.launch.start_times import StartTimes
+
+    log = RunLog(tmp_path, train_iters=9, log_interval=9, mfu_scale=None)
+    log.open(0, "")
+    log.started(StartTimes())
+    log.iteration(iteration_record(1))
+    log.evaluation(1, 2.0, None)
+    log.sample(1, "a text")
+    log.close()
+    first, evaluation, sample = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["time"] <= evaluation["time"] <= sample["time"]
+    assert first["versions"]["torch"]
+    assert (sample["iteration"], sample["event"], sample["text"]) == (1, "sample", "a text")
+
+
+def test_an_unknown_tracker_is_refused() -> None:
+    assert logging_problems(LoggingSection(publish="mlflow")) == []
+    (problem,) = logging_problems(LoggingSection(publish="mflow"))
+    assert problem.startswith("logging.publish=mflow: must be one of wandb, swanlab, mlflow")

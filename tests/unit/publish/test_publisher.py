@@ -1,0 +1,212 @@
+"""A tracker has each iteration of a run once, whatever is killed, sent back, moved, or cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import DataError, LockError
+from tests.published_runs import LoggedRun, MemoryTracker, losses, publish, publisher
+
+
+def test_each_line_is_sent_once_with_its_bits(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    publish(run.folder, tracker)
+    publish(run.folder, tracker)
+    run.train(26, 30)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 30)
+    events = [(row.iteration, list(row.figures), dict(row.texts)) for row in tracker.rows["a1b2c3"]]
+    assert [event[0] for event in events if event[1] == ["valid/loss"]] == [10, 20, 30]
+    assert [event[2] for event in events if event[2]] == [{"sample": "text of 20"}]
+    assert tracker.configs["a1b2c3"]["train.seed"] == 7
+
+
+def test_a_kill_and_the_resume_after_it_leave_one_run(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    publish(run.folder, tracker)
+    run.train(26, 28)  # which no publisher sees before the kill
+    run.kill()
+    run.start(20)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 28)
+    run.train(21, 22)
+    publish(run.folder, tracker)
+    run.kill()
+    run.start(20)
+    run.train(21, 40)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 40)
+    assert list(tracker.rows) == ["a1b2c3"]
+
+
+def test_iterations_trained_again_keep_their_first_values(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    publish(run.folder, tracker)
+    run.kill()
+    run.start(20)
+    run.train(21, 30, branch=3)  # on other ranks
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 25) | losses(26, 30, branch=3)
+    assert list(tracker.rows) == ["a1b2c3"]
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_branch_becomes_a_linked_run_with_all_iterations(tmp_path: Path, is_followed: bool) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    if is_followed:
+        publish(run.folder, tracker)
+    run.start(12, branch_id="b0")
+    run.train(13, 13, branch=1)
+    if is_followed:
+        publish(run.folder, tracker)
+    run.train(14, 30, branch=1)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 25)
+    assert tracker.losses("a1b2c3-1") == losses(1, 12) | losses(13, 30, branch=1)
+    config = tracker.configs["a1b2c3-1"]
+    assert (config["reprise.forked_from"], config["reprise.forked_at"]) == ("a1b2c3", 12)
+    count = len(tracker.opened)
+    publish(run.folder, tracker)
+    assert tracker.opened[count:] == ["a1b2c3-1"]
+
+
+def test_a_rewind_that_trains_the_same_bits_needs_no_other_run(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    publish(run.folder, tracker)
+    run.start(12, branch_id="b0")
+    run.train(13, 30)
+    publish(run.folder, tracker)
+    assert list(tracker.rows) == ["a1b2c3"]
+    assert tracker.losses("a1b2c3") == losses(1, 30)
+
+
+def test_several_branches_that_nobody_followed_are_all_sent(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 25)
+    run.start(12, branch_id="b1")
+    run.train(13, 22, branch=1)
+    run.start(17, branch_id="b2")
+    run.train(18, 30, branch=2)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 25)
+    assert tracker.losses("a1b2c3-1") == losses(1, 12) | losses(13, 22, branch=1)
+    assert tracker.losses("a1b2c3-2") == losses(1, 12) | losses(13, 17, branch=1) | losses(18, 30, branch=2)
+
+
+def test_a_publisher_that_follows_sees_the_cut_of_the_log(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    follower = publisher(run.folder, tracker)
+
+    def look() -> None:
+        follower.collect()
+        follower.send()
+
+    look()
+    run.train(1, 25)
+    look()
+    run.kill()
+    run.start(20)
+    look()
+    run.train(21, 27)
+    look()
+    assert tracker.losses("a1b2c3") == losses(1, 27)
+    run.start(3, branch_id="b1")
+    look()
+    run.train(4, 9, branch=1)
+    look()
+    run.train(10, 12, branch=1)
+    look()
+    assert tracker.losses("a1b2c3-1") == losses(1, 3) | losses(4, 12, branch=1)
+    follower.close()
+
+
+def test_a_moved_folder_goes_on_with_its_remote_run(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 15)
+    publish(run.folder, tracker)
+    run.kill()
+    moved = LoggedRun(tmp_path / "elsewhere/moved")
+    moved.folder.parent.mkdir()
+    shutil.move(run.folder, moved.folder)
+    moved.start(10)
+    moved.train(11, 30)
+    publish(moved.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 30)
+
+
+def test_an_outage_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 15)
+    publish(run.folder, tracker)
+    tracker.fails = True
+    run.train(16, 3700)
+    with pytest.raises(ConnectionRefusedError):
+        publish(run.folder, tracker)
+    tracker.fails, tracker.keeps = False, 321  # and a connection that breaks in the middle
+    for _ in range(3):
+        with pytest.raises(ConnectionResetError):
+            publish(run.folder, tracker)
+    tracker.keeps = None
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 3700)
+
+
+def test_a_journal_with_a_truncated_line_goes_on(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 15)
+    publish(run.folder, tracker)
+    journal = run.folder / "publish/memory/branch-0.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-20])
+    publish(run.folder, MemoryTracker())
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "loss_hex" in line] == list(range(1, 16))
+
+
+def test_lines_of_an_earlier_version_have_a_stable_time(tmp_path: Path) -> None:
+    folder, tracker = tmp_path / "run", MemoryTracker()
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"iteration": 3, "loss": 0.5}\n')
+    publish(folder, tracker)
+    ((row,),) = tracker.rows.values()
+    assert (row.time, row.figures) == (0.003, {"train/loss": 0.5})
+
+
+def test_one_process_publishes_a_run_to_a_tracker(tmp_path: Path) -> None:
+    run = LoggedRun(tmp_path / "run")
+    run.start(0)
+    first = publisher(run.folder, MemoryTracker())
+    with pytest.raises(LockError, match="Another process"):
+        publisher(run.folder, MemoryTracker())
+    first.close()
+    publisher(run.folder, MemoryTracker()).close()
+
+
+def test_a_remote_run_that_a_copy_has_extended_is_refused(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 15)
+    publish(run.folder, tracker)
+    shutil.copytree(run.folder, tmp_path / "copy")
+    run.train(16, 18)
+    publish(run.folder, tracker)
+    with pytest.raises(DataError, match="more lines than its journal"):
+        publish(tmp_path / "copy", tracker)

@@ -1,0 +1,63 @@
+"""MLflow. A figure's key there is its name, timestamp, step and value, so sending it twice has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import requests
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
+
+_ID, _COUNT = "reprise.run", "reprise.lines"
+_MOST_CHARACTERS = 6000  # of a parameter's value
+_MOST_TAG_CHARACTERS = 5000
+
+
+class MlflowTracker(Tracker):
+    """A run with our id in a tag, as MLflow makes its own ids; another tag counts the lines.
+
+    MLflow keeps float64, NaN too, but the largest finite number in place of infinity.
+    """
+
+    failures = (OSError, MlflowException, requests.RequestException)
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, run: RemoteRun) -> int:
+        client = self._client = MlflowClient()
+        experiment = client.get_experiment_by_name(run.project)
+        number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        matches = client.search_runs([number], f"tags.`{_ID}` = '{run.id}'")
+        remote = matches[0] if matches else client.create_run(number, tags={_ID: run.id}, run_name=run.name)
+        self._run_id = remote.info.run_id
+        client.update_run(self._run_id, status="RUNNING")
+        for values in _batches(run.config.items(), 100):
+            params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in values]
+            client.log_batch(self._run_id, params=[param for param in params if param.key not in remote.data.params])
+        return int(remote.data.tags.get(_COUNT, 0))
+
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        metrics = [
+            Metric(name, value, round(row.time * 1e3), row.iteration)
+            for row in rows
+            for name, value in row.figures.items()
+        ]
+        texts = {name: text[:_MOST_TAG_CHARACTERS] for row in rows for name, text in row.texts.items()}
+        self._client.log_batch(self._run_id, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
+        self._client.set_tag(self._run_id, _COUNT, rows[-1].number + 1)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _batches(items: Any, size: int) -> Iterator[list[Any]]:
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch

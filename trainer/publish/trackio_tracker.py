@@ -1,0 +1,49 @@
+"""Trackio, in its database on this machine; `trackio sync` copies it to a Space, by the same keys.
+
+A row has a key there (`log_id`): one that is sent again is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from trackio.sqlite_storage import SQLiteStorage
+
+from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
+
+
+class TrackioTracker(Tracker):
+    """A run with our id. A batch of rows is a transaction, so their count is the number of the next.
+
+    Trackio keeps float64, and the strings `NaN`, `Infinity` and `-Infinity`.
+    """
+
+    failures = (OSError, sqlite3.Error)
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._project = ""
+
+    def open(self, run: RemoteRun) -> int:
+        self._run, self._project = run, os.environ.get("TRACKIO_PROJECT") or run.project
+        return int(SQLiteStorage.get_log_count(self._project, run.name, run_id=run.id))
+
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        is_first = rows[0].number == 0
+        SQLiteStorage.bulk_log(
+            self._project,
+            self._run.name,
+            [{**row.figures, **row.texts} for row in rows],
+            [row.iteration for row in rows],
+            [datetime.fromtimestamp(row.time, UTC).isoformat() for row in rows],
+            config=dict(self._run.config) if is_first else None,
+            log_ids=[f"{self._run.id}:{row.number}" for row in rows],
+            run_id=self._run.id,
+        )
+
+    def close(self) -> None:
+        self._run = None
