@@ -211,7 +211,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "reprise.json_file",
         }
     ),
-    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore"}),
+    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore", "boto3", "botocore"}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -224,6 +224,8 @@ ONLY_IN = {
     "torch.utils.tensorboard": ("trainer.metrics.tensorboard_sink",),
     "tensorboard": ("trainer.metrics.tensorboard_files",),
     "obstore": ("reprise.stores.client",),
+    "boto3": ("reprise.stores.leftovers",),
+    "botocore": ("reprise.stores.leftovers",),
     "google.protobuf": (
         "trainer.metrics.tensorboard_files",
     ),  # which tensorboard requires: the events are its messages
@@ -325,6 +327,7 @@ CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
 NOT_IMPORTED = {
     "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
+    "moto": "tests/stores starts its server as a process",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
 IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}
