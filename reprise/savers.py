@@ -11,10 +11,12 @@ from reprise.loading.restorer import Restored, Restorer
 from reprise.policy import Retention, SavePolicy, SaveReport
 
 if TYPE_CHECKING:
+    from reprise.format.mirror_record import MirrorRule
     from reprise.local.host_folders import HostFolders
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
     from reprise.saving.column_sharing import SharedMemory
     from reprise.saving.one_process import write_checkpoint
+    from reprise.stores.mirror_process import MirrorProcess, mirror_rule
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "HostFolders",
     "LocalCheckpointer",
     "LocalPolicy",
+    "MirrorProcess",
+    "MirrorRule",
     "Restored",
     "Restorer",
     "Retention",
@@ -30,6 +34,7 @@ __all__ = [
     "SharedMemory",
     "WeightsCheckpointer",
     "WeightsPolicy",
+    "mirror_rule",
     "write_checkpoint",
 ]
 
@@ -37,9 +42,12 @@ _MODULES = {
     "HostFolders": "reprise.local.host_folders",
     "LocalCheckpointer": "reprise.local_checkpointer",
     "LocalPolicy": "reprise.local_checkpointer",
+    "MirrorProcess": "reprise.stores.mirror_process",
+    "MirrorRule": "reprise.format.mirror_record",
     "SharedMemory": "reprise.saving.column_sharing",
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",
+    "mirror_rule": "reprise.stores.mirror_process",
     "write_checkpoint": "reprise.saving.one_process",
 }
 

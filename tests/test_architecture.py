@@ -86,6 +86,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.metrics",
         "trainer.optim",
         "trainer.parallel",
+        "trainer.run.mirror",
         "trainer.run.random",
         "trainer.record.resume_rules",
         "trainer.run.run_data",

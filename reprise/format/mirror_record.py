@@ -103,17 +103,20 @@ class MirrorRule:
         taken = [name for name in full if iteration_in(name) % step == 0 or (at_end and name == full[0])]
         return [*(taken[: self.keep] if self.keep else taken), *weights]
 
-    def unmirrored(self, root: Path, committed: Iterable[int], candidates: Iterable[int]) -> list[int]:
+    def unmirrored(
+        self, root: Path, committed: Iterable[int], candidates: Iterable[int], *, at_end: bool = False
+    ) -> list[int]:
         """Return the iterations among `candidates` that the store must have and, by its record, lacks.
 
         Args:
             root: the folder of all these iterations.
             committed: all iterations of the folder.
+            at_end: see `due`.
         """
         folder = root.parent if self.prefix else root
         record = read_record(folder, self.url)
         names = {iteration: f"{self.prefix}{iteration_name(iteration)}" for iteration in committed}
-        due = set(self.due(names.values()))
+        due = set(self.due(names.values(), at_end=at_end))
         return [
             iteration
             for iteration in candidates

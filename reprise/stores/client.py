@@ -173,7 +173,7 @@ def part_bytes(file_bytes: int) -> int:
 
 def _open_store(root: str, timeout_s: int) -> Any:
     if root.startswith("file://"):
-        return store.LocalStore(prefix=Path("/"), mkdir=False)
+        return store.LocalStore(prefix=Path("/"), automatic_cleanup=True, mkdir=False)
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
     retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
     settings: dict[str, Any] = {}
