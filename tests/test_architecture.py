@@ -160,7 +160,7 @@ FRONT = {
 MAX_FRONT = 10
 # Modules and packages that measure parts of reprise, break them or count their calls, and the parts.
 PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
-    "scripts.bench": frozenset({"format", "saving", "storage.worker", "tensors"}),
+    "scripts.bench": frozenset({"format", "saving", "storage.worker", "stores", "tensors"}),
     "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
     "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
     "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),
@@ -170,6 +170,7 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "tests.local_folders": frozenset({"loading.blocks"}),
     "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
     "tests.simulated": frozenset({"tensors"}),
+    "tests.stores": frozenset({"format", "stores"}),
 }
 
 # Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one

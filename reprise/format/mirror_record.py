@@ -87,12 +87,14 @@ class MirrorRule:
     keep: int = 0
     prefix: str = ""
 
-    def due(self, names: Iterable[str], *, at_end: bool = False) -> list[str]:
+    def due(self, names: Iterable[str], stored: Iterable[str], *, at_end: bool = False) -> list[str]:
         """Return the names that the store must have, newest first, full checkpoints before the weights alone.
 
         The newest goes first: with it in the store, the loss of the shared folder costs the least.
 
         Args:
+            names: of the checkpoints in the run's folder.
+            stored: of those in the store, which count for `keep` too.
             at_end: whether no later checkpoint follows, so that the newest is taken whatever its iteration.
         """
         groups: tuple[list[str], list[str]] = ([], [])
@@ -101,7 +103,10 @@ class MirrorRule:
         full, weights = (sorted(group, key=iteration_in, reverse=True) for group in groups)
         step = self.interval or 1
         taken = [name for name in full if iteration_in(name) % step == 0 or (at_end and name == full[0])]
-        return [*(taken[: self.keep] if self.keep else taken), *weights]
+        if self.keep:
+            newest = sorted({*taken, *(name for name in stored if not is_weights(name))}, key=iteration_in)
+            taken = [name for name in taken if name in newest[-self.keep :]]
+        return [*taken, *weights]
 
     def unmirrored(
         self, root: Path, committed: Iterable[int], candidates: Iterable[int], *, at_end: bool = False
@@ -116,7 +121,7 @@ class MirrorRule:
         folder = root.parent if self.prefix else root
         record = read_record(folder, self.url)
         names = {iteration: f"{self.prefix}{iteration_name(iteration)}" for iteration in committed}
-        due = set(self.due(names.values(), at_end=at_end))
+        due = set(self.due(names.values(), record.committed, at_end=at_end))
         return [
             iteration
             for iteration in candidates

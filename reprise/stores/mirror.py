@@ -35,6 +35,32 @@ _NICENESS = 10
 _FINE, _IMPOSSIBLE = 0, 2
 
 
+@dataclass(frozen=True, slots=True)
+class MirrorOptions:
+    """The work of a mirror.
+
+    Args:
+        run: folder of the run, or of its checkpoints.
+        url: of the run in the store.
+        keep: number of newest full checkpoints that stay in the store; 0 keeps all.
+        interval: take full checkpoints at multiples of this iteration alone, and the last; 0 takes all.
+        once: end once the store has what the folder has now.
+        host: the number of this host among `hosts`, which upload together.
+        stall_s: seconds after which host 0 uploads in the place of a host that uploads nothing.
+        attached: follow the orders of a training process, and end with it.
+    """
+
+    run: Path
+    url: str
+    keep: int = 0
+    interval: int = 0
+    once: bool = False
+    host: int = 0
+    hosts: int = 1
+    stall_s: float = STALL_S
+    attached: bool = False
+
+
 @dataclass(slots=True)
 class Orders:
     """What the parent has asked for. Its members are set by a thread of their own."""
@@ -79,11 +105,16 @@ class _Announcer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Mirror a run, and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
-    logging.getLogger("reprise").setLevel(logging.INFO)
+    options = MirrorOptions(**vars(_parser().parse_args(arguments)))
     if options.attached:
         os.nice(_NICENESS)
+    return run(options)
+
+
+def run(options: MirrorOptions) -> int:
+    """Mirror a run, log to stderr, and return the exit status."""
+    logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
+    logging.getLogger("reprise").setLevel(logging.INFO)
     try:
         return mirror(options)
     except KeyboardInterrupt:
@@ -95,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _IMPOSSIBLE
 
 
-def mirror(options: argparse.Namespace) -> int:
+def mirror(options: MirrorOptions) -> int:
     """Follow a run's folder until there is no more to do, or without end.
 
     Raises:
@@ -120,7 +151,7 @@ def mirror(options: argparse.Namespace) -> int:
                         stack.enter_context(_locked(folder))
                     passes = MirrorPass(
                         StoreClient(url.root), url, folder, rule,
-                        host=options.host, hosts=options.hosts, stall_s=options.stall,
+                        host=options.host, hosts=options.hosts, stall_s=options.stall_s,
                     )  # fmt: skip
                 is_done = passes.run(at_end=is_last)
                 announcer.went_on()
@@ -162,18 +193,20 @@ def _line(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise checkpoint mirror", description="Upload the checkpoints of a run as they are saved."
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
-    parser.add_argument("url", metavar="URL", help="of the run in the store, such as s3://bucket/run")
-    parser.add_argument("--once", action="store_true", help="end once the store has all that the folder has now")
-    parser.add_argument("--keep", type=int, default=0, metavar="K", help="newest checkpoints that stay there (all)")
-    parser.add_argument("--interval", type=int, default=0, metavar="N", help="take multiples of this iteration (all)")
-    for name, kind in (("--host", int), ("--hosts", int), ("--stall", float)):
-        defaults = {"--host": 0, "--hosts": 1, "--stall": STALL_S}
-        parser.add_argument(name, type=kind, default=defaults[name], help=argparse.SUPPRESS)
-    parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)
+    """Return the words by which a training process starts the mirror."""
+    parser = argparse.ArgumentParser(prog="reprise mirror", description="The mirror of a run, started by the run.")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("url")
+    for name, kind, default in (
+        ("--keep", int, 0),
+        ("--interval", int, 0),
+        ("--host", int, 0),
+        ("--hosts", int, 1),
+        ("--stall-s", float, STALL_S),
+    ):
+        parser.add_argument(name, type=kind, default=default)
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--attached", action="store_true")
     return parser
 
 

@@ -96,7 +96,7 @@ class MirrorPass:
         if self._host == 0:
             self._lead(local)
         record = self._record if self._host == 0 and self._record else read_record(self._root, self._rule.url)
-        for name in self._rule.due(local, at_end=at_end):
+        for name in self._rule.due(local, record.committed, at_end=at_end):
             files = self._files(name, local[name])
             if files is None or (name, files.digest) in self._ended:
                 continue
@@ -269,7 +269,7 @@ class MirrorPass:
             record = self._known
             kept = {other: mirrored for other, mirrored in record.committed.items() if other != name}
             self._write(replace(record, committed=kept, partial=record.partial | {name}))
-        due = set(self._rule.due(local, at_end=at_end))
+        due = set(self._rule.due(local, self._known.committed, at_end=at_end))
         for name in sorted(self._known.partial - due):
             clear(self._client, list_folder(self._client, self._url.child(name)))
             self._write(replace(self._known, partial=self._known.partial - {name}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import subprocess
@@ -11,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from reprise.errors import ConfigError
 from reprise.format.mirror_record import MirrorRule
+from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -43,13 +42,7 @@ class MirrorProcess:
     """
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
-        if importlib.util.find_spec("obstore") is None:
-            raise ConfigError(
-                "A package for object stores is missing",
-                where=rule.url,
-                expected="obstore",
-                fix="pip install 'torch-reprise[store]'",
-            )
+        require_extra(rule.url)
         options = {"--interval": rule.interval, "--keep": rule.keep, "--host": host, "--hosts": hosts}
         words = [word for name, value in options.items() for word in (name, str(value))]
         self._command = [sys.executable, "-P", "-m", "reprise.stores.mirror", "--attached", *words, "--"]

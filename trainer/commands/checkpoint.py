@@ -1,4 +1,4 @@
-"""List, show, verify, compare, join and delete checkpoints: `reprise checkpoint ls|show|verify|diff|gather|prune`.
+"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -23,6 +23,7 @@ from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCal
 from reprise.errors import TrainerError
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
+from reprise.stores.extra import require_extra
 from trainer.commands.arguments import any_path, local_path, natural, positive
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 from trainer.config.terms import LOCAL
@@ -244,6 +245,28 @@ def prune(options: argparse.Namespace) -> int:
     return FINE
 
 
+def copy(options: argparse.Namespace) -> int:
+    """Copy one checkpoint, or all of a run, into a store, out of it, or from one to another; verify every byte."""
+    with _progress_bar() as progress:
+        results = reprise.copy(options.source, options.target, progress=progress)
+    rows: list[Row] = [
+        {"from": result.source, "to": result.target, "bytes": result.total_bytes, "copied": result.copied_bytes}
+        for result in results
+    ]
+    print_rows(rows, as_json=options.json)
+    return FINE
+
+
+def mirror(options: argparse.Namespace) -> int:
+    """Upload the checkpoints of a run into a store as they are saved."""
+    require_extra(options.url)
+    from reprise.stores import mirror as program
+
+    return program.run(
+        program.MirrorOptions(options.run, options.url, options.keep, options.interval, once=options.once)
+    )
+
+
 @contextlib.contextmanager
 def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
     """Yield a function to show the progress of a call on a terminal, in a bar for each name."""
@@ -288,8 +311,20 @@ def _parser() -> argparse.ArgumentParser:
         "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
     )
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
+    copied = command("copy", copy)
+    copied.add_argument(
+        "source", metavar="SRC", help="a checkpoint or a run: a folder, or a URL such as s3://bucket/run"
+    )
+    copied.add_argument("target", metavar="DST", help="the folder or URL into which the iter_ folders go")
+    uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
+    uploaded.set_defaults(call=mirror)
+    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    uploaded.add_argument("url", metavar="URL", help="of the run in the store, such as s3://bucket/run")
+    uploaded.add_argument("--once", action="store_true", help="end once the store has what the folder has now")
+    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
+    uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
-    pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    pruned.add_argument("run", metavar="RUN", help="a run's folder, or its checkpoints', or the URL of a run")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
