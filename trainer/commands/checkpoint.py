@@ -13,7 +13,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -313,9 +312,11 @@ def _parser() -> argparse.ArgumentParser:
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
     copied = command("copy", copy)
     copied.add_argument(
-        "source", metavar="SRC", help="a checkpoint or a run: a folder, or a URL such as s3://bucket/run"
+        "source", type=any_path, metavar="SRC", help="a checkpoint or a run: a folder, or a URL such as s3://bucket/run"
     )
-    copied.add_argument("target", metavar="DST", help="the folder or URL into which the iter_ folders go")
+    copied.add_argument(
+        "target", type=any_path, metavar="DST", help="the folder or URL into which the iter_ folders go"
+    )
     uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
     uploaded.set_defaults(call=mirror)
     uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
@@ -324,7 +325,9 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
-    pruned.add_argument("run", metavar="RUN", help="a run's folder, or its checkpoints', or the URL of a run")
+    pruned.add_argument(
+        "run", type=any_path, metavar="RUN", help="a run's folder, or its checkpoints', or the URL of a run"
+    )
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
