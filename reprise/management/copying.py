@@ -121,7 +121,7 @@ class _Copy:
     def _upload(self) -> None:
         url = StoreUrl.parse(str(self._target))
         client = require_client(url)
-        from reprise.stores.upload import LocalSource, Upload
+        from reprise.stores.upload import LocalSource, Upload, retried
 
         source: CheckpointSource
         if is_stored(self._source):
@@ -130,8 +130,8 @@ class _Copy:
             verify_share(self._checkpoint, read_places(self._checkpoint), rank=0, world_size=1)
             source = LocalSource(self._source)
         upload = Upload(client, url, source, self._files, progress=self._add)
-        if upload.begin():
-            upload.send()
+        if retried(upload.begin):
+            retried(upload.send)
             upload.commit()
         if is_stored(self._source):  # what came over the network twice is read once more
             copied = open_checkpoint(self._target, files_of(self._target))

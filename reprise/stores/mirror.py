@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError, LockError, TrainerError
@@ -24,6 +25,7 @@ from reprise.format.mirror_record import MirrorRule
 from reprise.storage.lock import FolderLock
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import STALL_S, MirrorPass
+from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger("reprise.stores.mirror")  # also where it is the program
@@ -153,7 +155,7 @@ def mirror(options: MirrorOptions) -> int:
                         StoreClient(url.root), url, folder, rule,
                         host=options.host, hosts=options.hosts, stall_s=options.stall_s,
                     )  # fmt: skip
-                is_done = passes.run(at_end=is_last)
+                is_done = retried(partial(passes.run, at_end=True)) if options.once else passes.run(at_end=is_last)
                 announcer.went_on()
                 pause_s = _FIRST_PAUSE_S
                 if is_done and is_last:

@@ -163,9 +163,8 @@ class MirrorPass:
     def _lead_upload(self, name: str, path: Path, upload: Upload) -> None:
         record, start = self._known, self._clock()
         if name not in record.partial:
-            kept = {other: mirrored for other, mirrored in record.committed.items() if other != name}
-            partial, superseded = record.partial | {name}, record.superseded - {name}
-            self._write(replace(record, committed=kept, partial=partial, superseded=superseded))
+            self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
+        self._forget(name)
         if upload.begin():
             upload.send()
             missing = upload.missing()
@@ -205,10 +204,9 @@ class MirrorPass:
             self._write(self._surveyed(lineage))
         for name, entry in dict(self._known.committed).items():
             if name not in local and self._is_given_up(name, entry, lineage):
+                self._write(replace(self._known, superseded=self._known.superseded | {name}))
                 supersede(self._client, self._url.child(name))
-                record = self._known
-                kept = {other: mirrored for other, mirrored in record.committed.items() if other != name}
-                self._write(replace(record, committed=kept, superseded=record.superseded | {name}))
+                self._forget(name)
                 _log.info("%s, which the run has given up, is no checkpoint of %s any more", name, self._url)
 
     def _newest_lineage(self, local: Mapping[str, Path]) -> Lineage | None:
@@ -265,10 +263,9 @@ class MirrorPass:
             return
         full = sorted((name for name in self._record.committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
+            self._write(replace(self._known, partial=self._known.partial | {name}))
             self._client.delete([self._url.child(name).child(MANIFEST).key])
-            record = self._known
-            kept = {other: mirrored for other, mirrored in record.committed.items() if other != name}
-            self._write(replace(record, committed=kept, partial=record.partial | {name}))
+            self._forget(name)
         due = set(self._rule.due(local, self._known.committed, at_end=at_end))
         for name in sorted(self._known.partial - due):
             clear(self._client, list_folder(self._client, self._url.child(name)))
@@ -276,6 +273,11 @@ class MirrorPass:
         for name in sorted(self._known.superseded) if self._rule.keep else ():
             clear(self._client, list_folder(self._client, self._url.child(name)))
             self._write(replace(self._known, superseded=self._known.superseded - {name}))
+
+    def _forget(self, name: str) -> None:
+        """Take a checkpoint out of the record that the store no longer has. Its files are in the record already."""
+        committed = {other: entry for other, entry in self._known.committed.items() if other != name}
+        self._write(replace(self._known, committed=committed))
 
     @property
     def _known(self) -> MirrorRecord:

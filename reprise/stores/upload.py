@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST
@@ -23,6 +25,10 @@ from reprise.stores.url import StoreUrl
 
 SUPERSEDED = "manifest.superseded.json"  # the manifest of an iteration that its run has given up
 _MARK = ".upload-"
+
+
+_TRIES, _FIRST_PAUSE_S = 6, 0.25
+T = TypeVar("T")
 
 
 class SourceChangedError(Exception):
@@ -210,3 +216,19 @@ def _exists(client: StoreClient, key: str) -> bool:
             return False
         raise
     return True
+
+
+def retried(call: Callable[[], T]) -> T:
+    """Return what a call returns that may be made again; a store may fail for seconds beyond obstore's own retries.
+
+    Raises:
+        OSError: that of the last try, or at once for refused credentials and what is not there.
+    """
+    for number in range(_TRIES - 1):
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))
+    return call()

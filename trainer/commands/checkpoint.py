@@ -312,10 +312,10 @@ def _parser() -> argparse.ArgumentParser:
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
     copied = command("copy", copy)
     copied.add_argument(
-        "source", type=any_path, metavar="SRC", help="a checkpoint or a run: a folder, or a URL such as s3://bucket/run"
+        "source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL"
     )
     copied.add_argument(
-        "target", type=any_path, metavar="DST", help="the folder or URL into which the iter_ folders go"
+        "target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write"
     )
     uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
     uploaded.set_defaults(call=mirror)
@@ -326,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
     pruned.add_argument(
-        "run", type=any_path, metavar="RUN", help="a run's folder, or its checkpoints', or the URL of a run"
+        "run", type=any_path, metavar="RUN", help="the folder or URL of a run"
     )
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")

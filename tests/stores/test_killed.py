@@ -1,0 +1,158 @@
+"""A mirror that ends at any call: readers see a whole checkpoint or none, and the next mirror completes the work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reprise import copy
+from reprise.folder import iteration_name
+from reprise.format.lineage import Branch, Lineage
+from reprise.format.mirror_record import MirrorRule
+from reprise.stores import mirror_pass
+from reprise.stores.client import StoreClient
+from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.url import StoreUrl
+from tests.stores.saving import RUN, assert_whole, committed, content, give_up, save
+
+
+class KilledError(BaseException):
+    """Ends a mirror in the middle, as SIGKILL does."""
+
+
+class Killer:
+    """Ends what it counts at a call of a number, before or after the call has its effect."""
+
+    def __init__(self, number: int, *, is_after: bool) -> None:
+        self.number, self.is_after, self.count = number, is_after, 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **settings: Any) -> Any:
+            self.count += 1
+            is_due = self.count == self.number
+            if is_due and not self.is_after:
+                raise KilledError
+            result = call(*arguments, **settings)
+            if is_due:
+                raise KilledError
+            return result
+
+        return counted
+
+
+class KillableClient(StoreClient):
+    """A client whose every request, and every deletion of an object, is a call of the killer."""
+
+    def __init__(self, root: str, killer: Killer) -> None:
+        super().__init__(root)
+        for name in ("head", "read", "names", "put", "put_file", "put_parts"):
+            setattr(self, name, killer.around(getattr(super(), name)))
+        list_all, delete_one = super().objects, killer.around(super().delete)
+        self.objects = killer.around(lambda prefix: iter(list(list_all(prefix))))  # type: ignore[method-assign]
+        self.delete = lambda keys: [delete_one([key]) for key in keys] and None  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run and its store where a mirror has all to do: upload, replace, take back, delete."""
+    root = tmp_path_factory.mktemp("scene")
+    folder, url = root / "run" / "checkpoints", StoreUrl.parse(f"file://{root / 'store'}")
+    save(folder, [5, 10, 15], files=2)
+    passes = MirrorPass(StoreClient(url.root), url, folder, MirrorRule(str(url)))
+    while not passes.run():
+        pass
+    for iteration in (10, 15):
+        give_up(folder, iteration)
+    save(folder, [10, 20], files=2, lineage=Lineage((*RUN.branches, Branch("another", 5))), nonce="m", add=0.5)
+    return root
+
+
+def copy_of(scene: Path, to: Path) -> tuple[Path, Path]:
+    """Return the run's folder and the store of a copy of the scene."""
+    for name in ("run", "store"):
+        shutil.rmtree(to / name, ignore_errors=True)
+        shutil.copytree(scene / name, to / name)
+    return to / "run" / "checkpoints", to / "store"
+
+
+def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch, hosts: int) -> bool:
+    """Run the mirrors of some hosts by turns, start one again that is killed; return whether one was."""
+    url = StoreUrl.parse(f"file://{store}")
+    is_killed = False
+
+    def start(host: int) -> MirrorPass:
+        client = KillableClient(url.root, killer)
+        return MirrorPass(client, url, folder, MirrorRule(str(url), keep=2), host=host, hosts=hosts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror_pass, "replace_file", killer.around(mirror_pass.replace_file))
+        mirrors = [start(host) for host in range(hosts)]
+        for _ in range(200):
+            ends = []
+            for host in range(hosts):
+                try:
+                    ends.append(mirrors[host].run())
+                except KilledError:
+                    is_killed = True
+                    assert_whole(store, folder)
+                    mirrors[host] = start(host)
+                    ends.append(False)
+                assert_whole(store, folder)
+            if all(ends):
+                return is_killed
+    raise AssertionError("the mirrors do not come to their end")
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_mirror_may_end_at_any_call(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, is_after: bool
+) -> None:
+    number = 0
+    while True:
+        number += 1
+        folder, store = copy_of(scene, tmp_path)
+        is_killed = run_until_killed(folder, store, Killer(number, is_after=is_after), monkeypatch, hosts)
+        assert assert_whole(store, folder) == [iteration_name(10), iteration_name(20)], number
+        leftovers = [name for name in content(store) if Path(name).name.startswith(".upload-")]
+        assert not leftovers, number
+        assert not (store / iteration_name(15)).exists(), number
+        if not is_killed:
+            break
+    assert number > 40
+
+
+def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, store = tmp_path / "run", tmp_path / "store"
+    save(folder, [5], files=2)
+    for number in counting_copies(f"file://{store}", folder, monkeypatch):
+        assert committed(store) in ([], [iteration_name(5)]), number
+        assert_whole(store, folder)
+    assert assert_whole(store, folder) == [iteration_name(5)]
+
+
+def _client(killer: Killer, url: StoreUrl) -> StoreClient:
+    return KillableClient(url.root, killer)
+
+
+def counting_copies(target: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Copy again and again, each time cut off at a later call, until one is not; yield the number of the call."""
+    number, client = 0, StoreClient("file://")
+    while True:
+        number += 1
+        killer = Killer(number, is_after=bool(number % 2))
+        with monkeypatch.context() as patch:
+            patch.setattr("reprise.management.copying.require_client", partial(_client, killer))
+            try:
+                copy(source, target)
+            except KilledError:
+                yield number
+                continue
+        if killer.count < number:
+            return
+        client.delete([entry.key for entry in client.objects(StoreUrl.parse(target).key)])
