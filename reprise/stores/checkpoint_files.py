@@ -46,7 +46,7 @@ class CheckpointFiles:
 def shares(sizes: Mapping[str, int], hosts: int) -> list[list[str]]:
     """Divide files among hosts, equal on all: each, from the largest on, goes to the host with the fewest bytes.
 
-    With four files of one size or more a host, no host has more than 1.2 times the mean.
+    With five files of one size, or more, for each host, no host has more than 1.2 times the mean.
     """
     parts: list[list[str]] = [[] for _ in range(hosts)]
     loads = [0] * hosts

@@ -31,7 +31,7 @@ from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
-from reprise.stores.upload import LocalSource, SourceChangedError, Upload, clear, list_folder, supersede
+from reprise.stores.upload import LocalSource, SourceChangedError, Upload, clear, list_folder, remove_marks, supersede
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -241,8 +241,11 @@ class MirrorPass:
                         found=f"run {entry.lineage.run}",
                         fix="Give each run a URL of its own.",
                     )
+                if name in record.partial:  # an upload that ended between its commit and the record
+                    remove_marks(self._client, self._url.child(name))
                 committed[name] = entry
-        return replace(record, committed=committed)
+        partial, superseded = record.partial - committed.keys(), record.superseded - committed.keys()
+        return replace(record, committed=committed, partial=partial, superseded=superseded)
 
     def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:
         """Return whether the run has given up a checkpoint that its folder lacks; retention may have deleted it."""

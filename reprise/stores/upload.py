@@ -114,7 +114,7 @@ class Upload:
         """
         objects = self.objects()
         if MANIFEST in objects and self._is_committed(objects[MANIFEST]):
-            self._remove_marks(objects)
+            remove_marks(self._client, self._folder)
             return False
         if MANIFEST in objects or self._mark not in {entry.key for entry in objects.values()}:
             clear(self._client, objects)
@@ -168,7 +168,7 @@ class Upload:
             raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(missing[0])))
         self._source.check(self.files)
         self._client.put(self._folder.child(MANIFEST).key, self.files.manifest)
-        self._remove_marks(self.objects())
+        remove_marks(self._client, self._folder)
 
     def objects(self) -> dict[str, StoredObject]:
         """Return the objects of the folder by their names in it."""
@@ -178,9 +178,6 @@ class Upload:
         if manifest.size != len(self.files.manifest):
             return False
         return bytes(self._client.read(manifest.key, 0, manifest.size)) == self.files.manifest
-
-    def _remove_marks(self, objects: dict[str, StoredObject]) -> None:
-        self._client.delete([entry.key for name, entry in objects.items() if name.startswith(_MARK)])
 
 
 def list_folder(client: StoreClient, folder: StoreUrl) -> dict[str, StoredObject]:
@@ -193,6 +190,11 @@ def clear(client: StoreClient, objects: dict[str, StoredObject]) -> None:
     """Delete the objects of a folder, its manifest first and the marks last."""
     order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(_MARK)))
     client.delete([objects[name].key for name in order])
+
+
+def remove_marks(client: StoreClient, folder: StoreUrl) -> None:
+    """Delete the marks of a folder whose checkpoint is committed."""
+    client.delete([entry.key for name, entry in list_folder(client, folder).items() if name.startswith(_MARK)])
 
 
 def supersede(client: StoreClient, folder: StoreUrl) -> None:
