@@ -91,6 +91,7 @@ class _Copy:
         self._name = shown_name(source)
 
     def run(self) -> CopiedCheckpoint:
+        """Copy what the target lacks, and verify."""
         total = self._files.total_bytes
         self._progress(self._name, 0, total)
         if not self._is_there():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.url import StoreUrl
-from tests.stores.saving import RUN, assert_whole, committed, content, give_up, save
+from tests.stores.saving import RUN, assert_whole, content, give_up, save
 
 
 class KilledError(BaseException):
@@ -37,10 +41,11 @@ class Killer:
             is_due = self.count == self.number
             if is_due and not self.is_after:
                 raise KilledError
-            result = call(*arguments, **settings)
-            if is_due:
-                raise KilledError
-            return result
+            try:
+                return call(*arguments, **settings)
+            finally:
+                if is_due:
+                    raise KilledError
 
         return counted
 
@@ -108,8 +113,15 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
     raise AssertionError("the mirrors do not come to their end")
 
 
-@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    ("hosts", "is_after"),
+    [
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (2, True),
+    ],
+)
 def test_a_mirror_may_end_at_any_call(
     scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, is_after: bool
 ) -> None:
@@ -124,35 +136,63 @@ def test_a_mirror_may_end_at_any_call(
         assert not (store / iteration_name(15)).exists(), number
         if not is_killed:
             break
-    assert number > 40
+    assert number > 80
 
 
 def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, store = tmp_path / "run", tmp_path / "store"
+    folder, number = tmp_path / "run", 0
     save(folder, [5], files=2)
-    for number in counting_copies(f"file://{store}", folder, monkeypatch):
-        assert committed(store) in ([], [iteration_name(5)]), number
+    while True:
+        number += 1
+        store = tmp_path / f"store{number}"
+        killer = Killer(number, is_after=bool(number % 2))
+        with monkeypatch.context() as patch:
+            patch.setattr("reprise.management.copying.require_client", partial(_client, killer))
+            with contextlib.suppress(KilledError):
+                copy(folder, f"file://{store}")
         assert_whole(store, folder)
-    assert assert_whole(store, folder) == [iteration_name(5)]
+        copy(folder, f"file://{store}")
+        assert assert_whole(store, folder) == [iteration_name(5)]
+        if killer.count < number:
+            break
+    assert number > 15
 
 
 def _client(killer: Killer, url: StoreUrl) -> StoreClient:
     return KillableClient(url.root, killer)
 
 
-def counting_copies(target: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Copy again and again, each time cut off at a later call, until one is not; yield the number of the call."""
-    number, client = 0, StoreClient("file://")
-    while True:
-        number += 1
-        killer = Killer(number, is_after=bool(number % 2))
-        with monkeypatch.context() as patch:
-            patch.setattr("reprise.management.copying.require_client", partial(_client, killer))
-            try:
-                copy(source, target)
-            except KilledError:
-                yield number
-                continue
-        if killer.count < number:
-            return
-        client.delete([entry.key for entry in client.objects(StoreUrl.parse(target).key)])
+@pytest.mark.soak
+def test_processes_that_are_killed_at_random_moments(tmp_path: Path) -> None:
+    """Kill the mirrors of two hosts, as processes, 500 times, while the run saves and goes back now and then."""
+    folder, store = tmp_path / "run", tmp_path / "store"
+    draw = random.Random(0)
+    save(folder, [5, 10])
+    for number in range(500):
+        if number % 10 == 0:
+            newest = 10 + 5 * (number // 10)
+            if number % 50 == 40:
+                give_up(folder, newest)
+            save(folder, [newest + 5 * (number % 50 != 40)], files=6, nonce=f"n{number}", add=number / 1024)
+        mirrors = [mirror_of(folder, store, host) for host in range(2)]
+        victim = mirrors[draw.randrange(2)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.wait(draw.uniform(0.1, 1.5))
+        assert_whole(store, folder)
+        for mirror in mirrors:
+            mirror.kill()
+            mirror.wait(PROCESS_S)
+        assert_whole(store, folder)
+    mirror_of(folder, store, 0, "--once", hosts=1).wait(PROCESS_S)
+    saved = sorted(path.name for path in folder.glob("iter_???????"))
+    assert assert_whole(store, folder) == saved
+
+
+PROCESS_S = 120.0
+
+
+def mirror_of(folder: Path, store: Path, host: int, *words: str, hosts: int = 2) -> subprocess.Popen[bytes]:
+    """Start the mirror of a host."""
+    numbers = ("--host", str(host), "--hosts", str(hosts))
+    command = [sys.executable, "-m", "reprise.stores.mirror", str(folder), f"file://{store}", *numbers, *words]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -170,7 +170,7 @@ def test_an_iteration_that_is_saved_again_is_replaced(site: Site) -> None:
     assert content(site.store) != before
 
 
-def test_a_part_of_another_save_of_the_iteration_is_not_taken_over(site: Site) -> None:
+def test_a_part_of_another_save_is_not_taken_over(site: Site) -> None:
     save(site.folder, [10])
     site.mirror()
     (site.store / iteration_name(10) / MANIFEST).unlink()  # as an upload leaves it that is killed
@@ -223,7 +223,7 @@ def _save_without_lineage(folder: Path) -> None:
     state.write_text(state.read_text().replace('"run"', '"no_run"'))
 
 
-def test_a_run_that_began_with_a_checkpoint_of_the_url_goes_on_there(site: Site) -> None:
+def test_a_run_that_began_at_the_url_goes_on_there(site: Site) -> None:
     save(site.folder, [5])
     site.mirror()
     successor = Site(site.store.parent / "successor")

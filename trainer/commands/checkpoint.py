@@ -311,12 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
     copied = command("copy", copy)
-    copied.add_argument(
-        "source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL"
-    )
-    copied.add_argument(
-        "target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write"
-    )
+    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL")
+    copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write")
     uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
     uploaded.set_defaults(call=mirror)
     uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
@@ -325,9 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
-    pruned.add_argument(
-        "run", type=any_path, metavar="RUN", help="the folder or URL of a run"
-    )
+    pruned.add_argument("run", type=any_path, metavar="RUN", help="the folder or URL of a run")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
