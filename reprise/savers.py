@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
     from reprise.saving.column_sharing import SharedMemory
     from reprise.saving.one_process import write_checkpoint
-    from reprise.stores.mirror_process import MirrorProcess, mirror_rule
+    from reprise.stores.extra import probe_store
+    from reprise.stores.mirror_process import MirrorProcess, mirror_rule, mirror_run
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "WeightsCheckpointer",
     "WeightsPolicy",
     "mirror_rule",
+    "mirror_run",
+    "probe_store",
     "write_checkpoint",
 ]
 
@@ -48,6 +51,8 @@ _MODULES = {
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",
     "mirror_rule": "reprise.stores.mirror_process",
+    "mirror_run": "reprise.stores.mirror_process",
+    "probe_store": "reprise.stores.extra",
     "write_checkpoint": "reprise.saving.one_process",
 }
 

@@ -187,6 +187,8 @@ CHOOSES_STORE = (
     "reprise.nested.calls",
     "reprise.storage.lock",
     "reprise.stores.location",
+    "reprise.stores.mirror_pass",
+    "reprise.stores.mirror_process",
     "scripts",
     "trainer.commands",
     "trainer.interop.formats",

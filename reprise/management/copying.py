@@ -14,7 +14,7 @@ from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.extra import require_client
@@ -141,7 +141,7 @@ class _Copy:
     def _download(self) -> None:
         """Write into a hidden folder beside the target, verify that, and give it its name."""
         partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
-        files = Files()
+        files = FILE_SYSTEM
         partial.mkdir(parents=True, exist_ok=True)
         for name, size in sorted(self._files.sizes.items()):
             path = partial / name

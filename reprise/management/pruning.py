@@ -15,7 +15,8 @@ from reprise.management.listing import is_whole, size_of
 from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import HOLD, CheckpointFolder, FolderTerms, iteration_of
+from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
+from reprise.storage.holds import HOLD
 from reprise.storage.lock import FolderLock
 from reprise.stores.extra import require_client
 from reprise.stores.location import is_stored, location
@@ -80,9 +81,9 @@ def prune(
             expected="keep of at least 1, retain_interval of at least 0",
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
-    path = location(folder)
-    if is_stored(path):
-        return _prune_stored(path, Retention(keep, retain_interval), dry_run=dry_run)
+    place = location(folder)
+    if is_stored(place):
+        return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
     checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
     with contextlib.nullcontext() if dry_run else _locked(checkpoints) as lock:
         committed = committed_in(checkpoints)
@@ -114,7 +115,9 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
 
     folders = {name: list_folder(client, url.child(name)) for name in client.names(url.key)[0]}
     committed = {
-        n: name for name, objects in folders.items() if (n := iteration_of(Path(name))) and MANIFEST in objects
+        n: name
+        for name, objects in folders.items()
+        if (n := iteration_of(Path(name))) is not None and MANIFEST in objects
     }
     pinned = [iteration for iteration, name in committed.items() if HOLD in folders[name]]
     iterations = retention.expired(committed, pinned=pinned)

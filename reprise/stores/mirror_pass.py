@@ -27,7 +27,7 @@ from reprise.format.mirror_record import (
     read_record,
 )
 from reprise.format.names import HOST, MANIFEST, STATE
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
@@ -112,7 +112,7 @@ class MirrorPass:
         """Return the committed checkpoints of the folder, and its saves of the weights alone, by name."""
         table = dict[str, Path]()
         for prefix, root in (("", self._root), (f"{WEIGHTS}/", self._root / WEIGHTS)):
-            folder = CheckpointFolder(root, Files())
+            folder = CheckpointFolder(root, FILE_SYSTEM)
             table |= {f"{prefix}{iteration_name(number)}": folder.iteration(number) for number in folder.committed()}
         return table
 
@@ -289,7 +289,7 @@ class MirrorPass:
 
     def _write(self, record: MirrorRecord) -> None:
         if record != self._record:
-            replace_file(Files(), self._root / MIRROR, record.to_bytes())
+            replace_file(FILE_SYSTEM, self._root / MIRROR, record.to_bytes())
             self._record = record
 
 

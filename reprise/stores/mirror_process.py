@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from reprise.format.mirror_record import MirrorRule
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 
@@ -30,6 +33,18 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
     return MirrorRule(str(StoreUrl.parse(url)), interval, keep)
 
 
+def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
+    """Mirror a run in this process, which must not fork afterwards, and return the exit status; see `MirrorOptions`.
+
+    Raises:
+        ConfigError: if obstore is not installed.
+    """
+    require_extra(url)
+    from reprise.stores import mirror
+
+    return mirror.run(mirror.MirrorOptions(run, url, keep, interval, once=once))
+
+
 class MirrorProcess:
     """The mirror of a run on this host. No method waits for the store, and none raises after the start.
 
@@ -43,6 +58,7 @@ class MirrorProcess:
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
         require_extra(rule.url)
+        self._folder, self._rule = folder, rule
         options = {"--interval": rule.interval, "--keep": rule.keep, "--host": host, "--hosts": hosts}
         words = [word for name, value in options.items() for word in (name, str(value))]
         self._command = [sys.executable, "-P", "-m", "reprise.stores.mirror", "--attached", *words, "--"]
@@ -90,6 +106,15 @@ class MirrorProcess:
             return False
         finally:
             self.end()
+
+    def missing(self) -> list[str]:
+        """Return the checkpoints that the store must have and lacks: iterations, those of weights after `weights/`."""
+        names = []
+        for prefix, root in (("", self._folder), (f"{WEIGHTS}/", self._folder / WEIGHTS)):
+            committed = CheckpointFolder(root, FILE_SYSTEM).committed()
+            rule = replace(self._rule, prefix=prefix)
+            names += [f"{prefix}{number}" for number in rule.unmirrored(root, committed, committed, at_end=True)]
+        return names
 
     def end(self) -> None:
         """End the mirror at once. What it has uploaded of a checkpoint serves the next start."""

@@ -22,7 +22,6 @@ from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCal
 from reprise.errors import TrainerError
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
-from reprise.stores.extra import require_extra
 from trainer.commands.arguments import any_path, local_path, natural, positive
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 from trainer.config.terms import LOCAL
@@ -258,12 +257,9 @@ def copy(options: argparse.Namespace) -> int:
 
 def mirror(options: argparse.Namespace) -> int:
     """Upload the checkpoints of a run into a store as they are saved."""
-    require_extra(options.url)
-    from reprise.stores import mirror as program
+    from reprise.savers import mirror_run
 
-    return program.run(
-        program.MirrorOptions(options.run, options.url, options.keep, options.interval, once=options.once)
-    )
+    return mirror_run(options.run, options.url, keep=options.keep, interval=options.interval, once=options.once)
 
 
 @contextlib.contextmanager

@@ -26,12 +26,10 @@ import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, Files, describe_free_space, why_unseen
+from reprise.files import FILE_SYSTEM, Files, describe_free_space, is_store_url, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
-from reprise.savers import SharedMemory
-from reprise.stores.extra import require_client
-from reprise.stores.url import StoreUrl, is_store_url
+from reprise.savers import SharedMemory, probe_store
 from trainer.commands.arguments import local_path
 from trainer.config.terms import WAY_OUT
 from trainer.launch import process_group
@@ -79,15 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_store(text: str) -> int:
     """Look at a store, in this process alone, and return the exit status."""
     try:
-        url = StoreUrl.parse(text)
-        client = require_client(url)
+        looks = probe_store(text)
     except TrainerError as error:
         print(f"reprise doctor: {error}", file=sys.stderr)
         return 1
-    from reprise.stores.probe import probe
-
     verdicts = {True: FINE, None: WORSE, False: BAD}
-    return _print(Finding(look.what, verdicts[look.is_fine], look.found) for look in probe(url, client))
+    return _print(Finding(look.what, verdicts[look.is_fine], look.found) for look in looks)
 
 
 def _print(findings: Iterable[Finding]) -> int:

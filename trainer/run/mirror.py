@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.channel import find_hosts
-from reprise.files import Files
-from reprise.folder import WEIGHTS, CheckpointFolder
 from trainer.config.checkpoint import CheckpointSection
 from trainer.launch.process_group import Cluster
 
@@ -62,21 +59,11 @@ def mirrored(
         yield process
         wait_s = section.mirror_wait_s * (_OF_WAIT_AFTER_SIGNAL if is_stopped() else 1.0)
         has_ended = process is None or process.finish(wait_s)
-    if cluster.rank == 0 and not has_ended:
-        _report_missing(folder, rule)
-
-
-def _report_missing(folder: Path, rule: MirrorRule) -> None:
-    """Log the checkpoints that are not in the store yet, and how they come there."""
-    names = []
-    for prefix, root in (("", folder), (f"{WEIGHTS}/", folder / WEIGHTS)):
-        committed = CheckpointFolder(root, Files()).committed()
-        missing = replace(rule, prefix=prefix).unmirrored(root, committed, committed, at_end=True)
-        names += [f"{prefix}{iteration}" for iteration in missing]
+    names = [] if has_ended or process is None or cluster.rank else process.missing()
     if names:
         _log.warning(
-            "not in %s yet: iteration %s. `reprise checkpoint mirror %s %s --once` uploads them, and so does "
-            "the next start",
+            "not in %s yet: iteration %s. `reprise checkpoint mirror %s %s --once` uploads them, and so does the next "
+            "start",
             rule.url,
             ", ".join(names),
             folder,
