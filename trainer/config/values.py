@@ -85,7 +85,7 @@ def _store_problems(key: str, value: str) -> list[str]:
     try:
         location(value)
     except ConfigError as error:
-        return [f"{key}={value}: {error}"]
+        return [f"{key}: {error}"]  # which repeats the URL without what may be a secret
     return []
 
 
