@@ -9,6 +9,7 @@
     reprise.list, reprise.show                              what a folder and a checkpoint hold
     reprise.verify, reprise.diff                            every byte; two checkpoints, tensor by tensor
     reprise.prune, reprise.gather                           delete old ones; join the folders of hosts
+    reprise.copy                                            into an object store, out of it, from one to another
 
 It needs nothing of the trainer around it and works on any torch model and optimizer.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from reprise.loading.newest import latest
     from reprise.management.comparison import CheckpointDifference, FieldDifference, TensorDifference, diff
     from reprise.management.contents import CheckpointContents, FileSummary, TensorSummary, show
+    from reprise.management.copying import CopiedCheckpoint, copy
     from reprise.management.gathering import GatherReport, GatherSource, gather
     from reprise.management.host_share import HostPieces, HostShare
     from reprise.management.listing import CheckpointStatus, CheckpointSummary, list_checkpoints
@@ -55,6 +57,7 @@ __all__ = [
     "CheckpointStatus",
     "CheckpointSummary",
     "ConfigError",
+    "CopiedCheckpoint",
     "ExpiredCheckpoint",
     "FieldDifference",
     "FileSummary",
@@ -73,6 +76,7 @@ __all__ = [
     "TrainerError",
     "UnreadableError",
     "VerifiedCheckpoint",
+    "copy",
     "diff",
     "gather",
     "latest",
@@ -91,6 +95,7 @@ _NAMES = {
     "loading.newest": ("latest",),
     "management.comparison": ("CheckpointDifference", "FieldDifference", "TensorDifference", "diff"),
     "management.contents": ("CheckpointContents", "FileSummary", "TensorSummary", "show"),
+    "management.copying": ("CopiedCheckpoint", "copy"),
     "management.gathering": ("GatherReport", "GatherSource", "gather"),
     "management.host_share": ("HostPieces", "HostShare"),
     "management.listing": ("CheckpointStatus", "CheckpointSummary", "list_checkpoints"),

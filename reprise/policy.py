@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.format.mirror_record import MirrorRule
 from reprise.storage.folder import FolderTerms
 
 
@@ -18,6 +19,8 @@ class Retention:
 
     The rules apply to checkpoints of the schedule. An interim checkpoint, made where a run was interrupted, stays until
     a later checkpoint of the schedule is committed. So an interrupted run keeps the checkpoints of the unbroken run.
+
+    With a `mirror`, a checkpoint that the store must have stays until the store has it.
     """
 
     max_checkpoint_keep: int = 0
@@ -25,6 +28,7 @@ class Retention:
     keep_best: int = 0
     always: frozenset[int] = frozenset()
     named: frozenset[int] = frozenset()
+    mirror: MirrorRule | None = None
 
     def expired(
         self,

@@ -11,10 +11,13 @@ from reprise.loading.restorer import Restored, Restorer
 from reprise.policy import Retention, SavePolicy, SaveReport
 
 if TYPE_CHECKING:
+    from reprise.format.mirror_record import MirrorRule
     from reprise.local.host_folders import HostFolders
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
     from reprise.saving.column_sharing import SharedMemory
     from reprise.saving.one_process import write_checkpoint
+    from reprise.stores.extra import probe_store
+    from reprise.stores.mirror_process import MirrorProcess, mirror_rule, mirror_run
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
@@ -22,6 +25,8 @@ __all__ = [
     "HostFolders",
     "LocalCheckpointer",
     "LocalPolicy",
+    "MirrorProcess",
+    "MirrorRule",
     "Restored",
     "Restorer",
     "Retention",
@@ -30,6 +35,9 @@ __all__ = [
     "SharedMemory",
     "WeightsCheckpointer",
     "WeightsPolicy",
+    "mirror_rule",
+    "mirror_run",
+    "probe_store",
     "write_checkpoint",
 ]
 
@@ -37,9 +45,14 @@ _MODULES = {
     "HostFolders": "reprise.local.host_folders",
     "LocalCheckpointer": "reprise.local_checkpointer",
     "LocalPolicy": "reprise.local_checkpointer",
+    "MirrorProcess": "reprise.stores.mirror_process",
+    "MirrorRule": "reprise.format.mirror_record",
     "SharedMemory": "reprise.saving.column_sharing",
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",
+    "mirror_rule": "reprise.stores.mirror_process",
+    "mirror_run": "reprise.stores.mirror_process",
+    "probe_store": "reprise.stores.extra",
     "write_checkpoint": "reprise.saving.one_process",
 }
 

@@ -64,12 +64,17 @@ class WeightsCheckpointer:
         assert policy.saving.folder is not None
         self._folder = CheckpointFolder(policy.saving.folder / WEIGHTS, files or FILE_SYSTEM)
         self._policy, self._channel, self._nonce = policy, channel, f"{nonce}-{WEIGHTS}"
+        mirror = policy.saving.retention.mirror
         saving = replace(
             policy.saving,
             folder=self._folder.root,
             save_interval=policy.save_interval,
             save_steps=policy.save_steps,
-            retention=Retention(policy.keep, always=policy.save_steps),
+            retention=Retention(
+                policy.keep,
+                always=policy.save_steps,
+                mirror=None if mirror is None else replace(mirror, prefix=f"{WEIGHTS}/"),
+            ),
         )
         self.saver = Checkpointer(saving, channel, nonce=self._nonce, files=self._folder.files, local_ranks=local_ranks)
         self._cast: _Cast | None = None

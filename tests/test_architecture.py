@@ -86,6 +86,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.metrics",
         "trainer.optim",
         "trainer.parallel",
+        "trainer.run.mirror",
         "trainer.run.random",
         "trainer.record.resume_rules",
         "trainer.run.run_data",
@@ -160,7 +161,7 @@ FRONT = {
 MAX_FRONT = 10
 # Modules and packages that measure parts of reprise, break them or count their calls, and the parts.
 PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
-    "scripts.bench": frozenset({"format", "saving", "storage.worker", "tensors"}),
+    "scripts.bench": frozenset({"format", "saving", "storage.worker", "stores", "tensors"}),
     "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
     "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
     "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),
@@ -170,6 +171,7 @@ PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
     "tests.local_folders": frozenset({"loading.blocks"}),
     "tests.resume": frozenset({"format.manifest", "storage.progress_line"}),
     "tests.simulated": frozenset({"tensors"}),
+    "tests.stores": frozenset({"format", "stores"}),
 }
 
 # Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one
@@ -186,6 +188,8 @@ CHOOSES_STORE = (
     "reprise.nested.calls",
     "reprise.storage.lock",
     "reprise.stores.location",
+    "reprise.stores.mirror_pass",
+    "reprise.stores.mirror_process",
     "scripts",
     "trainer.commands",
     "trainer.interop.formats",
@@ -212,7 +216,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "reprise.json_file",
         }
     ),
-    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore"}),
+    "reprise": frozenset({"torch", "numpy", "xxhash", "obstore", "boto3", "botocore"}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -233,6 +237,8 @@ ONLY_IN = {
     "trackio": ("trainer.publish.trackio_tracker",),
     "requests": ("trainer.publish.mlflow_tracker", "trainer.publish.swanlab_tracker"),
     "yaml": ("trainer.config.compose",),
+    "boto3": ("reprise.stores.leftovers",),
+    "botocore": ("reprise.stores.leftovers",),
     "torch.distributed.tensor": ("reprise.tensors.live", "trainer.parallel"),
 }
 
@@ -334,6 +340,7 @@ CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
 NOT_IMPORTED = {
     "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
+    "moto": "tests/stores starts its server as a process",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
 IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}

@@ -161,6 +161,11 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         run = build(config, cluster, inputs=inputs, saves=saves, signals=signals, times=times, environment_keys=keys)
         times.end(Phase.build)
         run = fill(run, start)
+        if config.checkpoint.mirror is not None:
+            from trainer.run.mirror import mirrored
+
+            mirror = mirrored(config.checkpoint, cluster, is_stopped=run.control.is_signalled)
+            run = replace(run, mirror=stack.enter_context(mirror))
         run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
         times.end(Phase.load)
         train(run)

@@ -18,9 +18,10 @@ from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, image
 from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
+from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
 
-FORMAT = "reprise-manifest/1"
+FORMAT = MANIFEST_FORMAT
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds

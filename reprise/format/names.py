@@ -7,5 +7,6 @@ ADAPTERS = "adapter_model.safetensors"
 STATE = "trainer_state.json"
 INTERIM = "interim"  # the member of STATE that tells of an interruption where no save was due
 FORMAT = "reprise/1"
+MANIFEST_FORMAT = "reprise-manifest/1"
 # Files for other programs, which hold no state of the run: without them a checkpoint still loads.
 ACCESSORIES = frozenset({"tokenizer.json", "tokenizer_config.json", "generation_config.json"})

@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError
-from reprise.format.names import HOST
+from reprise.format.names import HOST, MANIFEST
 from reprise.loading.choose import committed_in
 from reprise.management.listing import is_whole, size_of
 from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, FolderTerms
+from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
+from reprise.storage.holds import HOLD
 from reprise.storage.lock import FolderLock
+from reprise.stores.extra import require_client
+from reprise.stores.location import is_stored, location
+from reprise.stores.url import StoreUrl
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,11 @@ def prune(
 
     The folder is locked meanwhile, so a run with saves to it is not disturbed.
 
+    In a store, the manifest of a checkpoint goes first: from then on there is none. A process that calls this on a URL
+    must not fork afterwards.
+
     Args:
-        folder: of a run, or of its checkpoints.
+        folder: of a run, or of its checkpoints; in a store, the URL of the run.
         keep: the number of newest checkpoints kept, at least 1.
         retain_interval: multiples of this iteration stay too; 0 for none.
         dry_run: delete none.
@@ -74,6 +81,9 @@ def prune(
             expected="keep of at least 1, retain_interval of at least 0",
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
+    place = location(folder)
+    if is_stored(place):
+        return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
     checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
     with contextlib.nullcontext() if dry_run else _locked(checkpoints) as lock:
         committed = committed_in(checkpoints)
@@ -96,6 +106,28 @@ def prune(
                 else:
                     checkpoints.files.remove_tree(path)
     return PruneReport(tuple(expired), tuple(retained), dry_run)
+
+
+def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneReport:
+    url = StoreUrl.parse(str(path))
+    client = require_client(url)
+    from reprise.stores.upload import clear, list_folder
+
+    folders = {name: list_folder(client, url.child(name)) for name in client.names(url.key)[0]}
+    committed = {
+        n: name
+        for name, objects in folders.items()
+        if (n := iteration_of(Path(name))) is not None and MANIFEST in objects
+    }
+    pinned = [iteration for iteration, name in committed.items() if HOLD in folders[name]]
+    iterations = retention.expired(committed, pinned=pinned)
+    expired = [
+        ExpiredCheckpoint(path / committed[n], n, sum(entry.size for entry in folders[committed[n]].values()))
+        for n in iterations
+    ]
+    for iteration in () if dry_run else iterations:
+        clear(client, folders[committed[iteration]])
+    return PruneReport(tuple(expired), tuple(sorted({*committed} - {*iterations})), dry_run)
 
 
 @contextlib.contextmanager

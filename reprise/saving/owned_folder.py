@@ -277,7 +277,11 @@ def decide_expired(
         return [], []
     records = _Records.of(folder, committed if retention.max_checkpoint_keep else [])
     pinned = {*pinned, *protected, *records.unknown}
-    return retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim), committed
+    expired = retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim)
+    if retention.mirror is not None and expired:
+        unmirrored = retention.mirror.unmirrored(folder.root, committed, expired)
+        expired = [iteration for iteration in expired if iteration not in unmirrored]
+    return expired, committed
 
 
 def delete(
@@ -358,14 +362,25 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
+def give_up_unmirrored(attempt: Attempt, retention: Retention, lock: FolderLock | None) -> None:
+    """Delete, on a full disk, what retention keeps for the mirror alone, and name it. Rank 0 only."""
+    kept, _ = decide_expired(attempt.folder, retention)
+    expired, _ = decide_expired(attempt.folder, replace(retention, mirror=None))
+    for iteration in delete(attempt.folder, sorted({*expired} - {*kept}), attempt=attempt.name, lock=lock):
+        _log.warning("the disk is full: iteration %d is deleted before the store has it", iteration)
+
+
 def require_room(
     attempt: Attempt,
     documents: Mapping[str, json_file.Document],
     retention: Retention,
     *,
     parts: int = 1,
+    lock: FolderLock | None = None,
 ) -> None:
     """Refuse to begin where tensors and documents would not fit beside all that is there.
+
+    On a full disk, checkpoints that stay for the mirror alone are deleted first.
 
     Args:
         retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
@@ -381,6 +396,10 @@ def require_room(
         allocated = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
     except OSError as error:
         raise folder.cannot_write(error) from error
+    if free is not None and free + allocated < needed and retention.mirror is not None:
+        give_up_unmirrored(attempt, retention, lock)
+        require_room(attempt, documents, replace(retention, mirror=None), parts=parts)
+        return
     if free is not None and free + allocated < needed:
         raise CheckpointError(
             "There is no room for a checkpoint",

@@ -184,7 +184,7 @@ class SaveJob:
                 sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
             if self._leads:
                 parts = len(attempt.hosts.leaders)
-                require_room(attempt, self.contents.documents, self.retention, parts=parts)
+                require_room(attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
                 if self._is_marked or not attempt.layout.files:
                     _make_folder(attempt, partial, is_marked=self._is_marked)
                 is_marked = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import importlib.util
 import json
 import mmap
 import os
@@ -15,7 +14,8 @@ import sys
 import threading
 from typing import Any
 
-from reprise.errors import CheckpointError, ConfigError
+from reprise.errors import CheckpointError
+from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 from reprise.stores.wire import CONNECTIONS, SLOT_BYTES, Message, receive, send
 
@@ -57,13 +57,7 @@ class StoreReader:
     """
 
     def __init__(self, root: str) -> None:
-        if importlib.util.find_spec("obstore") is None:
-            raise ConfigError(
-                "A package for object stores is missing",
-                where=root,
-                expected="obstore",
-                fix="pip install 'torch-reprise[store]'",
-            )
+        require_extra(root)
         self.root = root
         self._memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, CONNECTIONS * SLOT_BYTES)

@@ -1,4 +1,4 @@
-"""List, show, verify, compare, join and delete checkpoints: `reprise checkpoint ls|show|verify|diff|gather|prune`.
+"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -13,7 +13,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -244,6 +243,25 @@ def prune(options: argparse.Namespace) -> int:
     return FINE
 
 
+def copy(options: argparse.Namespace) -> int:
+    """Copy one checkpoint, or all of a run, into a store, out of it, or from one to another; verify every byte."""
+    with _progress_bar() as progress:
+        results = reprise.copy(options.source, options.target, progress=progress)
+    rows: list[Row] = [
+        {"from": result.source, "to": result.target, "bytes": result.total_bytes, "copied": result.copied_bytes}
+        for result in results
+    ]
+    print_rows(rows, as_json=options.json)
+    return FINE
+
+
+def mirror(options: argparse.Namespace) -> int:
+    """Upload the checkpoints of a run into a store as they are saved."""
+    from reprise.savers import mirror_run
+
+    return mirror_run(options.run, options.url, keep=options.keep, interval=options.interval, once=options.once)
+
+
 @contextlib.contextmanager
 def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
     """Yield a function to show the progress of a call on a terminal, in a bar for each name."""
@@ -288,8 +306,18 @@ def _parser() -> argparse.ArgumentParser:
         "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
     )
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
+    copied = command("copy", copy)
+    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL")
+    copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write")
+    uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
+    uploaded.set_defaults(call=mirror)
+    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    uploaded.add_argument("url", metavar="URL", help="of the run in the store, such as s3://bucket/run")
+    uploaded.add_argument("--once", action="store_true", help="end once the store has what the folder has now")
+    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
+    uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
-    pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    pruned.add_argument("run", type=any_path, metavar="RUN", help="the folder or URL of a run")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")

@@ -1,4 +1,4 @@
-"""Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER]`.
+"""Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER|URL]`.
 
 Under torchrun it looks at every host in turn, and checks for a common folder of all of them; rank 0 prints.
 Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, Files, describe_free_space, why_unseen
+from reprise.files import FILE_SYSTEM, Files, describe_free_space, is_store_url, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
-from reprise.savers import SharedMemory
+from reprise.savers import SharedMemory, probe_store
 from trainer.commands.arguments import local_path
 from trainer.config.terms import WAY_OUT
 from trainer.launch import process_group
@@ -57,8 +57,14 @@ class Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look at the machine and a folder, print a line for each thing, and return the exit status."""
     parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", type=local_path, default=Path(), help="where runs would be saved (here)")
+    parser.add_argument("folder", nargs="?", default=".", help="where runs would be saved (here), or a store's URL")
     options = parser.parse_args(arguments)
+    if is_store_url(options.folder):
+        return _check_store(options.folder)
+    try:
+        options.folder = local_path(options.folder)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"argument folder: {error}")
     try:
         if Environment.read(os.environ).world_size > 1:
             return _on_all_hosts(options.folder)
@@ -66,6 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise doctor: {error}", file=sys.stderr)
         return 1
     return _print(chain(machine(), folder(options.folder)))
+
+
+def _check_store(text: str) -> int:
+    """Look at a store, in this process alone, and return the exit status."""
+    try:
+        looks = probe_store(text)
+    except TrainerError as error:
+        print(f"reprise doctor: {error}", file=sys.stderr)
+        return 1
+    verdicts = {True: FINE, None: WORSE, False: BAD}
+    return _print(Finding(look.what, verdicts[look.is_fine], look.found) for look in looks)
 
 
 def _print(findings: Iterable[Finding]) -> int:

@@ -73,6 +73,26 @@ class WeightsKeys:
 
 
 @dataclass
+class MirrorKeys:
+    """The copy of the run's checkpoints in an object store.
+
+    Args:
+        mirror: URL of a folder in a store, such as ``s3://bucket/run``, into which a process of its own on each host
+            uploads the checkpoints of `save`, its weights and adapters too, while training goes on; null for none.
+            Credentials come from the store's environment. Retention deletes nothing that is not mirrored yet.
+        mirror_keep: number of newest checkpoints that stay in the store, whatever stays in `save`; 0 keeps all.
+        mirror_interval: mirror every n-th checkpoint, those at multiples of n times `save_interval`, and the last of
+            the run.
+        mirror_wait_s: seconds that the end of a run waits for the mirror at most; after a signal a tenth of it.
+    """
+
+    mirror: str | None = None
+    mirror_keep: int = 0
+    mirror_interval: int = 1
+    mirror_wait_s: float = 60.0
+
+
+@dataclass
 class LoadKeys:
     """The checkpoint from which a run starts.
 
@@ -197,7 +217,9 @@ class LocalSection:
 
 
 @dataclass
-class CheckpointSection(WriteKeys, ResumeKeys, FinetuneKeys, LoadKeys, WeightsKeys, SaveKeys):  # last base, first keys
+class CheckpointSection(
+    WriteKeys, ResumeKeys, FinetuneKeys, LoadKeys, MirrorKeys, WeightsKeys, SaveKeys
+):  # last base, first keys
     """Saving and loading; names and meanings are those of Megatron-LM where it has them.
 
     Args:
@@ -219,6 +241,7 @@ _OF_SAVING = (
     "save_weights_interval",
     "weights_keep",
 )
+_OF_MIRROR = ("mirror_keep", "mirror_interval", "mirror_wait_s")
 _OF_LOCAL = ("save_interval", "keep", "copies", "flush_on_exit")
 
 
@@ -227,6 +250,7 @@ def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
     lines = []
     for table, defaults, prefix, folder, names in (
         (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
+        (section, CheckpointSection(), "checkpoint", "mirror", _OF_MIRROR),
         (section.local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
     ):
         keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
@@ -238,7 +262,8 @@ def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
 
 def checkpoint_problems(section: CheckpointSection) -> list[str]:
     """Return every key of the section outside its range, or in contradiction to another key."""
-    return [*_save_problems(section), *_local_problems(section), *_load_problems(section)]
+    problems = [*_save_problems(section), *_mirror_problems(section), *_local_problems(section)]
+    return [*problems, *_load_problems(section)]
 
 
 def _save_problems(section: CheckpointSection) -> list[str]:
@@ -256,6 +281,16 @@ def _save_problems(section: CheckpointSection) -> list[str]:
             problems.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0 and at most {MOST_SECONDS:g}")
     if section.staging_bytes is not None and section.staging_bytes < 0:
         problems.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
+    return problems
+
+
+def _mirror_problems(section: CheckpointSection) -> list[str]:
+    problems = []
+    if section.mirror is not None and section.save is None:
+        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save, a folder that all hosts share")
+    for name, least in (("mirror_keep", 0), ("mirror_interval", 1), ("mirror_wait_s", 0)):
+        if not least <= getattr(section, name) <= MOST_SECONDS:
+            problems.append(f"checkpoint.{name}={getattr(section, name)}: must be {least} or more")
     return problems
 
 

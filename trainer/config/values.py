@@ -16,6 +16,7 @@ _PATHS = (
     "run.dir",
     "checkpoint.save",
     "checkpoint.local.dir",
+    "checkpoint.mirror",
     "checkpoint.load",
     "checkpoint.base",
     "data.path",
@@ -24,8 +25,9 @@ _PATHS = (
     "data.valid",
     "data.cache",
 )
-# Those of them that may be the URL of a store.
-_MAY_BE_STORED = ("checkpoint.load",)
+# Those of them that may be, or must be, the URL of a store.
+_MAY_BE_STORED = ("checkpoint.load", "checkpoint.mirror")
+_MUST_BE_STORED = ("checkpoint.mirror",)
 _INT64 = 1 << 63
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 MOST_SECONDS = 1e9
@@ -70,6 +72,8 @@ def path_problems(config: object) -> list[str]:
             problems.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
         elif key in _PATHS and not value.strip():
             problems.append(f"{key}={value}: is empty; omit it to use the default")
+        elif key in _MUST_BE_STORED and not is_store_url(value):
+            problems.append(f"{key}={value}: must be the URL of a store, such as s3://bucket/run")
         elif key in _MAY_BE_STORED and is_store_url(value):
             problems += _store_problems(key, value)
         elif key in _PATHS and is_url(value):
@@ -81,7 +85,7 @@ def _store_problems(key: str, value: str) -> list[str]:
     try:
         location(value)
     except ConfigError as error:
-        return [f"{key}={value}: {error}"]
+        return [f"{key}: {error}"]  # which repeats the URL without what may be a secret
     return []
 
 

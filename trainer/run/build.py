@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,6 +45,9 @@ from trainer.run.state import TrainerState, build_part
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
 
+if TYPE_CHECKING:
+    from reprise.savers import MirrorProcess
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -56,6 +60,7 @@ class Run:
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
         saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
         logs: the log of rank 0 once it is open.
+        mirror: the process that uploads checkpoints, on the first rank of each host; None for none.
     """
 
     config: Config
@@ -78,6 +83,7 @@ class Run:
     profiler: Profiler
     start_times: StartTimes
     logs: tuple[RunLog, ...] = ()
+    mirror: MirrorProcess | None = None
 
     @property
     def train_iters(self) -> int:

@@ -32,7 +32,7 @@ from trainer.launch.process_group import Cluster
 from trainer.run.state import TrainerState
 
 if TYPE_CHECKING:
-    from reprise.savers import HostFolders, LocalCheckpointer, WeightsCheckpointer
+    from reprise.savers import HostFolders, LocalCheckpointer, MirrorRule, WeightsCheckpointer
 
 
 class Moment(Enum):
@@ -407,6 +407,7 @@ def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SaveP
             section.save_retain_interval,
             section.keep_best,
             named=frozenset(() if iteration is None else (iteration,)),
+            mirror=_mirror_rule(section),
         ),
         terms=folder_terms,
         file_bytes=section.file_bytes,
@@ -416,3 +417,11 @@ def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SaveP
         stall_timeout_s=section.stall_timeout_s,
         check_replicas=section.check_replicas,
     )
+
+
+def _mirror_rule(section: CheckpointSection) -> MirrorRule | None:
+    if section.mirror is None:
+        return None
+    from trainer.run.mirror import rule_of
+
+    return rule_of(section)

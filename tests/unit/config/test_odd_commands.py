@@ -327,7 +327,7 @@ def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("trainer.commands.doctor", ["s3://bucket/runs"]),
+        ("trainer.commands.doctor", ["hdfs://host/runs"]),
         ("trainer.commands.prepare_data", ["in.txt", "--output", "gs://bucket/data"]),
         ("trainer.commands.convert", ["import", "hf", "model", "s3://bucket/run/checkpoints"]),
         ("trainer.commands.convert", ["export", "hf", "run", "s3://bucket/model"]),

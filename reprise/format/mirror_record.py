@@ -1,0 +1,188 @@
+"""The record of a mirror, `mirror.json` in a run's checkpoint folder, and the rule by which a mirror takes checkpoints.
+
+Names are those of folders within a run: `iter_0000100`, `weights/iter_0000100`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from reprise.errors import TrainerError
+from reprise.format import sealed_json
+from reprise.format.lineage import Lineage
+from reprise.format.names import MANIFEST
+from reprise.json_file import Json
+from reprise.regular_file import read_regular
+from reprise.storage.folder import WEIGHTS, iteration_name, iteration_of
+
+MIRROR = "mirror.json"
+FORMAT = "reprise-mirror/1"
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MirroredCheckpoint:
+    """A checkpoint in a store.
+
+    Args:
+        digest: of its manifest.
+        lineage: of its run at the save; without branches for a program that records none.
+    """
+
+    digest: str
+    lineage: Lineage = Lineage()  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRecord:
+    """The state of a mirror.
+
+    Args:
+        url: of the run in the store.
+        committed: the checkpoints that are whole there, by name.
+        partial: names whose folder in the store has data of this run, but no manifest: an upload that is under way or
+            was given up, or a deletion that has begun.
+        superseded: the same of iterations that the run has given up.
+    """
+
+    url: str
+    committed: Mapping[str, MirroredCheckpoint] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    superseded: frozenset[str] = frozenset()
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a `mirror.json`."""
+        committed = {
+            name: {"digest": entry.digest, "run": entry.lineage.record() if entry.lineage.branches else None}
+            for name, entry in sorted(self.committed.items())
+        }
+        return sealed_json.to_bytes(
+            {
+                "format": FORMAT,
+                "url": self.url,
+                "committed": committed,
+                "partial": sorted(self.partial),
+                "superseded": sorted(self.superseded),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRule:
+    """The checkpoints that a mirror takes: all saves of the weights alone, and the full ones of this rule.
+
+    Args:
+        url: of the run in the store.
+        interval: take multiples of this iteration alone; 0 takes every one. The last of a run is always taken.
+        keep: number of newest full checkpoints that stay in the store; 0 keeps all.
+        prefix: what precedes the iterations of a folder in their names, for `unmirrored`.
+    """
+
+    url: str
+    interval: int = 0
+    keep: int = 0
+    prefix: str = ""
+
+    def due(self, names: Iterable[str], stored: Iterable[str], *, at_end: bool = False) -> list[str]:
+        """Return the names that the store must have, newest first, full checkpoints before the weights alone.
+
+        The newest goes first: with it in the store, the loss of the shared folder costs the least.
+
+        Args:
+            names: of the checkpoints in the run's folder.
+            stored: of those in the store, which count for `keep` too.
+            at_end: whether no later checkpoint follows, so that the newest is taken whatever its iteration.
+        """
+        groups: tuple[list[str], list[str]] = ([], [])
+        for name in names:
+            groups[is_weights(name)].append(name)
+        full, weights = (sorted(group, key=iteration_in, reverse=True) for group in groups)
+        step = self.interval or 1
+        taken = [name for name in full if iteration_in(name) % step == 0 or (at_end and name == full[0])]
+        if self.keep:
+            newest = sorted({*taken, *(name for name in stored if not is_weights(name))}, key=iteration_in)
+            taken = [name for name in taken if name in newest[-self.keep :]]
+        return [*taken, *weights]
+
+    def unmirrored(
+        self, root: Path, committed: Iterable[int], candidates: Iterable[int], *, at_end: bool = False
+    ) -> list[int]:
+        """Return the iterations among `candidates` that the store must have and, by its record, lacks.
+
+        Args:
+            root: the folder of all these iterations.
+            committed: all iterations of the folder.
+            at_end: see `due`.
+        """
+        folder = root.parent if self.prefix else root
+        record = read_record(folder, self.url)
+        names = {iteration: f"{self.prefix}{iteration_name(iteration)}" for iteration in committed}
+        due = set(self.due(names.values(), record.committed, at_end=at_end))
+        return [
+            iteration
+            for iteration in candidates
+            if names[iteration] in due and not _has(record, names[iteration], root / iteration_name(iteration))
+        ]
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a name is that of a save of the weights alone."""
+    return name.startswith(f"{WEIGHTS}/")
+
+
+def iteration_in(name: str) -> int:
+    """Return the iteration in a name."""
+    iteration = iteration_of(Path(name))
+    assert iteration is not None
+    return iteration
+
+
+def read_record(folder: Path, url: str) -> MirrorRecord:
+    """Return the record in a checkpoint folder; empty without one, or where it is damaged or of another URL."""
+    try:
+        record = from_bytes(read_regular(folder / MIRROR, limit_bytes=_MOST_BYTES), where=folder / MIRROR)
+    except (OSError, ValueError, TrainerError):
+        return MirrorRecord(url)
+    return record if record.url == url else MirrorRecord(url)
+
+
+def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
+    """Parse and check a `mirror.json`.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: if it is damaged or malformed.
+    """
+    return sealed_json.from_bytes(data, _from_table, kind="record of a mirror", form=FORMAT, where=where)
+
+
+def _from_table(table: Json) -> MirrorRecord:
+    committed = {
+        _name(name): MirroredCheckpoint(
+            str(entry["digest"]), Lineage() if entry["run"] is None else Lineage.from_record(entry["run"])
+        )
+        for name, entry in table["committed"].items()
+    }
+    partial, superseded = (frozenset(map(_name, table[member])) for member in ("partial", "superseded"))
+    return MirrorRecord(str(table["url"]), committed, partial, superseded)
+
+
+def _name(name: str) -> str:
+    if iteration_of(Path(name)) is None or name.removeprefix(f"{WEIGHTS}/") != Path(name).name:
+        raise ValueError(f"{name!r} is no checkpoint")
+    return name
+
+
+def _has(record: MirrorRecord, name: str, path: Path) -> bool:
+    """Return whether the store has the checkpoint at `path` as it is now."""
+    entry = record.committed.get(name)
+    if entry is None:
+        return False
+    try:
+        return xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST)) == entry.digest
+    except OSError:
+        return False

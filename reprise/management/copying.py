@@ -1,0 +1,209 @@
+"""Copies checkpoints into a store, out of a store, and from store to store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprise.errors import CheckpointError
+from reprise.format.names import HOST, MANIFEST
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.verify import verify_share
+from reprise.management.paths import all_checkpoints
+from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
+from reprise.stores.checkpoint_files import CheckpointFiles
+from reprise.stores.extra import require_client
+from reprise.stores.location import files_of, is_stored, location
+from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.client import StoreClient
+    from reprise.stores.upload import CheckpointSource
+
+_COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """A checkpoint that was copied.
+
+    Args:
+        source: its folder or URL.
+        target: the folder or URL of the copy.
+        total_bytes: the size of its files.
+        copied_bytes: the bytes that this call has copied: the others were there already.
+    """
+
+    source: str
+    target: str
+    total_bytes: int
+    copied_bytes: int
+
+
+def copy(
+    source: str | Path, target: str | Path, *, progress: ProgressCallback = ignore_progress
+) -> tuple[CopiedCheckpoint, ...]:
+    """Copy one checkpoint, or all of a run, and verify every byte. A copy that was cut off goes on where it was.
+
+    A process that calls this with a URL must not fork afterwards.
+
+    Args:
+        source: folder or URL of a checkpoint, or of a run.
+        target: folder or URL into which the checkpoints go under their names; of the copy itself if its last part is
+            the name of an iteration.
+        progress: is called with the name of a checkpoint, the bytes that have been copied, and all bytes to copy.
+
+    Raises:
+        ConfigError: for a malformed URL, or without the package for stores.
+        CheckpointError: if a checkpoint is missing, damaged or the part of one host, or another one has its name at the
+            target.
+        OSError: if a file system or a store fails.
+    """
+    from_path, to_path = location(source), location(target)
+    results = []
+    for path in all_checkpoints(from_path):
+        if path != from_path and iteration_of(path) is None:  # an iteration that the run has given up
+            continue
+        is_named = is_iteration_name(to_path.name) and path == from_path
+        to = to_path if is_named else to_path / shown_name(path) if path != from_path else to_path / path.name
+        results.append(_Copy(path, to, progress).run())
+    return tuple(results)
+
+
+class _Copy:
+    """The copy of one checkpoint."""
+
+    def __init__(self, source: Path, target: Path, progress: ProgressCallback) -> None:
+        self._source, self._target, self._progress = source, target, progress
+        self._checkpoint = open_checkpoint(source, files_of(source))
+        if not self._checkpoint.is_whole or self._checkpoint.host is not None:
+            raise CheckpointError(
+                "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
+            )
+        self._manifest = _content(source)
+        self._files = CheckpointFiles.parse(self._manifest, where=source / MANIFEST)
+        self._copied = 0
+        self._name = shown_name(source)
+
+    def run(self) -> CopiedCheckpoint:
+        """Copy what the target lacks, and verify."""
+        total = self._files.total_bytes
+        self._progress(self._name, 0, total)
+        if not self._is_there():
+            if is_stored(self._target):
+                self._upload()
+            else:
+                self._download()
+        return CopiedCheckpoint(str(self._source), str(self._target), total, self._copied)
+
+    def _is_there(self) -> bool:
+        """Return whether the target has the checkpoint; refuse another one of its name."""
+        if not (self._target / MANIFEST).exists():
+            if not is_stored(self._target) and os.path.lexists(self._target):
+                raise CheckpointError("A folder has the name of the copy", where=self._target)
+            return False
+        if _content(self._target) != self._manifest:
+            raise CheckpointError(
+                "Another checkpoint has the name of the copy",
+                where=self._target,
+                fix="Delete it, or name another target.",
+            )
+        return True
+
+    def _add(self, count: int) -> None:
+        self._copied += count
+        self._progress(self._name, self._copied, self._files.total_bytes)
+
+    def _upload(self) -> None:
+        url = StoreUrl.parse(str(self._target))
+        client = require_client(url)
+        from reprise.stores.upload import LocalSource, Upload, retried
+
+        source: CheckpointSource
+        if is_stored(self._source):
+            source = _StoredSource(self._source, self._files)
+        else:
+            verify_share(self._checkpoint, read_places(self._checkpoint), rank=0, world_size=1)
+            source = LocalSource(self._source)
+        upload = Upload(client, url, source, self._files, progress=self._add)
+        if retried(upload.begin):
+            retried(upload.send)
+            upload.commit()
+        if is_stored(self._source):  # what came over the network twice is read once more
+            copied = open_checkpoint(self._target, files_of(self._target))
+            verify_share(copied, read_places(copied), rank=0, world_size=1)
+
+    def _download(self) -> None:
+        """Write into a hidden folder beside the target, verify that, and give it its name."""
+        partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
+        files = FILE_SYSTEM
+        partial.mkdir(parents=True, exist_ok=True)
+        for name, size in sorted(self._files.sizes.items()):
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.stat().st_size != size:
+                self._fetch(name, size, path)
+        files.write_whole(partial / MANIFEST, self._manifest)
+        try:
+            copied = open_checkpoint(partial, files)
+            verify_share(copied, read_places(copied), rank=0, world_size=1)
+        except CheckpointError:
+            files.remove_tree(partial)  # a file of a copy that was cut off may be the damage: the next begins anew
+            raise
+        for folder in (*(child for child in partial.rglob("*") if child.is_dir()), partial):
+            files.sync_folder(folder)
+        files.rename(partial, self._target)
+        files.sync_folder(self._target.parent)
+
+    def _fetch(self, name: str, size: int, path: Path) -> None:
+        """Copy a file under a temporary name, and rename it once it is durable."""
+        temporary = path.with_name(f".{path.name}.part")
+        with temporary.open("wb") as file:
+            for part in _parts(self._source / name, size):
+                file.write(part)
+                self._add(len(part))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+
+
+class _StoredSource:
+    """A checkpoint in a store, which is uploaded into another one."""
+
+    def __init__(self, path: Path, files: CheckpointFiles) -> None:
+        self._path, self._files = path, files
+
+    def send(self, name: str, client: StoreClient, key: str) -> None:
+        size = self._files.sizes[name]
+        client.put_parts(key, size, _parts(self._path / name, size))
+
+    def check(self, files: CheckpointFiles) -> None:
+        """Do nothing: each object is read in the version in which it was opened, and the copy is verified."""
+
+
+def _content(path: Path) -> bytes:
+    """Return the manifest of a checkpoint."""
+    return b"".join(_parts(path / MANIFEST, files_of(path).size(path / MANIFEST)))
+
+
+def _parts(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the content of a file or an object.
+
+    Raises:
+        CheckpointError: if it is shorter.
+    """
+    files = files_of(path)
+    descriptor = files.open_for_reading(path)
+    try:
+        for offset in range(0, size, _COPY_BYTES):
+            data = bytearray(min(_COPY_BYTES, size - offset))
+            if files.read(descriptor, memoryview(data), offset=offset) != len(data):
+                raise CheckpointError("A file ended early", where=path, expected=f"{size} B")
+            yield bytes(data)
+    finally:
+        files.close(descriptor)

@@ -1,0 +1,236 @@
+"""Uploads one checkpoint into a store, alone or together with other hosts. Its manifest goes last and is the commit.
+
+A small object, the mark, names the checkpoint whose files lie in a folder of the store that has no manifest. It is
+written once the folder is empty, and deleted after the commit. So a file of the right size below a mark is a file of
+that checkpoint: an upload that was cut off goes on from there, on any host, and the listing tells what is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from reprise.errors import CheckpointError
+from reprise.format.names import MANIFEST
+from reprise.regular_file import open_regular, read_regular
+from reprise.stores.checkpoint_files import CheckpointFiles, shares
+from reprise.stores.client import StoreClient, StoredObject
+from reprise.stores.leftovers import abort_uploads
+from reprise.stores.url import StoreUrl
+
+SUPERSEDED = "manifest.superseded.json"  # the manifest of an iteration that its run has given up
+_MARK = ".upload-"
+
+
+_TRIES, _FIRST_PAUSE_S = 6, 0.25
+T = TypeVar("T")
+
+
+class SourceChangedError(Exception):
+    """The checkpoint that is uploaded was replaced or deleted meanwhile."""
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint that is uploaded."""
+
+    def send(self, name: str, client: StoreClient, key: str) -> None:
+        """Write a file of the checkpoint into a store."""
+
+    def check(self, files: CheckpointFiles) -> None:
+        """Raise SourceChangedError unless the checkpoint is still the same."""
+
+
+class LocalSource(CheckpointSource):
+    """A checkpoint in a folder.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        status = os.stat(path / MANIFEST)
+        self._version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        self.files = CheckpointFiles.parse(read_regular(path / MANIFEST), where=path / MANIFEST)
+
+    def send(self, name: str, client: StoreClient, key: str) -> None:
+        path = self.path / name
+        descriptor = open_regular(path, follows_links=False)
+        try:
+            size = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        if size != self.files.sizes[name]:
+            raise CheckpointError(
+                "A file has the wrong size", where=path, expected=f"{self.files.sizes[name]} B", found=f"{size} B"
+            )
+        client.put_file(key, path)
+
+    def check(self, files: CheckpointFiles) -> None:
+        try:
+            status = os.stat(self.path / MANIFEST)
+        except FileNotFoundError as error:
+            raise SourceChangedError from error
+        if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != self._version:
+            raise SourceChangedError
+
+
+class Upload:
+    """The upload of one checkpoint.
+
+    Args:
+        folder: of the checkpoint in the store.
+        host: the number of this host among `hosts`, which upload the checkpoint together. Host 0 begins and commits.
+        progress: called with the number of bytes uploaded since the last call.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        folder: StoreUrl,
+        source: CheckpointSource,
+        files: CheckpointFiles,
+        *,
+        host: int = 0,
+        hosts: int = 1,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._client, self._folder, self._source, self.files = client, folder, source, files
+        self._share = shares(files.sizes, hosts)[host]
+        self._has_peers = hosts > 1
+        self._mark = folder.child(f"{_MARK}{files.digest}").key
+        self._progress = progress
+        self._has_aborted = False
+
+    def begin(self) -> bool:
+        """Make the folder ready for the files of this checkpoint; return False if it is committed there already.
+
+        The folder loses its manifest first: from then on readers see no checkpoint, until the commit.
+        """
+        objects = self.objects()
+        if MANIFEST in objects and self._is_committed(objects[MANIFEST]):
+            remove_marks(self._client, self._folder)
+            return False
+        if MANIFEST in objects or self._mark not in {entry.key for entry in objects.values()}:
+            clear(self._client, objects)
+            self._client.put(self._mark, b"")
+        return True
+
+    def has_begun(self) -> bool:
+        """Return whether host 0 has made the folder ready."""
+        return _exists(self._client, self._mark) and not _exists(self._client, self._folder.child(MANIFEST).key)
+
+    def send(self, names: Collection[str] | None = None) -> None:
+        """Upload files that the store lacks, the largest first.
+
+        Args:
+            names: of the files; None for the share of this host.
+
+        Raises:
+            SourceChangedError: if the checkpoint is no longer there, or another host has begun another upload.
+        """
+        if names is None:
+            names = self._share
+            if not self._has_aborted:  # before this process has begun any
+                abort_uploads(self._folder, names)
+                self._has_aborted = True
+        for name in self.missing(names):
+            if self._has_peers and not _exists(self._client, self._mark):
+                raise SourceChangedError
+            self._source.check(self.files)
+            try:
+                self._source.send(name, self._client, self._folder.child(name).key)
+            finally:
+                self._source.check(self.files)
+            self._progress(self.files.sizes[name])
+
+    def missing(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return the files, of all or of some, that the store lacks, the largest first."""
+        objects, sizes = self.objects(), self.files.sizes
+        chosen = sizes if names is None else names
+        lacking = [name for name in chosen if name not in objects or objects[name].size != sizes[name]]
+        return sorted(lacking, key=lambda name: (-sizes[name], name))
+
+    def commit(self) -> None:
+        """Write the manifest, once the store has all files: from here on the checkpoint exists.
+
+        Raises:
+            OSError: if a file is missing.
+            SourceChangedError: if the checkpoint is no longer there.
+        """
+        missing = self.missing()
+        if missing:
+            raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(missing[0])))
+        self._source.check(self.files)
+        self._client.put(self._folder.child(MANIFEST).key, self.files.manifest)
+        remove_marks(self._client, self._folder)
+
+    def objects(self) -> dict[str, StoredObject]:
+        """Return the objects of the folder by their names in it."""
+        return list_folder(self._client, self._folder)
+
+    def _is_committed(self, manifest: StoredObject) -> bool:
+        if manifest.size != len(self.files.manifest):
+            return False
+        return bytes(self._client.read(manifest.key, 0, manifest.size)) == self.files.manifest
+
+
+def list_folder(client: StoreClient, folder: StoreUrl) -> dict[str, StoredObject]:
+    """Return the objects below a folder by their names in it."""
+    start = len(folder.key) + 1
+    return {entry.key[start:]: entry for entry in client.objects(folder.key)}
+
+
+def clear(client: StoreClient, objects: dict[str, StoredObject]) -> None:
+    """Delete the objects of a folder, its manifest first and the marks last."""
+    order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(_MARK)))
+    client.delete([objects[name].key for name in order])
+
+
+def remove_marks(client: StoreClient, folder: StoreUrl) -> None:
+    """Delete the marks of a folder whose checkpoint is committed."""
+    client.delete([entry.key for name, entry in list_folder(client, folder).items() if name.startswith(_MARK)])
+
+
+def supersede(client: StoreClient, folder: StoreUrl) -> None:
+    """Take back the commit of an iteration that its run has given up. Its files stay."""
+    key = folder.child(MANIFEST).key
+    try:
+        data = bytes(client.read(key, 0, client.head(key).size))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return
+        raise
+    client.put(folder.child(SUPERSEDED).key, data)
+    client.delete([key])
+
+
+def _exists(client: StoreClient, key: str) -> bool:
+    try:
+        client.head(key)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    return True
+
+
+def retried(call: Callable[[], T]) -> T:
+    """Return what a call returns that may be made again; a store may fail for seconds beyond obstore's own retries.
+
+    Raises:
+        OSError: that of the last try, or at once for refused credentials and what is not there.
+    """
+    for number in range(_TRIES - 1):
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))
+    return call()

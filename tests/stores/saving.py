@@ -1,0 +1,67 @@
+"""Checkpoint folders for the tests of stores, and what a reader of a store sees."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from reprise.channel import single_rank_channel
+from reprise.folder import FORMAT, MANIFEST, STATE, iteration_name
+from reprise.format.lineage import FRESH, Branch, Lineage
+from reprise.savers import Checkpointer, SavePolicy
+from reprise.stores.upload import SUPERSEDED
+from tests.fakes import lone_contents
+
+RUN = Lineage((Branch("the-run", FRESH),))
+FILE_BYTES = 16 << 10
+OF_MIRROR = (".upload-", SUPERSEDED)  # objects of its own, which no reader looks at
+
+
+def save(
+    folder: Path, iterations: Sequence[int], *, lineage: Lineage = RUN, files: int = 3, nonce: str = "n", add: float = 0
+) -> None:
+    """Save checkpoints whose values depend on their iteration; `files` is the number of their tensor files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpointer = Checkpointer(SavePolicy(folder, file_bytes=FILE_BYTES), single_rank_channel(), nonce=nonce)
+    checkpointer.start()
+    for iteration in iterations:
+        document = {"format": FORMAT, "iteration": iteration, "run": lineage.record()}
+        values = {f"w{number}": torch.full((FILE_BYTES // 4,), iteration + add) for number in range(files)}
+        report = checkpointer.save(iteration, lone_contents(values, {STATE: document}))
+        assert report is not None
+        assert report.error is None
+    checkpointer.close()
+
+
+def give_up(folder: Path, iteration: int) -> None:
+    """Rename an iteration as a run does that goes on from an earlier one."""
+    path = folder / iteration_name(iteration)
+    path.rename(path.with_name(f"{path.name}.superseded-1"))
+
+
+def lose(folder: Path, iteration: int) -> None:
+    """Delete an iteration, as retention does."""
+    shutil.rmtree(folder / iteration_name(iteration))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder by its name in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def committed(store: Path) -> list[str]:
+    """Return the names of the checkpoints that a reader of a store sees."""
+    return sorted(str(path.parent.relative_to(store)) for path in store.rglob(MANIFEST))
+
+
+def assert_whole(store: Path, folder: Path) -> list[str]:
+    """Return the checkpoints of a store, each of which equals one save of it in a run's folder to the last byte."""
+    names = committed(store)
+    for name in names:
+        stored = {file: data for file, data in content(store / name).items() if not file.startswith(OF_MIRROR)}
+        saves = [folder / name, *(folder / name).parent.glob(f"{Path(name).name}.superseded-*")]
+        assert stored in [content(path) for path in saves if path.exists()], name
+    return names

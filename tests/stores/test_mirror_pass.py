@@ -1,0 +1,302 @@
+"""What the passes of a mirror bring into a store, and in which order; a folder stands for the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import CheckpointError
+from reprise.folder import HOST, MANIFEST, iteration_name
+from reprise.format.lineage import FRESH, Branch, Lineage, Parent
+from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
+from reprise.stores.client import StoreClient
+from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.upload import SUPERSEDED
+from reprise.stores.url import StoreUrl
+from tests.stores.saving import RUN, assert_whole, committed, content, give_up, lose, save
+
+
+class Site:
+    """A run's folder and its store.
+
+    Attributes:
+        puts: the objects that were written, in order.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.folder, self.store = root / "run" / "checkpoints", root / "store"
+        self.url = StoreUrl.parse(f"file://{self.store}")
+        self.puts: list[str] = []
+        self.now = 0.0
+
+    def passes(self, *, keep: int = 0, interval: int = 0, host: int = 0, hosts: int = 1) -> MirrorPass:
+        rule = MirrorRule(str(self.url), interval, keep)
+        client = _CountingClient(self.url.root, self)
+        return MirrorPass(
+            client, self.url, self.folder, rule, host=host, hosts=hosts, stall_s=10.0, clock=lambda: self.now
+        )
+
+    def mirror(self, *, at_end: bool = False, keep: int = 0, interval: int = 0) -> None:
+        """Run a new mirror until nothing is left to do."""
+        passes = self.passes(keep=keep, interval=interval)
+        for _ in range(50):
+            if passes.run(at_end=at_end):
+                return
+        raise AssertionError("the mirror does not come to its end")
+
+    def names(self) -> list[str]:
+        return assert_whole(self.store, self.folder)
+
+
+class _CountingClient(StoreClient):
+    def __init__(self, root: str, site: Site) -> None:
+        super().__init__(root)
+        self._site = site
+
+    def put(self, key: str, data: bytes) -> str | None:
+        self._site.puts.append(Path(key).relative_to(str(self._site.store)[1:]).as_posix())
+        return super().put(key, data)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def names_of(*iterations: int) -> list[str]:
+    return [iteration_name(iteration) for iteration in iterations]
+
+
+def test_the_newest_goes_first_and_its_manifest_last(site: Site) -> None:
+    save(site.folder, [5, 10])
+    save(site.folder / "weights", [7])
+    site.mirror()
+    assert site.names() == [*names_of(5, 10), "weights/iter_0000007"]
+    manifests = [name for name in site.puts if name.endswith(MANIFEST)]
+    assert manifests == [f"{name}/{MANIFEST}" for name in (*names_of(10, 5), "weights/iter_0000007")]
+    assert site.puts.index(manifests[0]) == max(n for n, name in enumerate(site.puts) if "iter_0000010" in name)
+    record = read_record(site.folder, str(site.url))
+    assert sorted(record.committed) == site.names()
+    assert not record.partial
+
+
+def test_a_pass_with_nothing_new_makes_no_request(site: Site) -> None:
+    save(site.folder, [5])
+    passes = site.passes()
+    while not passes.run():
+        pass
+    del site.folder, passes._client  # type: ignore[attr-defined]
+    assert passes.run()
+
+
+def test_a_second_mirror_writes_nothing_again(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    site.puts.clear()
+    site.mirror()
+    assert site.puts == []
+
+
+def test_a_lost_record_is_made_again_from_the_store(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    record = (site.folder / MIRROR).read_bytes()
+    (site.folder / MIRROR).unlink()
+    site.puts.clear()
+    site.mirror()
+    assert site.puts == []
+    assert (site.folder / MIRROR).read_bytes() == record
+
+
+def test_what_was_deleted_in_the_store_is_uploaded_again(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    (site.store / iteration_name(5) / MANIFEST).unlink()
+    site.mirror()
+    assert site.names() == names_of(5, 10)
+
+
+def test_the_store_keeps_its_own_number_of_checkpoints(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror(keep=2)
+    save(site.folder, [15])
+    lose(site.folder, 10)
+    site.mirror(keep=2)
+    assert committed(site.store) == names_of(10, 15)  # and 5, which is older than both, is not uploaded
+    assert not (site.store / iteration_name(5)).exists()
+    site.puts.clear()
+    site.mirror(keep=2)
+    assert site.puts == []
+
+
+def test_every_nth_checkpoint_goes_and_the_last_at_the_end(site: Site) -> None:
+    save(site.folder, [10, 20, 30])
+    site.mirror(interval=20)
+    assert site.names() == names_of(20)
+    site.mirror(interval=20, at_end=True)
+    assert site.names() == names_of(20, 30)
+
+
+@pytest.mark.parametrize("has_new_branch", [False, True], ids=["renamed alone", "and saved again"])
+def test_an_iteration_that_the_run_gives_up_is_no_checkpoint(site: Site, has_new_branch: bool) -> None:
+    save(site.folder, [5, 10, 15])
+    site.mirror()
+    lose(site.folder, 10)  # by retention: the store keeps it, until the run gives it up
+    give_up(site.folder, 15)
+    branch = Lineage((*RUN.branches, Branch("another", 5)))
+    if has_new_branch:
+        save(site.folder, [7], lineage=branch, nonce="m")
+    site.mirror()
+    expected = names_of(5, 7) if has_new_branch else names_of(5, 10)
+    assert committed(site.store) == expected
+    assert (site.store / iteration_name(15) / SUPERSEDED).exists()
+    save(site.folder, [20], lineage=branch, nonce="o")
+    site.mirror(keep=1)
+    assert committed(site.store) == names_of(20)
+    assert not (site.store / iteration_name(15)).exists()
+
+
+def test_an_iteration_that_is_saved_again_is_replaced(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    before = content(site.store)
+    give_up(site.folder, 10)
+    save(site.folder, [10], lineage=Lineage((*RUN.branches, Branch("another", 5))), nonce="m", add=0.5)
+    site.mirror()
+    assert site.names() == names_of(5, 10)
+    assert content(site.store) != before
+
+
+def test_a_part_of_another_save_is_not_taken_over(site: Site) -> None:
+    save(site.folder, [10])
+    site.mirror()
+    (site.store / iteration_name(10) / MANIFEST).unlink()  # as an upload leaves it that is killed
+    give_up(site.folder, 10)
+    save(site.folder, [10], nonce="m", add=0.5)
+    site.mirror()
+    assert site.names() == names_of(10)
+
+
+def test_an_upload_goes_on_where_it_was_cut_off(site: Site) -> None:
+    save(site.folder, [10], files=4)
+    passes = site.passes()
+    client = passes._client  # type: ignore[attr-defined]
+    put_file, calls = client.put_file, []
+
+    def put_two(key: str, path: Path) -> str | None:
+        calls.append(key)
+        if len(calls) > 2:
+            raise OSError(5, "cut off", key)
+        result: str | None = put_file(key, path)
+        return result
+
+    client.put_file = put_two
+    with pytest.raises(OSError, match="cut off"):
+        passes.run()
+    assert committed(site.store) == []
+    site.puts.clear()
+    site.mirror()
+    assert site.names() == names_of(10)
+    uploaded = [name for name in site.puts if name.endswith(".safetensors")]
+    assert len(uploaded) == 2
+
+
+@pytest.mark.parametrize("lineage", [Lineage((Branch("other", FRESH),)), Lineage()], ids=["another", "unknown"])
+def test_the_checkpoints_of_another_run_are_refused_by_name(site: Site, lineage: Lineage) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    before = content(site.store)
+    foreign = Site(site.store.parent / "foreign")
+    foreign.store, foreign.url = site.store, site.url
+    save(foreign.folder, [5, 10], lineage=lineage) if lineage.branches else _save_without_lineage(foreign.folder)
+    with pytest.raises(CheckpointError, match="another run"):
+        foreign.mirror(keep=1)
+    assert content(site.store) == before
+
+
+def _save_without_lineage(folder: Path) -> None:
+    save(folder, [5])
+    state = folder / iteration_name(5) / "trainer_state.json"
+    state.write_text(state.read_text().replace('"run"', '"no_run"'))
+
+
+def test_a_run_that_began_at_the_url_goes_on_there(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    successor = Site(site.store.parent / "successor")
+    successor.store, successor.url = site.store, site.url
+    child = Lineage((Branch("child", FRESH),), Parent(RUN.run, 5))
+    save(successor.folder, [10], lineage=child)
+    successor.mirror()
+    assert committed(site.store) == names_of(5, 10)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    save(site.folder, [5, 10])
+    (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")
+    site.mirror()
+    assert committed(site.store) == names_of(5)
+    assert "iter_0000010 is not mirrored: A file has the wrong size" in caplog.text
+    assert not (site.folder / iteration_name(5) / HOST).exists()
+
+
+def test_hosts_upload_together_and_the_first_commits(site: Site) -> None:
+    save(site.folder, [10], files=8)
+    hosts = [site.passes(host=host, hosts=3) for host in range(3)]
+    assert not hosts[1].run()  # the first has not begun
+    assert committed(site.store) == []
+    assert site.puts == []
+    assert not hosts[0].run()
+    share = len([name for name in site.puts if name.endswith(".safetensors")])
+    assert share in (2, 3)
+    for host in (1, 2, 0):
+        hosts[host].run()
+    assert site.names() == names_of(10)
+    uploaded = [name for name in site.puts if name.endswith(".safetensors")]
+    assert len(uploaded) == len(set(uploaded)) == 8
+    assert all(passes.run() for passes in hosts)
+
+
+def test_the_first_host_takes_over_from_one_that_is_gone(site: Site) -> None:
+    save(site.folder, [10], files=8)
+    first = site.passes(hosts=2)
+    assert not first.run()
+    site.now = 9.0
+    assert not first.run()
+    assert committed(site.store) == []
+    site.now = 30.0
+    first.run()
+    assert site.names() == names_of(10)
+
+
+def test_a_host_stops_where_another_upload_has_begun(site: Site) -> None:
+    save(site.folder, [10], files=8)
+    first, second = (site.passes(host=host, hosts=2) for host in range(2))
+    first.run()
+    give_up(site.folder, 10)
+    save(site.folder, [10], files=8, nonce="m", add=0.5)
+    _run_all([first, second])
+    assert site.names() == names_of(10)
+
+
+def _run_all(hosts: Sequence[MirrorPass]) -> None:
+    for _ in range(20):
+        ends = [passes.run() for passes in hosts]
+        if all(ends):
+            return
+    raise AssertionError("the hosts do not come to their end")
+
+
+def test_the_rule_and_the_record_fit(site: Site) -> None:
+    save(site.folder, [5, 10, 15])
+    rule = MirrorRule(str(site.url))
+    assert rule.unmirrored(site.folder, [5, 10, 15], [5, 10]) == [5, 10]
+    assert replace(rule, keep=1).unmirrored(site.folder, [5, 10, 15], [5, 10]) == []
+    site.mirror()
+    assert rule.unmirrored(site.folder, [5, 10, 15], [5, 10]) == []
+    give_up(site.folder, 10)
+    save(site.folder, [10], nonce="m", add=0.5)
+    assert rule.unmirrored(site.folder, [5, 10, 15], [5, 10]) == [10]

@@ -1,0 +1,89 @@
+"""A training run with a mirror: what is in the store at its end, after a kill, and while the store is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from reprise.folder import iteration_name
+from reprise.format.mirror_record import MIRROR
+from tests.harness import TINY, launch, run_ok
+from tests.stores.saving import assert_whole, content
+
+WAIT_S = 60.0
+
+
+def settings(store: Path, *more: str) -> list[str]:
+    saves = ("checkpoint.save_interval=2", "checkpoint.save_weights_interval=4", "train.train_iters=6")
+    return [*TINY, *saves, f"checkpoint.mirror=file://{store}", *more]
+
+
+def mirrors() -> list[int]:
+    """Return the processes of mirrors whose parent is gone."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if words else 0
+        except OSError:
+            continue
+        if b"reprise.stores.mirror" in words and parent == 1:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_run_is_in_the_store_at_its_end(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    ended = run_ok(run, settings(store, "checkpoint.max_checkpoint_keep=1"))
+    names = [*map(iteration_name, (2, 4, 6)), "weights/iter_0000004"]
+    record = json.loads((run / "checkpoints" / MIRROR).read_text())
+    assert sorted(record["committed"]) == names
+    assert sorted(str(path.parent.relative_to(store)) for path in store.rglob("manifest.json")) == names
+    newest = iteration_name(6)
+    assert content(store / newest) == content(run / "checkpoints" / newest)
+    assert "not in file://" not in ended.text
+    saved = json.loads((store / newest / "run_config.json").read_text())
+    assert saved["config"]["checkpoint"]["mirror"] == f"file://{store}"
+
+
+def test_a_killed_run_takes_its_mirror_along_and_catches_up(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    launch(run, settings(store), ranks=2, kill_after=5, saved=4)
+    deadline = time.monotonic() + WAIT_S
+    while mirrors():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    run_ok(run, settings(store), ranks=2)
+    assert assert_whole(store, run / "checkpoints") == [*map(iteration_name, (2, 4, 6)), "weights/iter_0000004"]
+
+
+def test_a_store_that_is_away_ends_no_run_and_is_named(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "file"
+    store.write_text("no folder")
+    ended = run_ok(run, settings(store, "checkpoint.mirror_wait_s=1", "checkpoint.max_checkpoint_keep=1"))
+    assert f"not in file://{store} yet: iteration 2, 4, 6, weights/4. `reprise checkpoint mirror" in ended.text
+    committed = [path.name for path in (run / "checkpoints").glob("iter_*")]
+    assert sorted(committed) == [*map(iteration_name, (2, 4, 6))]
+    store.unlink()
+    run_ok(run, settings(store, "checkpoint.max_checkpoint_keep=1"))  # nothing to train, all to upload
+    assert assert_whole(store, run / "checkpoints") == [*map(iteration_name, (2, 4, 6)), "weights/iter_0000004"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("checkpoint.mirror=/a/folder", "checkpoint.mirror=/a/folder: must be the URL of a store"),
+        ("checkpoint.mirror=s3://b/run checkpoint.save=null", "needs checkpoint.save"),
+        ("checkpoint.mirror=s3://key:secret@b/run", "has a user, a query or a fragment"),
+        ("checkpoint.mirror_interval=0", "checkpoint.mirror_interval=0: must be 1 or more"),
+    ],
+)
+def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem: str) -> None:
+    ended = launch(tmp_path / "run", [*TINY, *words.split()])
+    assert not ended.ok
+    assert problem in ended.text
+    assert "secret" not in ended.text.replace("AWS_SECRET", "")

@@ -1,0 +1,113 @@
+"""Mirror, copy and probe on a server of S3, in processes of their own, also where the server fails as stores do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from reprise.folder import iteration_name
+from tests.stores.moto_server import BUCKET, environment, moto_server
+from tests.stores.proxy import Faults, faulty
+from tests.stores.saving import content, save
+
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with moto_server() as number:
+        yield number
+
+
+def reprise(*words: object, endpoint: str, cwd: Path, is_ok: bool = True) -> str:
+    """Run the command against a server; return what it prints."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "reprise", *map(str, words)],
+        env={**os.environ, **environment(endpoint)},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (ended.returncode == 0) == is_ok, ended.stderr
+    assert "test-secret" not in ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def server(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def test_a_run_goes_into_a_bucket_and_back(port: int, tmp_path: Path) -> None:
+    folder, url = tmp_path / "run", f"s3://{BUCKET}/there"
+    save(folder, [5, 10])
+    large = folder / iteration_name(10)
+    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
+    key = f"there/{iteration_name(10)}/{next(large.glob('*.safetensors')).name}"
+    upload = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"of a dead process")
+    reprise("checkpoint", "mirror", folder, url, "--once", endpoint=server(port), cwd=tmp_path)
+    assert client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+    reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=server(port), cwd=tmp_path)
+    for iteration in (5, 10):
+        name = iteration_name(iteration)
+        assert content(tmp_path / "back" / name) == content(folder / name)
+    shown = reprise("checkpoint", "prune", url, "--keep", 1, endpoint=server(port), cwd=tmp_path)
+    assert "1 were deleted, 1 stay" in shown
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="there/")["Contents"]]
+    assert {key.split("/")[1] for key in keys} == {iteration_name(10)}
+
+
+def _secret() -> dict[str, str]:
+    return {"aws_access_key_id": "test", "aws_secret_access_key": "test-secret"}
+
+
+@pytest.mark.slow
+def test_faults_of_a_store_are_not_seen(port: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save(folder, [5, 10, 15], files=6)
+    faults = Faults(busy=19, cut=7, conflict=11, silent=41)
+    with faulty(port, faults) as endpoint:
+        reprise("checkpoint", "mirror", folder, f"s3://{BUCKET}/faulty", "--once", endpoint=endpoint, cwd=tmp_path)
+        reprise("checkpoint", "copy", folder, f"s3://{BUCKET}/copied", endpoint=endpoint, cwd=tmp_path)
+        reprise("checkpoint", "copy", f"s3://{BUCKET}/faulty", tmp_path / "back", endpoint=endpoint, cwd=tmp_path)
+    assert set(faults.counts) == {"busy", "cut", "conflict", "silent"}
+    reprise("checkpoint", "copy", f"s3://{BUCKET}/copied", tmp_path / "again", endpoint=server(port), cwd=tmp_path)
+    for name in map(iteration_name, (5, 10, 15)):
+        assert content(tmp_path / "back" / name) == content(tmp_path / "again" / name) == content(folder / name)
+
+
+@pytest.mark.slow
+def test_wrong_bytes_are_found(port: int, tmp_path: Path) -> None:
+    folder, url = tmp_path / "run", f"s3://{BUCKET}/wrong"
+    save(folder, [5], files=6)
+    reprise("checkpoint", "copy", folder, url, endpoint=server(port), cwd=tmp_path)
+    with faulty(port, Faults(wrong=5)) as endpoint:
+        text = reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=endpoint, cwd=tmp_path, is_ok=False)
+    assert "damaged" in text
+    assert not (tmp_path / "back" / iteration_name(5)).exists()
+    reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=server(port), cwd=tmp_path)
+    assert content(tmp_path / "back" / iteration_name(5)) == content(folder / iteration_name(5))
+
+
+def test_the_doctor_tries_a_store(port: int, tmp_path: Path) -> None:
+    text = reprise("doctor", f"s3://{BUCKET}/probe", endpoint=server(port), cwd=tmp_path)
+    lines = {line[9:38].strip(): line[:8].strip() for line in text.splitlines()}
+    expected = ("objects can be written", "and read", "latency", "conditional creation")
+    assert lines == dict.fromkeys(expected, "ok")
+    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
+    assert "Contents" not in client.list_objects_v2(Bucket=BUCKET, Prefix="probe/")
+
+
+def test_a_store_that_refuses_is_named_in_a_line(port: int, tmp_path: Path) -> None:
+    save(tmp_path / "run", [5])
+    words = ("checkpoint", "copy", tmp_path / "run", "s3://no-bucket/run")
+    text = reprise(*words, endpoint=server(port), cwd=tmp_path, is_ok=False)
+    assert text.startswith("reprise checkpoint: s3://no-bucket/run/")
+    assert len(text.splitlines()) == 1

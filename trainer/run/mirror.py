@@ -1,0 +1,71 @@
+"""The mirror of a run: a process of each host that uploads the run's checkpoints into a store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprise.channel import find_hosts
+from trainer.config.checkpoint import CheckpointSection
+from trainer.launch.process_group import Cluster
+
+if TYPE_CHECKING:
+    from reprise.savers import MirrorProcess, MirrorRule
+
+_log = logging.getLogger(__name__)
+
+_OF_WAIT_AFTER_SIGNAL = 0.1  # of `mirror_wait_s`: a job that is told to stop has seconds
+
+
+def rule_of(section: CheckpointSection) -> MirrorRule:
+    """Return the checkpoints that the mirror of a configuration takes."""
+    from reprise.savers import mirror_rule
+
+    assert section.mirror is not None
+    interval = section.mirror_interval * section.save_interval if section.mirror_interval > 1 else 0
+    return mirror_rule(section.mirror, interval=interval, keep=section.mirror_keep)
+
+
+@contextmanager
+def mirrored(
+    section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
+) -> Iterator[MirrorProcess | None]:
+    """Yield the mirror of this host on its first rank, and None on the others. A call of all ranks, with a mirror.
+
+    After the block, which has saved all that the run saves, wait for the mirror; after an error, do not.
+
+    Args:
+        is_stopped: whether a signal ends the run.
+
+    Raises:
+        ConfigError: on every rank, if obstore is not installed.
+    """
+    from reprise.savers import MirrorProcess
+
+    assert section.save is not None
+    folder, rule = Path(section.save), rule_of(section)
+    hosts = find_hosts(cluster.channel, cluster.local_ranks, "mirror")
+    process: MirrorProcess | None = None
+    with cluster.channel.agreed("mirror/started"):
+        if cluster.rank in hosts.leaders:
+            number = hosts.number_of(cluster.rank)
+            process = MirrorProcess(folder, rule, host=number, hosts=len(hosts.leaders))
+    with ExitStack() as stack:
+        if process is not None:
+            stack.callback(process.end)
+        yield process
+        wait_s = section.mirror_wait_s * (_OF_WAIT_AFTER_SIGNAL if is_stopped() else 1.0)
+        has_ended = process is None or process.finish(wait_s)
+    names = [] if has_ended or process is None or cluster.rank else process.missing()
+    if names:
+        _log.warning(
+            "not in %s yet: iteration %s. `reprise checkpoint mirror %s %s --once` uploads them, and so does the next "
+            "start",
+            rule.url,
+            ", ".join(names),
+            folder,
+            rule.url,
+        )
