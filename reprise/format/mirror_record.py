@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
+from reprise import json_file
 from reprise.errors import TrainerError
-from reprise.format import sealed_json
 from reprise.format.lineage import Lineage
 from reprise.format.names import MANIFEST
 from reprise.json_file import Json
@@ -60,7 +60,7 @@ class MirrorRecord:
             name: {"digest": entry.digest, "run": entry.lineage.record() if entry.lineage.branches else None}
             for name, entry in sorted(self.committed.items())
         }
-        return sealed_json.to_bytes(
+        return json_file.sealed(
             {
                 "format": FORMAT,
                 "url": self.url,
@@ -157,7 +157,7 @@ def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or malformed.
     """
-    return sealed_json.from_bytes(data, _from_table, kind="record of a mirror", form=FORMAT, where=where)
+    return json_file.unsealed(data, _from_table, kind="record of a mirror", form=FORMAT, where=where)
 
 
 def _from_table(table: Json) -> MirrorRecord:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from reprise.format import sealed_json
+from reprise import json_file
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import Json, integer
 
@@ -34,7 +34,7 @@ class CheckpointFiles:
             MismatchError: if it has another format version.
             CheckpointError: if it is damaged or malformed.
         """
-        sizes = sealed_json.from_bytes(manifest, _sizes, kind="manifest", form=MANIFEST_FORMAT, where=where)
+        sizes = json_file.unsealed(manifest, _sizes, kind="manifest", form=MANIFEST_FORMAT, where=where)
         return CheckpointFiles(manifest, xxhash.xxh3_64_hexdigest(manifest), sizes)
 
     @property

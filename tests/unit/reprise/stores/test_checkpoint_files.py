@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format import sealed_json
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.stores.checkpoint_files import CheckpointFiles, shares
 
@@ -31,6 +31,6 @@ def test_all_hosts_divide_alike() -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/..", "a\\b", ""])
 def test_a_name_outside_the_folder_is_refused(name: str) -> None:
-    data = sealed_json.to_bytes({"format": MANIFEST_FORMAT, "files": {name: {"bytes": 1}}})
+    data = json_file.sealed({"format": MANIFEST_FORMAT, "files": {name: {"bytes": 1}}})
     with pytest.raises(CheckpointError, match="malformed"):
         CheckpointFiles.parse(data, where="here")
