@@ -79,7 +79,7 @@ class HoldingProcess:
 def is_held(folder: Path, *, clock: Callable[[], float] = time.time) -> bool:
     """Return whether a hold that has not expired lies in a folder; True for a folder that cannot be read now."""
     try:
-        return any(name == HOLD or _lasts(folder / name, clock) for name in os.listdir(folder))
+        return any(name == HOLD or _lasts(folder / name, clock) for name in [path.name for path in folder.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

@@ -297,8 +297,8 @@ def _tensors(checkpoint: Path) -> Tensors:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the records of a run, a torn one among them, without the marks of the first iteration after a start."""
-    marks = r', ?"resumed": ?true|, ?"start": ?\{[^}]*\}'
+    """Return the records of a run, a torn one among them, without times and the marks of the first after a start."""
+    marks = r', ?"resumed": ?true|, ?"(start|versions)": ?\{[^}]*\}|, ?"time": ?[\d.]+'
     return [re.sub(marks, "", line) for line in path.read_text().splitlines()]
 
 

@@ -43,6 +43,7 @@ OF_A_LINE = {
     "peak_memory_bytes": "of the process and the saves under way",
     "resumed": "tells of a start",
     "start": "tells of a start, with its times",
+    "versions": "tells of a start",
 }
 EVENTS = ("evaluation",)  # `start` and the saves tell of starts and attempts, with their times
 UNREAD = {
