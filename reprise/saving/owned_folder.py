@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InDoubt:
-    """An attempt that this rank stopped waiting for when it could still be committed. It holds none of its bytes."""
+    """An attempt in doubt: this rank stopped waiting while it could still be committed. It holds none of its bytes."""
 
     attempt: Attempt
     shared: SharedCommitState
@@ -45,9 +45,9 @@ class InDoubt:
 
 
 class SavedIterations:
-    """The newest checkpoint that this process has saved or loaded, and what may have become one. Main thread.
+    """The newest checkpoint saved or loaded by this process, and what may have become one. Main thread.
 
-    Only the newest is asked about: a run ends with a save of the iteration that it has just saved or loaded. An older
+    Only the newest is asked about: a run ends with a save of the iteration just saved or loaded. An older
     iteration is saved again, whether retention has deleted it or not.
     """
 
@@ -59,7 +59,7 @@ class SavedIterations:
         self.in_doubt: list[InDoubt] = []  # in the order of the attempts
 
     def has(self, iteration: int, *, with_optimizer: bool) -> bool:
-        """Return whether `iteration` is saved already, with its optimizer state if that is asked for."""
+        """Return whether `iteration` is saved already, with its optimizer state if asked for."""
         return self._newest is not None and self._newest[0] == iteration and self._newest[1] >= with_optimizer
 
     def committed(self, iteration: int, *, has_optimizer: bool) -> None:
@@ -68,7 +68,7 @@ class SavedIterations:
         self.in_doubt.clear()
 
     def loaded(self, iteration: int, has_optimizer: bool, *, is_verified: bool) -> None:
-        """Take note of a checkpoint of this run's folder that was loaded: it is there."""
+        """Take note of a loaded checkpoint of this run's folder: it is there."""
         self._newest = iteration, has_optimizer
         self._verified = iteration if is_verified else None
 
@@ -77,15 +77,15 @@ class SavedIterations:
         return self._verified == iteration
 
     def outdated(self, iteration: int) -> None:
-        """Let `iteration` be saved again, in place of the checkpoint that was loaded.
+        """Let `iteration` be saved again, in place of the loaded checkpoint.
 
-        One that this process has not loaded is another: nothing shows that it may go.
+        A checkpoint not loaded by this process is another: nothing shows it may go.
         """
         if self._newest is not None and self._newest[0] == iteration:
             self._newest, self._outdated = None, self._newest
 
     def gives_way(self, iteration: int, *, with_optimizer: bool) -> bool:
-        """Return whether the checkpoint of `iteration` is outdated, and a save of it has all that it has."""
+        """Return whether the checkpoint of `iteration` is outdated, and a save of it has everything in it."""
         return self._outdated is not None and self._outdated[0] == iteration and with_optimizer >= self._outdated[1]
 
     def rewound(self, iteration: int) -> None:
@@ -108,11 +108,11 @@ class SavedIterations:
 
 
 class OwnedFolder:
-    """The folder that a run writes to, on one rank. All ranks make the same calls in the same order.
+    """The folder of a run's saves, on one rank. All ranks make the same calls in the same order.
 
     Args:
         nonce: a name of this run of the program, equal on all ranks.
-        hosts: the hosts that have a folder of their own each; None for a folder that all ranks share.
+        hosts: the hosts with a folder of their own each; None for a folder of all ranks.
     """
 
     def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
@@ -127,7 +127,7 @@ class OwnedFolder:
         self._agreements = 0
 
     def acquire(self) -> None:
-        """Take the lock, settle what dead attempts left, and leave the mark that `require_shared` looks for.
+        """Take the lock, settle what dead attempts left, and leave the mark for `require_shared`.
 
         Raises:
             LockError: on every rank, if another job writes to the folder.
@@ -150,7 +150,7 @@ class OwnedFolder:
         """Take the lock and settle what dead attempts left, on the leader of a shared folder alone.
 
         Args:
-            marks: leave the mark that `require_shared` looks for.
+            marks: leave the mark for `require_shared`.
 
         Raises:
             LockError: if another job writes to the folder.
@@ -172,7 +172,7 @@ class OwnedFolder:
         self.lock = lock
 
     def _settle(self, elsewhere: Collection[str], *, marks: bool) -> None:
-        """Complete the attempts that another host has committed, sweep all others, and mark the folder."""
+        """Complete the attempts committed by another host, sweep all others, and mark the folder."""
         for iteration, attempt in self.folder.partials():
             if attempt in elsewhere and attempt_of(self.folder.partial(iteration, attempt)) == attempt:
                 self.folder.commit(iteration, attempt)
@@ -186,7 +186,7 @@ class OwnedFolder:
             self.folder.files.mark(self.folder.mark(self._nonce))
 
     def _committed_elsewhere(self) -> frozenset[str]:
-        """Return the attempts that any host has committed: what is prepared here of one is good. All ranks."""
+        """Return the attempts committed by any host: what is prepared here of them is good. All ranks."""
         attempts: list[str] = []
         if self._leads:
             with contextlib.suppress(OSError):  # the sweep reports it
@@ -199,7 +199,7 @@ class OwnedFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn an error of the file system into that of a folder that cannot be written."""
+        """Turn an error of the file system into the error of a folder without write access."""
         try:
             yield
         except OSError as error:
@@ -212,7 +212,7 @@ class OwnedFolder:
         return self._channel.agreed(f"{self._key}/{self._nonce}/{self._agreements}")
 
     def require_shared(self) -> None:
-        """Let every rank of a host find the mark that its leader has left in the folder, then remove it.
+        """Let every rank of a host find the mark of its leader in the folder, then remove it.
 
         Raises:
             CheckpointError: on every rank, if one of them does not see it.
@@ -230,7 +230,7 @@ class OwnedFolder:
                     self.folder.files.remove_file(mark)
 
     def rewind(self, iteration: int, given_up: Collection[int], retention: Retention, saved: SavedIterations) -> None:
-        """Rename checkpoints newer than `iteration` or `given_up`, then delete those that retention gives up."""
+        """Rename checkpoints newer than `iteration` or `given_up`, then delete those given up by retention."""
         with self._agreed(), self._writing():
             if not self._leads:
                 return
@@ -264,10 +264,10 @@ class OwnedFolder:
 def decide_expired(
     folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
-    """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
+    """Return the iterations given up by retention, and all committed ones; none where the folder cannot be listed.
 
     Args:
-        pinned: iterations that stay, beside those that are held.
+        pinned: iterations to keep, beside the held ones.
     """
     try:
         committed = folder.committed()
@@ -292,14 +292,14 @@ def delete(
     lock: FolderLock | None,
     successor: Successor | None = None,
 ) -> list[int]:
-    """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
+    """Delete committed iterations and return the deleted ones; a line of the log names the others. Rank 0 only.
 
-    An iteration that is held by now stays.
+    An iteration held by now stays.
 
     Args:
         attempt: names the folders on their way out; unique in the life of the folder.
         lock: looked at again before each of them.
-        successor: the attempt that overwrites the files of the last of them in place, which therefore stay until then;
+        successor: the attempt to overwrite the files of the last of them in place, which therefore stay until then;
             None if there is no such attempt.
     """
     deleted = []
@@ -325,7 +325,7 @@ class _Records:
     """What retention reads from the state files of checkpoints.
 
     Args:
-        losses: validation loss by iteration, of those that were evaluated.
+        losses: validation loss by iteration, of the evaluated ones.
         interim: those made where a run was interrupted.
         unknown: those whose state cannot be read now: any of them may be the best.
     """
@@ -358,7 +358,7 @@ class _Records:
 
 
 def _needed_bytes(layout: Layout) -> int:
-    """Return the largest size of a checkpoint: its tensor files, and JSON files that grow with tensors and digests."""
+    """Return the largest size of a checkpoint: tensor files, and JSON files in proportion to tensors and digests."""
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
@@ -378,12 +378,12 @@ def require_room(
     parts: int = 1,
     lock: FolderLock | None = None,
 ) -> None:
-    """Refuse to begin where tensors and documents would not fit beside all that is there.
+    """Refuse to begin where tensors and documents would not fit beside the present files.
 
-    On a full disk, checkpoints that stay for the mirror alone are deleted first.
+    On a full disk, checkpoints kept for the mirror alone are deleted first.
 
     Args:
-        retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+        retention: of the saving run, for the advice: it has not deleted anything for this save yet.
         parts: how many folders share the tensors, about evenly.
     """
     folder, files = attempt.folder, attempt.folder.files

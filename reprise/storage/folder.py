@@ -47,7 +47,7 @@ def iteration_of(path: Path) -> int | None:
 
 
 def is_iteration_name(name: str) -> bool:
-    """Return whether a folder name is that of an iteration, superseded ones included."""
+    """Return whether a folder has the name of an iteration, superseded ones included."""
     return _ANY_ITERATION.fullmatch(name) is not None
 
 
@@ -63,18 +63,18 @@ def shown_name(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """Return in words the kind of a path that is not a folder."""
+    """Return in words the kind of a path other than a folder."""
     return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderTerms:
-    """How advice names what the caller has set; by default for a caller that gives the folder as an argument.
+    """How advice names what the caller has set; by default for a caller with the folder as an argument.
 
     Args:
         another: what to give in order to write elsewhere.
-        keep: the number of checkpoints that stay.
-        unshared: a sentence for hosts that share no folder; empty if there is no advice.
+        keep: the number of checkpoints to keep.
+        unshared: a sentence for hosts without a common folder; empty if there is no advice.
     """
 
     another: str = "another folder"
@@ -84,7 +84,7 @@ class FolderTerms:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder that a run saves to. Only rank 0 changes names in it, and only under the lock."""
+    """The folder of a run's saves. Only rank 0 changes names in it, and only under the lock."""
 
     root: Path
     files: Files
@@ -112,7 +112,7 @@ class CheckpointFolder:
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
-        """Return the iterations that a hold protects."""
+        """Return the iterations protected by a hold."""
         return [iteration for iteration in iterations if is_held(self.iteration(iteration))]
 
     def iteration(self, iteration: int) -> Path:
@@ -124,7 +124,7 @@ class CheckpointFolder:
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
 
     def mark(self, nonce: str) -> Path:
-        """Return the marker file by which the ranks of a launch check that they see the same folder."""
+        """Return the marker file by which the ranks of a launch check for one common folder."""
         return self.root / f".shared.{nonce}.mark"
 
     def mark_of(self, iteration: int, attempt: str) -> Path:
@@ -136,7 +136,7 @@ class CheckpointFolder:
         return _tracked(self.root / TRACKER)
 
     def superseded(self) -> list[Path]:
-        """Return the folders of iterations that another branch of the run has overtaken."""
+        """Return the folders of iterations overtaken by another branch of the run."""
         names = sorted(self.root.glob(f"{_SUPERSEDED}*"))
         return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
 
@@ -190,7 +190,7 @@ class CheckpointFolder:
         return is_durable
 
     def supersede(self, iterations: list[int]) -> list[Path]:
-        """Rename committed folders that a new branch of the run overtakes, and return their new names.
+        """Rename committed folders overtaken by a new branch of the run, and return their new names.
 
         A link of such a name is renamed itself, not its target.
         """
@@ -211,7 +211,7 @@ class CheckpointFolder:
         """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time.
 
         Returns:
-            Its new path; None for a folder that is held, which keeps its name.
+            Its new path; None for a held folder, which keeps its name.
         """
         target = self._leaving(iteration, attempt)
         if not self.hide(self.iteration(iteration), target):
@@ -220,9 +220,9 @@ class CheckpointFolder:
         return target
 
     def hide(self, source: Path, target: Path) -> bool:
-        """Rename a folder that is to be deleted, unless a hold protects it; return whether the folder was renamed.
+        """Rename a folder before its deletion, unless a hold protects it; return whether the folder was renamed.
 
-        A hold that is taken before the rename is seen after it at the latest, and the folder gets its name back. Its
+        A hold taken before the rename is seen after it at the latest, and the folder gets its name back. Its
         reader misses the folder for that moment only.
         """
         if is_held(source):
@@ -237,9 +237,9 @@ class CheckpointFolder:
         return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
     def discarded(self, name: str) -> list[Path]:
-        """Return the folders that were discarded under the name of an attempt, or by any attempt of a nonce.
+        """Return the folders discarded under the name of an attempt, or by any attempt of a nonce.
 
-        None where the root cannot be listed, and none that is held.
+        None where the root cannot be listed, and no held folder.
         """
         try:
             matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
@@ -251,7 +251,7 @@ class CheckpointFolder:
     def sweep(self) -> list[Path]:
         """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
 
-        A leftover that is held stays, and so does one that cannot be removed, which is logged.
+        A held leftover stays. So does a leftover whose removal fails, which is logged.
         """
         if not self.root.is_dir():
             return []
@@ -307,7 +307,7 @@ class CheckpointFolder:
             _log.error("the replaced %s could not be deleted: %s", aside, error)
 
     def _settle(self, path: Path) -> Path:
-        """Complete the commit that moved a checkpoint aside, if `path` is one; return its name afterwards."""
+        """Complete the commit whose replaced checkpoint lies at `path`, if any; return its name afterwards."""
         match = _REPLACED.fullmatch(path.name)
         if match is None:
             return path

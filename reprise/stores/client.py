@@ -1,6 +1,6 @@
 """Requests to an object store through obstore, whose threads do not survive a fork.
 
-Only programs that never fork import this module: `serve` for reads, the uploader, and commands.
+Only programs without forks import this module: `serve` for reads, the uploader, and commands.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StoreClient:
     """The requests to one store. Every method may be called from several threads.
 
     All methods raise OSError: ENOENT for what is not there, EACCES for refused credentials, ESTALE for another version
-    than the one that was asked for, EIO for all else once obstore's retries are over.
+    than requested, EIO for all else once obstore's retries are over.
 
     Args:
         root: the store, as in `StoreUrl.root`.
@@ -73,7 +73,7 @@ class StoreClient:
         """Return exactly `size` bytes of an object from `offset` on.
 
         Args:
-            etag: the version that must be read; None for any.
+            etag: the version to read; None for any.
 
         Raises:
             OSError: EIO also where the body has another length.
@@ -110,8 +110,8 @@ class StoreClient:
     def create(self, key: str, data: bytes) -> bool:
         """Write a small object if there is none of its name; return whether this call has written it.
 
-        `data` must be unlike that of all other writers: a retried request finds its own object, and only the content
-        tells it from that of another.
+        Each writer needs `data` of its own: a retried request finds its own object, and only the content
+        tells it from the object of another.
         """
         try:
             obstore.put(self._store(len(data)), key, data, mode="create")

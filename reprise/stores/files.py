@@ -42,7 +42,7 @@ class _OpenObject:
 
 
 class _Windows:
-    """The windows that were read last. Threads that need the same one wait for the first of them."""
+    """The windows read last. Threads in need of the same window wait for the first of them."""
 
     def __init__(self) -> None:
         self._bodies: dict[tuple[str, str | None, int], Future[bytes]] = {}
@@ -85,7 +85,7 @@ class StoreFiles(Files):
     """Reads objects of a store; `Files` of a path in a store. A store is written by an upload alone.
 
     Args:
-        load: the name of a load that several ranks of a host may take part in; None where this process reads alone.
+        load: the name of a load by several ranks of a host; None where this process reads alone.
     """
 
     reading_threads = CONNECTIONS
@@ -123,13 +123,13 @@ class StoreFiles(Files):
         return part.nbytes
 
     def close(self, descriptor: int) -> None:
-        """Close an object that `open_for_reading` opened."""
+        """Close an object opened by `open_for_reading`."""
         cached = self._open.pop(descriptor).cached
         if cached is not None:
             cached.close()
 
     def reopen(self, descriptor: int, path: Path) -> None:
-        """Take the present version of an object in place of one that was replaced."""
+        """Take the present version of an object in place of a replaced one."""
         self._versions.pop(path, None)
         number = self.open_for_reading(path)
         self.close(descriptor)

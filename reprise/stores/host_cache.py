@@ -1,7 +1,7 @@
-"""What the ranks of a host read of a store, read once: a folder that lasts as long as a load.
+"""What the ranks of a host read of a store, read once: a folder for the time of a load.
 
-Each object has a sparse file and a map with a byte for each cell of it. A rank locks the cells that it needs, fetches
-those that are missing, and marks them. A rank that dies lets go of its locks, and has marked what it has written.
+Each object has a sparse file and a map with a byte for each cell of it. A rank locks its cells, fetches the
+missing ones, and marks them. The death of a rank frees its locks; marked cells are written.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CachedObject:
         os.pwrite(self._map, b"\1" * len(cells), cells.start)
 
     def _missing(self, cells: range) -> Iterator[range]:
-        """Yield the ranges of cells that are not there."""
+        """Yield the ranges of missing cells."""
         marks = os.pread(self._map, len(cells), cells.start).ljust(len(cells), b"\0")
         for mark, group in itertools.groupby(cells, key=lambda cell: marks[cell - cells.start]):
             numbers = list(group)
@@ -121,7 +121,7 @@ class CachedObject:
 
 
 def _sweep(root: Path) -> None:
-    """Remove the folders of loads that were killed."""
+    """Remove the folders of killed loads."""
     for folder in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             users = os.open(folder / _USERS, os.O_RDWR | os.O_CLOEXEC)
