@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import json
+import logging
 import mmap
 import os
 import queue
@@ -19,6 +20,8 @@ from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 from reprise.stores.wire import CONNECTIONS, SLOT_BYTES, Message, receive, send
 
+_log = logging.getLogger(__name__)
+
 # obstore tries a request again for two minutes, and a body takes its time; a process that hangs is given up.
 _ANSWER_S = 300.0
 _END_S = 5.0
@@ -30,6 +33,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, memory: memoryview) -> None:
         self._socket, self.memory = connection, memory
         self._lines = connection.makefile("rb")
+        self.read_bytes = 0
         connection.settimeout(_ANSWER_S)
 
     def call(self, message: Message) -> Message | None:
@@ -96,8 +100,14 @@ class StoreReader:
                 request = {"call": "read", "key": key, "offset": offset + start, "size": part.nbytes, "etag": etag}
                 self._ask(connection, request)
                 part[:] = connection.memory[: part.nbytes]
+                connection.read_bytes += part.nbytes
             finally:
                 self._idle.put(connection)
+
+    @property
+    def read_bytes(self) -> int:
+        """Return how many bytes of objects were read."""
+        return sum(connection.read_bytes for connection in self._connections)
 
     def head(self, key: str) -> tuple[int, str | None, float]:
         """Return the size of an object in bytes, its version, and when it was written, in Unix time.
@@ -171,7 +181,9 @@ def close_readers() -> None:
     """End the processes that read stores; the next use starts new ones."""
     with _lock:
         while _readers:
-            _readers.popitem()[1].close()
+            reader = _readers.popitem()[1]
+            reader.close()
+            _log.info("read %d bytes of %s", reader.read_bytes, reader.root)
 
 
 def _forget_in_child() -> None:
