@@ -19,7 +19,7 @@ from reprise.errors import ConfigError, TrainerError
 from reprise.files import FILE_SYSTEM
 from reprise.folder import MANIFEST
 from reprise.reading import find_accessory, open_checkpoint
-from trainer.commands.arguments import amount, natural, positive
+from trainer.commands.arguments import amount, local_path, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
@@ -80,8 +80,8 @@ def _own_tokenizer(folder: Path) -> Path | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
     where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
-    parser.add_argument("--base", type=Path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
+    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT", help=where)
+    parser.add_argument("--base", type=local_path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
     parser.add_argument(
