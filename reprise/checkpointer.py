@@ -44,9 +44,9 @@ class SaveResults:
     """The results of the saves of one rank.
 
     Args:
-        reports: of background saves that have ended and were not returned yet.
+        reports: of background saves ended and not returned yet.
         blocked_s: for how long saving kept the main thread since `take_blocked_s`.
-        last_error: why the save that ended last became no checkpoint, or None if it did.
+        last_error: why the last save to end became no checkpoint, or None if it did.
         failed_saves: how many saves in a row have failed.
     """
 
@@ -56,7 +56,7 @@ class SaveResults:
     failed_saves: int = 0
 
     def add(self, report: SaveReport) -> None:
-        """Add the report of a save that has ended."""
+        """Add the report of an ended save."""
         if report.error is not None:
             report.error.__traceback__ = None  # its frames hold the save, and the error is kept
         self.last_error = report.error
@@ -71,7 +71,7 @@ class SaveResults:
 
 @dataclass(slots=True)
 class _Started:
-    """A save under way: the job of the worker that runs it, and its times on the main thread."""
+    """A save under way: its job on the worker, and its times on the main thread."""
 
     save_job: SaveJob
     job: Job
@@ -92,7 +92,7 @@ class Checkpointer:
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
         local_ranks: the ranks on this host, this one among them; where they are not known, columns are written by row.
-        hosts: the hosts, each with a folder of its own under the policy's path; None for one folder that all share.
+        hosts: the hosts, each with a folder of its own under the policy's path; None for a folder of all hosts.
         local: what their leaders keep between saves.
     """
 
@@ -126,7 +126,7 @@ class Checkpointer:
         self.results = SaveResults()
 
     def start(self) -> None:
-        """Take the lock, sweep what dead attempts left, and make sure that all ranks see one folder.
+        """Take the lock, sweep what dead attempts left, and make sure all ranks see the same folder.
 
         Raises:
             LockError: on every rank, if another job writes to the folder.
@@ -143,8 +143,9 @@ class Checkpointer:
         self._owned.require_shared()
 
     def take_folder(self) -> None:
-        """Take the lock and sweep, in place of `start`, on the one rank of a shared folder that does: it tells the
-        others. That they see the folder is left to each save, which looks for a mark of its own.
+        """Take the lock and sweep, in place of `start`, on a single rank of a shared folder.
+
+        This rank tells the others. Whether they see the folder is left to each save, by a mark of its own.
 
         Raises:
             LockError: if another job writes to the folder.
@@ -154,7 +155,7 @@ class Checkpointer:
         self._owned.take(marks=False)
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
+        """Take note of the checkpoint resumed from: a checkpoint of this run need not be saved again."""
         if self._owned is None:
             return
         checkpoint, self._saved.damaged = restored.checkpoint, restored.damaged
@@ -164,7 +165,7 @@ class Checkpointer:
             self._saved.loaded(checkpoint.iteration, checkpoint.has_optimizer, is_verified=is_verified)
 
     def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
-        """Take note that the folder has this iteration, which the run goes on from: it need not be saved again."""
+        """Take note of the iteration resumed from: the folder has it, and it need not be saved again."""
         if self._owned is not None:
             self._saved.loaded(iteration, has_optimizer, is_verified=False)
 
@@ -173,8 +174,8 @@ class Checkpointer:
         self._saved.outdated(iteration)
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
-        """Rename checkpoints that this run overtakes, newer than `iteration` or `given_up`, out of the way; then delete
-        those that retention gives up: on a full disk no save will make room for the next."""
+        """Rename checkpoints overtaken by this run, newer than `iteration` or `given_up`, out of the way; then delete
+        those given up by retention: on a full disk no save will make room for the next."""
         self.wait()
         self._saved.rewound(iteration)
         if self._owned is not None:
@@ -187,14 +188,14 @@ class Checkpointer:
         return self._owned is not None and (is_multiple or iteration in steps)
 
     def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
-        """Save `contents` as `iteration`, unless it is the newest that this process has saved or loaded, or `again`.
+        """Save `contents` as `iteration`, unless it is the newest saved or loaded by this process, or `again`.
 
-        An older one is saved again; the folder that is there is kept as superseded.
+        An older iteration is saved again; its present folder is kept as superseded.
 
         A background save returns while it is written, after waiting for the one before it: `contents.optimizers` are
-        held back at their next step until the memory that it changes is written or copied; by the policy
+        held back at their next step until the memory changed by the step is written or copied; by the policy
         `copies_at_call`, all memory is copied before this returns. A failed save is logged and reported, never raised:
-        training goes on and committed checkpoints are untouched. Only an error that is no TrainerError, a defect or a
+        training goes on and committed checkpoints are untouched. Only an error other than a TrainerError, a defect or a
         lack of memory, is raised, on its rank; the others report it.
 
         Returns:
@@ -233,14 +234,14 @@ class Checkpointer:
             return None if self._is_async else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
-        """Return the reports of background saves that have ended since the last call; does not wait."""
+        """Return the reports of background saves ended since the last call; does not wait."""
         if self._started is not None and self._started.is_over:
             self.wait()
         reports, self.results.reports = self.results.reports, []
         return reports
 
     def wait(self) -> None:
-        """Wait for the save that is under way, unless it was aborted, and take its outcome."""
+        """Wait for the save under way, unless it was aborted, and take its outcome."""
         if self._started is None:
             return
         started, self._started = self._started, None
@@ -293,7 +294,7 @@ class Checkpointer:
             self._owned.release()
 
     def close(self) -> None:
-        """Wait for the save that is under way, end the background thread and let go of the lock."""
+        """Wait for the save under way, end the background thread and let go of the lock."""
         self.wait()
         is_stuck = self._stuck is not None and not self._stuck.is_done
         self._worker.close(0.0 if is_stuck else self._policy.commit_timeout_s)
@@ -365,7 +366,7 @@ class Checkpointer:
         self._ended(SaveReport(attempt.iteration, attempt.folder.iteration(attempt.iteration), 0, 0.0, error=error))
 
     def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-        """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
+        """Abort an attempt in the place of the background thread, which hangs; return whether the abort is in time."""
         self._refuse_columns(attempt.name)
         return messages.abort(self._channel, attempt, error, shared)
 

@@ -1,4 +1,4 @@
-"""One attempt to save: where it goes, the hosts that take part, and its state on one rank, which two threads share."""
+"""An attempt to save: its place, its hosts, and its state on a rank, which two threads share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprise.storage.folder import CheckpointFolder
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a run by number. A shared folder is that of one host, which has all ranks.
+    """The hosts of a run by number. A shared folder counts as the folder of a single host with all ranks.
 
     The first rank of a host is its leader: it alone changes names in the host's folder.
     """
@@ -29,17 +29,17 @@ class Hosts:
 
     @staticmethod
     def shared(world_size: int) -> Hosts:
-        """Return the one host of a folder that all ranks, from 0 on, share."""
+        """Return the single host of a folder shared by all ranks, from 0 on."""
         return Hosts.of(range(world_size))
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Hosts:
-        """Return the one host of a folder that these ranks share; the first coordinates."""
+        """Return the single host of a folder shared by these ranks; the first rank coordinates."""
         return Hosts(("",), (tuple(ranks),))
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Return the leader of each host; the first is that of the rank that coordinates a save, rank 0."""
+        """Return the leader of each host; the first leads the host of the coordinator, rank 0."""
         return tuple(ranks[0] for ranks in self.ranks)
 
     def number_of(self, rank: int) -> int:
@@ -98,7 +98,7 @@ class Attempt:
 
     @property
     def mark(self) -> Path:
-        """Return the file that every rank must see before it reports, where there are several ranks."""
+        """Return the file to be seen by every rank before its report, where there are several ranks."""
         return self.folder.mark_of(self.iteration, self.name)
 
 
@@ -109,11 +109,11 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """The attempt that overwrites, in place, the files of a checkpoint that retention gives up.
+    """The attempt to overwrite, in place, the files of a checkpoint given up by retention.
 
     Args:
         first: the lowest iteration of the checkpoints whose files it may overwrite: those of this process. The files
-            of an earlier process may hold ranges that are other ranks' now, which nobody would overwrite or free.
+            of an earlier process may hold ranges of other ranks now, which nobody would overwrite or free.
     """
 
     name: str
@@ -139,20 +139,20 @@ class AttemptNames:
         return f"{self.nonce}-{self.count}"
 
     def committed(self, iteration: int) -> None:
-        """Take note of a checkpoint that one of the attempts has made."""
+        """Take note of a checkpoint made by an attempt."""
         self._first = iteration if self._first is None else min(iteration, self._first)
 
     def successor(self, iteration: int) -> Successor:
-        """Return the attempt after that of `iteration`, which is the last one so far."""
+        """Return the attempt after the attempt of `iteration`, which is the last so far."""
         return Successor(f"{self.nonce}-{self.count + 1}", iteration if self._first is None else self._first)
 
 
 class Copying(Protocol):
-    """What a commit carries for the copies of local checkpoints: messages that it does not read."""
+    """What a commit carries for the copies of local checkpoints: messages not read by the commit."""
 
     @property
     def pinned(self) -> Collection[int]:
-        """Return the iterations that must stay: without their copies, the loss of a disk would cost too much."""
+        """Return the iterations to keep: without their copies, the loss of a disk would cost too much."""
 
     def status(self, iteration: int) -> bytes:
         """Return what this leader tells rank 0 with its answer on the attempt to save `iteration`."""
@@ -161,7 +161,7 @@ class Copying(Protocol):
         """Return what rank 0 tells all leaders with its decision, given the status of each host."""
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
-        """Take note that this host has renamed, and of what rank 0 decided on the copies."""
+        """Take note of the rename on this host, and of rank 0's decision on the copies."""
 
 
 class SharedCommitState:

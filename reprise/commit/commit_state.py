@@ -189,7 +189,7 @@ class CommitState:
 
         Args:
             ranks: all ranks, the coordinator first.
-            leaders: the leader of each host that has a folder of its own; the coordinator alone where they share one.
+            leaders: the leader of each host with a folder of its own; the coordinator alone for a shared folder.
         """
         if rank != ranks[0]:
             return CommitState(rank, frozenset(), leads=rank in leaders)
@@ -201,10 +201,10 @@ def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     """Return the state after an event, and the next action.
 
     Invariant: RENAME comes once at most, only after every rank has reported its part as written, and never after a
-    decision to abort: a rank that aborts before that moment ends the attempt, one that aborts later changes nothing.
-    Where hosts have folders of their own, no folder is renamed before all are prepared, and rank 0's is the first: a
-    prepared folder of an attempt that another host has committed is as good as renamed. An event that does not belong
-    to the stage, repeated or late, changes nothing.
+    decision to abort: an abort of a rank before then ends the attempt, a later abort changes nothing. Where hosts
+    have folders of their own, no folder is renamed before all are prepared, and rank 0's is the first: a prepared
+    folder of an attempt committed by another host is as good as renamed. An event of another stage, repeated or late,
+    changes nothing.
     """
     if isinstance(event, Aborted):
         return _aborted(state, event.why)

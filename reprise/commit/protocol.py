@@ -1,4 +1,4 @@
-"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none."""
+"""The two-phase commit of a save: the ranks turn their files into one checkpoint, or into none."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class TwoPhaseCommit:
         }
 
     def run(self) -> None:
-        """Make the checkpoint, or learn that there is none.
+        """Make the checkpoint, or learn of the failed attempt.
 
         Raises:
-            ReplicaError: on rank 0, if ranks that hold the same tensor hold different bits of it.
+            ReplicaError: on rank 0, if ranks hold different bits of the same tensor.
             TrainerError: on every rank, if the attempt did not become a checkpoint.
-            BaseException: on the rank that failed so; the others get a CheckpointError that names it.
+            BaseException: on the failed rank; the others get a CheckpointError with the number of the failed rank.
         """
         action, call = Action.NOTHING, self._write
         while True:
@@ -165,7 +165,7 @@ class TwoPhaseCommit:
         return commit_state.ReportArrived(rank, report.problem)
 
     def _require_agreement(self) -> None:
-        """Refuse reports of ranks that do not save the same thing; two of them send their tables.
+        """Refuse reports of ranks with different contents to save; two of them send their tables.
 
         Raises:
             CheckpointError: naming the first differences and the ranks.
@@ -228,7 +228,7 @@ class TwoPhaseCommit:
         return commit_state.Broadcast()
 
     def _decision(self) -> DecisionMessage:
-        """Return the decision that rank 0 sends."""
+        """Return the decision of rank 0, to be sent."""
         state = self._shared.current
         if state.outcome is Outcome.COMMITTED:
             return DecisionMessage(iteration=self._attempt.iteration)

@@ -30,7 +30,7 @@ class MirroredCheckpoint:
 
     Args:
         digest: of its manifest.
-        lineage: of its run at the save; without branches for a program that records none.
+        lineage: of its run at the save; without branches for a program without recorded branches.
     """
 
     digest: str
@@ -43,10 +43,10 @@ class MirrorRecord:
 
     Args:
         url: of the run in the store.
-        committed: the checkpoints that are whole there, by name.
-        partial: names whose folder in the store has data of this run, but no manifest: an upload that is under way or
-            was given up, or a deletion that has begun.
-        superseded: the same of iterations that the run has given up.
+        committed: the complete checkpoints in the store, by name.
+        partial: names whose folder in the store has data of this run, but no manifest: an upload under way or
+            given up, or an unfinished deletion.
+        superseded: the same for iterations given up by the run.
     """
 
     url: str
@@ -73,12 +73,12 @@ class MirrorRecord:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRule:
-    """The checkpoints that a mirror takes: all saves of the weights alone, and the full ones of this rule.
+    """The checkpoints taken by a mirror: all saves of the weights alone, and the full ones of this rule.
 
     Args:
         url: of the run in the store.
         interval: take multiples of this iteration alone; 0 takes every one. The last of a run is always taken.
-        keep: number of newest full checkpoints that stay in the store; 0 keeps all.
+        keep: number of newest full checkpoints to keep in the store; 0 keeps all.
         prefix: what precedes the iterations of a folder in their names, for `unmirrored`.
     """
 
@@ -88,14 +88,14 @@ class MirrorRule:
     prefix: str = ""
 
     def due(self, names: Iterable[str], stored: Iterable[str], *, at_end: bool = False) -> list[str]:
-        """Return the names that the store must have, newest first, full checkpoints before the weights alone.
+        """Return the names required in the store, newest first, full checkpoints before the weights alone.
 
         The newest goes first: with it in the store, the loss of the shared folder costs the least.
 
         Args:
             names: of the checkpoints in the run's folder.
             stored: of those in the store, which count for `keep` too.
-            at_end: whether no later checkpoint follows, so that the newest is taken whatever its iteration.
+            at_end: whether no later checkpoint follows: the newest is then taken at any iteration.
         """
         groups: tuple[list[str], list[str]] = ([], [])
         for name in names:
@@ -111,7 +111,7 @@ class MirrorRule:
     def unmirrored(
         self, root: Path, committed: Iterable[int], candidates: Iterable[int], *, at_end: bool = False
     ) -> list[int]:
-        """Return the iterations among `candidates` that the store must have and, by its record, lacks.
+        """Return the iterations among `candidates` required in the store and, by its record, absent.
 
         Args:
             root: the folder of all these iterations.
@@ -130,7 +130,7 @@ class MirrorRule:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a name is that of a save of the weights alone."""
+    """Return whether a name belongs to a save of the weights alone."""
     return name.startswith(f"{WEIGHTS}/")
 
 

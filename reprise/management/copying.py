@@ -30,13 +30,13 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
-    """A checkpoint that was copied.
+    """A copied checkpoint.
 
     Args:
         source: its folder or URL.
         target: the folder or URL of the copy.
         total_bytes: the size of its files.
-        copied_bytes: the bytes that this call has copied: the others were there already.
+        copied_bytes: the bytes copied by this call: the others were there already.
     """
 
     source: str
@@ -48,15 +48,15 @@ class CopiedCheckpoint:
 def copy(
     source: str | Path, target: str | Path, *, progress: ProgressCallback = ignore_progress
 ) -> tuple[CopiedCheckpoint, ...]:
-    """Copy one checkpoint, or all of a run, and verify every byte. A copy that was cut off goes on where it was.
+    """Copy one checkpoint, or all of a run, and verify every byte. An interrupted copy goes on where it was.
 
-    A process that calls this with a URL must not fork afterwards.
+    A process must not fork after a call with a URL.
 
     Args:
         source: folder or URL of a checkpoint, or of a run.
         target: folder or URL into which the checkpoints go under their names; of the copy itself if its last part is
             the name of an iteration.
-        progress: is called with the name of a checkpoint, the bytes that have been copied, and all bytes to copy.
+        progress: is called with the name of a checkpoint, the bytes copied so far, and all bytes to copy.
 
     Raises:
         ConfigError: for a malformed URL, or without the package for stores.
@@ -139,7 +139,7 @@ class _Copy:
             verify_share(copied, read_places(copied), rank=0, world_size=1)
 
     def _download(self) -> None:
-        """Write into a hidden folder beside the target, verify that, and give it its name."""
+        """Write into a hidden folder beside the target, verify the folder, and give it its name."""
         partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
         files = FILE_SYSTEM
         partial.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """Shared memory in which the ranks of one host assemble their columns into whole rows, one stripe after the other.
 
-A stripe is an extent of a tensor. A rank that holds columns of the tensor has a short run of bytes in every row of it;
-the ranks assemble these runs and write each full stripe in one call.
+A stripe is an extent of a tensor. A rank with columns of the tensor has a short run of bytes in every row of the
+tensor. The ranks assemble these runs and write each full stripe in one call.
 
 Ranks exchange their pieces once, before writing; after that no rank waits for another. Each rank copies its columns
 into the stripes and, when its own chunks are written, writes full stripes until none is left. Every stripe is written:
-the rank that fills a stripe looks for full ones afterwards. If a rank fails, its stripes stay unfilled and its report
-fails the save.
+a rank looks for full stripes after filling a stripe. If a rank fails, its stripes stay unfilled and its report fails
+the save.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Stripes = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
 
 
 def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
-    """Return the stripes that these pieces fill completely. The result depends on the set of pieces only.
+    """Return the stripes completely filled by these pieces. The result depends on the set of pieces only.
 
     Args:
         pieces: the strided pieces of all ranks of the host, in any order.
@@ -95,7 +95,7 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
 
 
 def shared_bytes(stripes: Stripes) -> int:
-    """Return the size in bytes of the memory that holds all stripes."""
+    """Return the size in bytes of the memory for all stripes."""
     return max(
         (stripe.place + stripe.size for stripes_of_tensor in stripes.values() for stripe in stripes_of_tensor),
         default=STRIPES_AT,
@@ -119,7 +119,7 @@ def cut_by_stripes(
 
 
 def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of each stripe of the file that a piece overlaps, with the bytes of the piece in it."""
+    """Yield the number of each stripe of the file with bytes of a piece, and the count of these bytes."""
     first = (at + packed.start) // STRIPE_BYTES
     last = (at + packed.start + packed.extent - 1) // STRIPE_BYTES
     for number in range(first, last + 1):
@@ -145,7 +145,7 @@ class SharedMemory:
 
     @staticmethod
     def make() -> SharedMemory:
-        """Create a block that holds only its name and the counters.
+        """Create a block with only its name and the counters.
 
         Raises:
             OSError: if the system refuses the memory.
@@ -232,11 +232,11 @@ class SharedMemory:
 
 
 class Sharing:
-    """The stripes that one save assembles with the other ranks of the host. Thread-safe.
+    """The stripes of one save, assembled with the other ranks of the host. Thread-safe.
 
     Args:
         turn: where this rank starts to look for full stripes, as a fraction of all stripes. Ranks start at different
-            places, so that they do not compete for the same stripe.
+            places and so do not compete for the same stripe.
     """
 
     def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
@@ -262,11 +262,11 @@ class Sharing:
 
 
 class LocalRanks:
-    """The ranks of one host and the memory that they share.
+    """The ranks of one host and their shared memory.
 
-    For each save the first rank of the host decides whether columns are assembled. Every other rank sends it a report:
-    its pieces, or that it does not take part. The first rank answers with the pieces of all ranks and the address of
-    the memory. A rank that cannot write the save reports that too, so that no rank waits for it.
+    For each save the first rank of the host decides whether columns are assembled. Every other rank sends a
+    report to the first: its pieces, or a refusal to take part. The first rank answers with the pieces of all ranks and
+    the address of the memory. A rank unable to write the save reports this too: no rank is to wait for it.
 
     Args:
         channel: the store channel of the worker thread.
@@ -283,10 +283,10 @@ class LocalRanks:
         self._answered = ""  # the last attempt on which this rank has sent its message
 
     def meet(self, channel: StoreChannel, name: str) -> None:
-        """Make sure that they are on one host, by an exchange of their hosts. Main thread, all ranks.
+        """Make sure the ranks are on one host, by an exchange of their hosts. Main thread, all ranks.
 
         Args:
-            name: a key prefix that is new on this channel.
+            name: a key prefix, new on this channel.
 
         Raises:
             LaunchError: if a rank does not answer.
@@ -332,7 +332,7 @@ class LocalRanks:
         return self._share(self._open(plan["address"]), plan["pieces"], attempt.layout)
 
     def refuse(self, channel: StoreChannel, attempt: str) -> None:
-        """Let the ranks of the host know that this one writes nothing of an attempt: none is to wait. Main thread."""
+        """Tell the ranks of the host: this rank writes nothing of an attempt, and none is to wait. Main thread."""
         if len(self._ranks) > 1:
             try:
                 self._send(channel, attempt, json.dumps(None).encode())
@@ -342,7 +342,7 @@ class LocalRanks:
                 _log.error("the refusal of %s could not be sent: %s", attempt, lost)
 
     def drop(self) -> None:
-        """Drop the memory, so that the next save uses a new block: a failed rank may still write to this one."""
+        """Drop the memory. The next save uses a new block: a failed rank may still write to the old block."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -415,7 +415,7 @@ class LocalRanks:
 
 
 def _host() -> str:
-    """Return an identity that two processes share exactly if each sees the other in `/proc` and has the same user."""
+    """Return an identity, equal for two processes exactly if they have the same user and see each other in `/proc`."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"

@@ -1,6 +1,6 @@
 """The checkpoint folder while a run owns it: its leader holds its lock, and every rank of the host sees the same one.
 
-A shared folder is that of one host with all ranks, led by rank 0.
+A shared folder counts as the folder of a single host with all ranks, led by rank 0.
 """
 
 from __future__ import annotations

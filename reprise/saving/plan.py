@@ -1,8 +1,8 @@
 """Plans the saves of a rank: which bytes it writes, and in which chunks. Made again only if a tensor moves.
 
-Every byte of every tensor has exactly one writer. Ranks that hold the same box are replicas of each other. They lay
-their common boxes end to end and each takes an equal share of that line, so the load is level to a page however many
-replicas there are, and each rank writes long runs.
+Every byte of every tensor has exactly one writer. Ranks with the same box are replicas of each other. They lay
+their common boxes end to end, and each rank takes an equal share of the line. So the load is level to a page for any
+number of replicas, and each rank writes long runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parts that are read and written together, `size` contiguous bytes of one file.
+    """Parts read and written together, `size` contiguous bytes of one file.
 
     Args:
         offset: the offset in the file.
@@ -136,7 +136,7 @@ def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
 
 
 def _room(start: int, end: int) -> int:
-    """Return the bytes that still fit into a chunk from `start` to `end` before it ends on a page boundary."""
+    """Return the bytes still fitting into a chunk from `start` to `end` before it ends on a page boundary."""
     return (start + CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES - end
 
 
@@ -146,7 +146,7 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A box that a rank holds: `offset` is the tensor's place in its file, `replicas` all ranks that hold this box."""
+    """A box of a rank: `offset` is the tensor's place in its file, `replicas` all ranks with this box."""
 
     name: str
     image: Image
@@ -156,14 +156,14 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known of a save before it begins, and is the same for the next one of the same tensors.
+    """The parts of a save known before it begins, the same for the next save of the same tensors.
 
     Args:
-        chunks: by file, in extents that may be written at once. The files come in an order that is rotated by rank,
-            so that ranks do not queue for one.
+        chunks: by file, in extents for concurrent writing. The order of the files is rotated by rank: ranks do not
+            queue for a file.
         columns: the pieces whose rows lie apart in their file.
-        shared: the pieces, of any rank, of the boxes that several ranks hold, this one among them.
-        watched: the memory of those of them that this rank writes nothing of.
+        shared: the pieces, of any rank, of the boxes held by several ranks, this rank among them.
+        watched: the memory of the shared boxes of which this rank writes nothing.
         is_overtaken: whether the program changes the tensors while the save is under way.
     """
 
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the memory that takes a copy of every chunk."""
+        """Return the size in bytes of memory for a copy of every chunk."""
         return sum(chunk.size + PAGE_BYTES for chunk in self.order)
 
 
@@ -203,8 +203,8 @@ def make_plan(
     Args:
         is_overtaken: whether the program changes the tensors while the save is under way; else all memory stays as it
             is until the save is over.
-        copies_at_call: whether no memory changes before the snapshot is released; else only the memory that steps of
-            `contents.optimizers` change is steady until then.
+        copies_at_call: whether no memory changes before the snapshot is released; else only the memory changed by steps
+            of `contents.optimizers` is steady until then.
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
@@ -246,7 +246,7 @@ def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[
 
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
-    """Return the pieces that `rank` writes."""
+    """Return the pieces to be written by `rank`."""
     return pieces_of(_holdings(live, layout), rank)
 
 
@@ -260,7 +260,7 @@ def _holdings(live: Sequence[LiveTensor], layout: Layout) -> list[Holding]:
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
-    """Return the pieces that `rank` writes, in the order of `holdings`.
+    """Return the pieces to be written by `rank`, in the order of `holdings`.
 
     Pure, and equal on all replicas: each sees the same common boxes in the same order, whatever else it holds.
     """
@@ -291,7 +291,7 @@ def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str
 
 
 def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:
-    """Return the holdings that are not empty, by the ranks that share them."""
+    """Return the holdings with elements, by the ranks sharing them."""
     groups: dict[tuple[int, ...], list[Holding]] = defaultdict(list)
     for holding in holdings:
         if holding.image.total_bytes:

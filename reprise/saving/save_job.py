@@ -42,15 +42,14 @@ class SaveJob:
     """A save of one rank: `run` is called once, on the worker thread of every rank.
 
     Args:
-        replicas: digests of the tensors that other ranks hold too; None where no rank does, or they are not compared.
+        replicas: digests of the tensors held by other ranks too; None without such tensors or without a comparison.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
-        local_ranks: the ranks of this host, for columns that become whole rows in memory that they share; None for one
-            rank.
-        may_share: whether this rank has the memory for that.
+        local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory; None for one rank.
+        may_share: whether this rank has the memory to assemble columns.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
-        successor: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
-            memory of a tmpfs costs more than the copy into it. None makes all files anew.
+        successor: the next attempt, which writes into the files of a checkpoint given up by retention: new memory of a
+            tmpfs costs more than the copy into it. None makes all files anew.
         earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
             is past these attempts or has aborted them.
@@ -102,7 +101,7 @@ class SaveJob:
         return sum(piece.hi - piece.lo for piece in self.plan.pieces)
 
     def run(self) -> None:
-        """Make the checkpoint, or learn that there is none.
+        """Make the checkpoint, or learn of the failed attempt.
 
         Raises:
             TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
@@ -135,7 +134,7 @@ class SaveJob:
                         self._remove(path)
 
     def write(self) -> Written:
-        """Write this rank's part, and make sure that it lies in the folder of its host's leader."""
+        """Write this rank's part, and make sure it lies in the folder of its host's leader."""
         attempt, partial = self.attempt, self.attempt.partial
         with contextlib.ExitStack() as checks:
             if not self._leads:
@@ -225,7 +224,7 @@ class SaveJob:
         finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
-        """Rename this host's folder to the checkpoint that it becomes."""
+        """Rename this host's folder to the name of the checkpoint."""
         self._is_durable = finish.rename(self.attempt)
 
     @property
@@ -235,7 +234,7 @@ class SaveJob:
 
     @property
     def _is_marked(self) -> bool:
-        """Return whether other ranks write to this host's folder, so that they look for its mark."""
+        """Return whether other ranks write to this host's folder, and so look for its mark."""
         return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
 
     def _remove_earlier(self, *, with_messages: bool) -> None:
@@ -259,7 +258,7 @@ class SaveJob:
                 _log.error("messages of earlier saves stay in the store: %s", error)
 
     def _remove_discarded(self) -> None:
-        """Remove what this attempt has not taken over, and what was meant for one that was not made."""
+        """Remove the files not taken over by this attempt, and those meant for an attempt never made."""
         if self._leads and self.successor is not None:
             for path in self.attempt.folder.discarded(self.successor.name.rpartition("-")[0]):
                 self._remove(path)
@@ -285,7 +284,7 @@ def _make_folder(attempt: Attempt, partial: Path, *, is_marked: bool) -> None:
 
 
 def _remove_mark(attempt: Attempt) -> None:
-    """Remove the mark, which all ranks have seen; the sync before the rename makes that durable."""
+    """Remove the mark, which all ranks have seen. The sync before the rename makes the removal durable."""
     try:
         attempt.folder.files.remove_file(attempt.mark)
     except OSError as error:
@@ -298,7 +297,7 @@ def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
 
 
 def stalled(attempt: Attempt) -> CheckpointError:
-    """Return the error of a save that was aborted while live memory had to stay as it is."""
+    """Return the error of a save aborted while live memory had to stay unchanged."""
     return CheckpointError(
         "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
         where=attempt.folder.iteration(attempt.iteration),
@@ -318,7 +317,7 @@ def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointErro
 
 
 def in_doubt_error(attempt: Attempt) -> CheckpointError:
-    """Return the error of a save that no rank waits for any longer, and that may have become a checkpoint."""
+    """Return the error of a save in doubt: no rank waits any longer, and it may have become a checkpoint."""
     return CheckpointError(
         "A save did not end in time, and may still be committed",
         where=attempt.folder.iteration(attempt.iteration),

@@ -1,4 +1,4 @@
-"""A snapshot of the bytes of a save, valid while training continues, and the plan and memory that outlast it."""
+"""A snapshot of the bytes of a save, valid while training continues, and the plan and memory kept longer."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class Snapshot:
     """Supplies the bytes of chunks, from live memory until `release` and from copies after it.
 
     Parameters and optimizer state change only inside `optimizer.step()`, so chunks written before it need no copy.
-    `release` copies the rest. Tensors that may change earlier are copied when the snapshot is made. The main thread
+    `release` copies the rest. Tensors free to change earlier are copied when the snapshot is made. The main thread
     makes and releases the snapshot. Writer threads read it, each chunk once.
 
     Where a program may change any tensor at any time, `release` is called as soon as the writers have begun, and it
     waits for no write: a writer copies what it takes (`reads_in_place`). An arena whose pages are there takes all
-    of it before the writers begin (`copies_first`). Into a new one the main thread copies beside them, as a page that
-    faults can take longer than the disk takes to write it.
+    of it before the writers begin (`copies_first`). Into a new arena the main thread copies beside the writers: a page
+    fault can take longer than the write of the page to disk.
 
     Args:
-        memory: the memory of each tensor; memory that is not private does not change until `release`.
-        chunks: the chunks to write, in roughly that order.
+        memory: the memory of each tensor; only private memory may change before `release`.
+        chunks: the chunks to write, in roughly the order of writing.
         arena: holds the copies; cleared here, so no other snapshot may use it.
-        stall_timeout_s: longest time in seconds that `release` waits without a chunk being written.
-        copies_first: whether to copy to the arena all that it holds, before any chunk is written.
+        stall_timeout_s: longest wait of `release` in seconds without a chunk being written.
+        copies_first: whether to copy to the arena as much as fits, before any chunk is written.
         reads_in_place: whether chunks are written from live memory where they can be.
     """
 
@@ -119,11 +119,11 @@ class Snapshot:
         return memoryview(copy)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Mark a chunk as written, or as one that will not be written, so that its live memory may change."""
+        """Mark a chunk as written or as never to be written: its live memory may change."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
-        """Copy all chunks not written yet, so that live memory may change. Main thread; a second call returns at once.
+        """Copy all chunks not written yet: live memory may change then. Main thread; a second call returns at once.
 
         It copies from the last chunk backwards while the writers proceed from the first. When the arena is full, it
         waits until the rest is written. If no chunk is written for `stall_timeout_s`, it aborts the snapshot.
@@ -140,13 +140,13 @@ class Snapshot:
         self.blocked_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """End all reads, so that no optimizer step waits for them."""
+        """End all reads: no optimizer step waits for them any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Let live memory change at once. A save that still reads it must not be committed."""
+        """Let live memory change at once. A save still reading live memory must not be committed."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
@@ -221,7 +221,7 @@ class Snapshot:
                     self._is_aborted = True
 
     def _order_device(self) -> None:
-        """Make the current stream wait for the copies, so that the host does not have to."""
+        """Make the current stream, and not the host, wait for the copies."""
         events = [event for _, event in self._staged.values() if event is not None]
         for event in events[-1:]:
             event.wait()
@@ -299,7 +299,7 @@ class Staging:
         """Take the state as it is now. No other save may use the arena.
 
         Args:
-            with_replicas: whether to digest the tensors that other ranks hold too.
+            with_replicas: whether to digest the tensors held by other ranks too.
         """
         self._settle(plan)
         memory = plan.sources.begin()
@@ -317,17 +317,17 @@ class Staging:
         return snapshot, ReplicaDigests(plan.shared, plan.pieces, {**memory, **watched.steady}, watched.changing())
 
     def touch(self) -> None:
-        """Have the pages of a new arena there, after the save that was just submitted.
+        """Have the pages of a new arena there, after the save just submitted.
 
-        The disk has most of that save by the time a step needs copies. Before it, the first save of 124M parameters
-        began when the pages were there, and was durable after 4.2 to 5.5 s instead of 1.2 s.
+        The disk has most of the save by the time a step needs copies. In the other order, the first save of 124M
+        parameters began when the pages were there, and was durable after 4.2 to 5.5 s instead of 1.2 s.
         """
         if not self._is_touched:
             self._is_touched = True
             self._worker.submit(self.arena.touch)
 
     def may_share(self, plan: Plan) -> bool:
-        """Return whether there may be a second copy of the columns, beside that of the arena."""
+        """Return whether there may be a second copy of the columns, beside the copy in the arena."""
         limit = self._policy.staging_bytes
         return limit is None or sum(piece.hi - piece.lo for piece in plan.columns) + self.arena.total_bytes <= limit
 
@@ -337,7 +337,7 @@ class Staging:
         self._plan = None
 
     def _settle(self, plan: Plan) -> None:
-        """Have an arena that suits a plan; a save that no step can overtake needs none."""
+        """Have an arena to suit a plan; a plan not overtaken by steps needs none."""
         if self._is_settled:
             return
         self._is_settled = True

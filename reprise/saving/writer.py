@@ -36,7 +36,7 @@ _THREAD = "checkpoint-writer"
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes one rank's chunks into a folder that is not committed yet.
+    """Writes one rank's chunks into a folder not committed yet.
 
     Args:
         threads: number of extents written concurrently.
@@ -44,7 +44,7 @@ class Writer:
         leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
         is_sparse: whether the files keep holes where other hosts write.
         sharing: assembles columns into whole rows; None writes them row by row.
-        old: a folder that nobody needs, whose files of equal names and sizes are overwritten in place; None for none.
+        old: a discarded folder, whose files of equal names and sizes are overwritten in place; None for none.
     """
 
     folder: Path
@@ -67,11 +67,11 @@ class Writer:
     ) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
-        All writes precede the first sync, so that an optimizer step that waits for a chunk never waits for a sync.
+        All writes precede the first sync: an optimizer step waits for a chunk, and never for a sync.
 
         Args:
             chunks: the extents of each file, in the order of writing.
-            beside: calls that run beside the writes, each on a thread of its own.
+            beside: calls to run beside the writes, each on a thread of its own.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -147,7 +147,7 @@ class Writer:
             raise self._failure(target.path, error) from error
 
     def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
-        """Stop if the save has failed: a late write would recreate the folder that is being removed."""
+        """Stop if the save has failed: a late write would recreate the folder during its removal."""
         snapshot.check()
         if has_failed.is_set():
             raise Stopped
@@ -207,13 +207,13 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
 
 
 class _Target:
-    """A file that several threads write in extents; open while any of them is inside its `with`.
+    """A file written in extents by several threads; open while any of them is inside its `with`.
 
     Whole pages bypass the page cache (O_DIRECT) where file system and memory alignment allow it. Partial pages go
     through the cache, because the rest of the page may belong to another rank.
 
     Args:
-        stays_open: keep the file open until `close`, so that `sync` reports every write-back error of the page cache.
+        stays_open: keep the file open until `close`, for `sync` to report every write-back error of the page cache.
             False where a save has more files than a process may keep open.
     """
 
@@ -290,7 +290,7 @@ class _Target:
         """Write `data` at `offset`.
 
         Args:
-            is_direct: write whole pages around the page cache, unless the file system refuses that.
+            is_direct: write whole pages around the page cache, unless the file system refuses direct writes.
         """
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset

@@ -26,7 +26,7 @@ _SYNC_THREADS = 3
 
 
 class Files(FileCalls):
-    """The file system, one method per kind of call, so that a test can count, fail or kill at each."""
+    """The file system, one method per kind of call. A test can count, fail or kill at each."""
 
     # How many threads fill tensors from these files; None for one on each core, up to a few.
     reading_threads: int | None = None
@@ -42,7 +42,7 @@ class Files(FileCalls):
     def open_direct(self, path: Path) -> int | None:
         """Open an existing shared file for direct I/O, bypassing the page cache; None if its file system has none.
 
-        Offsets, sizes and addresses must then be block aligned; some file systems report that only at the first write.
+        Offsets, sizes and addresses must then be block aligned; some file systems report this only at the first write.
         """
         try:
             return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -52,7 +52,7 @@ class Files(FileCalls):
             return None
 
     def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
-        """Make calls of `sync` and `sync_folder` that have no order among themselves, and raise the first error."""
+        """Make unordered calls of `sync` and `sync_folder`, and raise the first error."""
         run_together(syncs, name="checkpoint-sync", threads=_SYNC_THREADS)
 
     def open_for_reading(self, path: Path) -> int:
@@ -80,15 +80,15 @@ class Files(FileCalls):
             self.extend(descriptor, total_bytes)
 
     def extend(self, descriptor: int, total_bytes: int) -> None:
-        """Give a file its final size without blocks; ranges that nobody writes stay holes."""
+        """Give a file its final size without blocks; ranges never written stay holes."""
         if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
     def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
-        """Make `path` a second name of `old`, a file that nobody needs, so that its blocks are overwritten in place.
+        """Make `path` a second name of `old`, an unneeded file, to overwrite its blocks in place.
 
         Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps one), or if the file
-        system cannot do that.
+        system refuses the link.
         """
         with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
             status = os.lstat(old)
@@ -133,7 +133,7 @@ class Files(FileCalls):
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int | None:
-        """Return the bytes that an unprivileged user may still write to the file system of `path`.
+        """Return the bytes an unprivileged user may still write to the file system of `path`.
 
         None if the file system does not report it: some network and FUSE file systems report a size of 0 blocks.
         """
@@ -192,11 +192,11 @@ def cannot_write(
     files: Files = FILE_SYSTEM,
     another: str = "another folder",
 ) -> CheckpointError:
-    """Return the error of a folder or file, `what`, that cannot be written or created.
+    """Return the error of a failure to write or create a folder or file, `what`.
 
     Args:
-        path: where the error does not name one.
-        detail: by default the space that is left, if the file system is full.
+        path: where the error names no path.
+        detail: by default the free space, if the file system is full.
         another: what to give in order to write elsewhere.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
@@ -213,7 +213,7 @@ def cannot_write(
 
 
 def keep_block(descriptor: int) -> None:
-    """Reserve the first block of an empty file, so that a later small write succeeds on a full disk.
+    """Reserve the first block of an empty file: a later small write succeeds even on a full disk.
 
     The file stays empty. File systems without fallocate are left alone.
     """

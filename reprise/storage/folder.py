@@ -151,17 +151,17 @@ class CheckpointFolder:
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
 
         Args:
-            replaces: whether a checkpoint of that name is deleted, in place of being kept as superseded; one that is
-                held is kept.
+            replaces: whether a checkpoint of the final name is deleted, in place of being kept as superseded; a held
+                checkpoint is kept.
 
         Returns:
             Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
                 but a power failure may undo it.
 
         Raises:
-            OSError: if the rename failed, or was undone because it could not be made durable; a checkpoint of that name
-                is unchanged.
-            CheckpointError: if a link or a file has that name.
+            OSError: if the rename failed, or was undone because it could not be made durable; a checkpoint of the final
+                name is unchanged.
+            CheckpointError: if a link or a file has the final name.
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
@@ -223,7 +223,7 @@ class CheckpointFolder:
         """Rename a folder before its deletion, unless a hold protects it; return whether the folder was renamed.
 
         A hold taken before the rename is seen after it at the latest, and the folder gets its name back. Its
-        reader misses the folder for that moment only.
+        reader misses the folder only for a moment.
         """
         if is_held(source):
             return False
@@ -291,14 +291,14 @@ class CheckpointFolder:
         return True
 
     def _keep_replaced(self, aside: Path, target: Path) -> None:
-        """Give a replaced checkpoint its own name; if that fails, `_settle` does it at the next start."""
+        """Give a replaced checkpoint its own name; after a failure, `_settle` does it at the next start."""
         try:
             self.files.rename(aside, self._free_name(target))
         except OSError as error:
             _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
 
     def _delete_replaced(self, iteration: int, attempt: str, aside: Path) -> None:
-        """Delete a replaced checkpoint; if that fails, the next start sweeps it or gives it a name of its own."""
+        """Delete a replaced checkpoint; after a failure, the next start sweeps it or gives it a name of its own."""
         leaving = self._leaving(iteration, attempt)
         try:
             self.files.rename(aside, leaving)
@@ -332,7 +332,7 @@ class CheckpointFolder:
         return True
 
     def _report_lost(self, newest: int) -> None:
-        """Log that the tracker names a newer checkpoint than exists; a superseded one was renamed on purpose."""
+        """Log a tracker ahead of the newest checkpoint; a superseded checkpoint was renamed on purpose."""
         tracked = self.tracker()
         if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
             return

@@ -1,15 +1,15 @@
-"""Holds: files in the folder of a checkpoint that protect the checkpoint from deletion.
+"""Holds: files in the folder of a checkpoint, to protect the checkpoint from deletion.
 
-A file `hold` is a user's, and stays until the user removes the file. A file `hold.PID`, or `hold.PID.NONCE`, is that of
-a process, and expires:
+A file `hold` is a user's, and stays until the user removes the file. A file `hold.PID`, or `hold.PID.NONCE`,
+belongs to a process, and expires:
 
 - For a process of this machine and its namespace of process ids, the kernel decides: the hold lasts as long as the
-  process of that id and start time.
-- For any other process, and for a file without a readable record, the heartbeat decides: a hold that was not touched
-  for `EXPIRY_S` has expired. A time in the future has not.
+  process with its id and start time.
+- For any other process, and for a file without a readable record, the heartbeat decides: a hold not touched for
+  `EXPIRY_S` has expired. A hold with a time in the future has not.
 
-Deletion looks for holds twice, before and after the rename that takes the checkpoint out of sight. A process that takes
-a hold looks for the folder afterwards. So either the process misses the folder, or the deletion sees the hold.
+Deletion looks for holds twice, before and after the rename of the checkpoint out of sight. A process looks for the
+folder after taking a hold. So either the process misses the folder, or the deletion sees the hold.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HoldingProcess:
 
 
 def is_held(folder: Path, *, clock: Callable[[], float] = time.time) -> bool:
-    """Return whether a hold that has not expired lies in a folder; True for a folder that cannot be read now."""
+    """Return whether an unexpired hold lies in a folder; True for a folder unreadable now."""
     try:
         return any(name == HOLD or _lasts(folder / name, clock) for name in [path.name for path in folder.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +142,7 @@ class Hold:
             self._descriptor = -1
 
     def _create(self) -> None:
-        """Write the record, for other hosts to read, beside no hold that has expired."""
+        """Write the record, for other hosts to read, and leave no expired hold beside it."""
         for name in os.listdir(self._descriptor):
             if _OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, time.time):
                 with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _holder(path: Path) -> HoldingProcess | None:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the boot; None for a process that does not run."""
+    """Return the start of a process in clock ticks since the boot; None for a process not running."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (OSError, ValueError):

@@ -28,7 +28,7 @@ class CheckpointFiles:
 
     @staticmethod
     def parse(manifest: bytes, *, where: object) -> CheckpointFiles:
-        """Return the content that a manifest describes.
+        """Return the content described by a manifest.
 
         Raises:
             MismatchError: if it has another format version.

@@ -157,7 +157,7 @@ class StoreClient:
         return result["e_tag"]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is gone already is fine."""
+        """Delete objects; an absent object is fine."""
         for key in keys:
             try:
                 obstore.delete(self._store(), key)

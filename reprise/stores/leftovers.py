@@ -1,4 +1,4 @@
-"""Aborts multipart uploads that a dead process has begun: S3 keeps and bills their parts until then.
+"""Aborts multipart uploads begun by a dead process: S3 keeps and bills their parts until then.
 
 obstore has no such call, so boto3 makes it where it is installed. Other stores drop the parts by themselves: Azure
 after seven days, Google's by a rule of the bucket.
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 def abort_uploads(folder: StoreUrl, names: Collection[str]) -> int:
     """Abort the unfinished uploads of these files of a folder; return how many there were, 0 for other stores than S3.
 
-    No other process may upload them meanwhile. A store that refuses is logged.
+    No other process may upload them meanwhile. A refusal of the store is logged.
     """
     if not folder.root.startswith("s3://") or importlib.util.find_spec("boto3") is None:
         return 0

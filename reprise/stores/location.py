@@ -1,4 +1,4 @@
-"""The path that a user names: in a file system or, as a URL, in a store. Loads what stores need only for a URL."""
+"""The path named by a user: in a file system or, as a URL, in a store. Loads what stores need only for a URL."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from reprise.stores.url import is_store_url
 
 
 def location(text: str | Path) -> Path:
-    """Return the path that a text names: one of this host, or the URL of a store.
+    """Return the path in a text: a path of this host, or the URL of a store.
 
     Raises:
-        ConfigError: for a URL of a store that is malformed.
+        ConfigError: for a malformed URL of a store.
     """
     if isinstance(text, Path):
         return text
@@ -29,7 +29,7 @@ def is_stored(path: Path) -> bool:
 
 
 def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:
-    """Return the calls that read a path: `files`, by default those of the file system, outside a store.
+    """Return the calls to read a path: `files`, by default those of the file system, outside a store.
 
     Args:
         load: the name of a load of several ranks, for `StoreFiles`.

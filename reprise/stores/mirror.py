@@ -1,4 +1,4 @@
-"""The mirror of a run: a process that uploads what the run's checkpoint folder commits.
+"""The mirror of a run: a process to upload the committed checkpoints of the run's folder.
 
 A training process starts it as `python -m reprise.stores.mirror --attached` and talks to it by its standard input:
 `saved` wakes it, `finish` lets it end once the store has all; the end of the input, or of its parent, ends it at once.
@@ -44,11 +44,11 @@ class MirrorOptions:
     Args:
         run: folder of the run, or of its checkpoints.
         url: of the run in the store.
-        keep: number of newest full checkpoints that stay in the store; 0 keeps all.
+        keep: number of newest full checkpoints to keep in the store; 0 keeps all.
         interval: take full checkpoints at multiples of this iteration alone, and the last; 0 takes all.
         once: end once the store has what the folder has now.
         host: the number of this host among `hosts`, which upload together.
-        stall_s: seconds after which host 0 uploads in the place of a host that uploads nothing.
+        stall_s: seconds after which host 0 uploads in the place of a host without uploads.
         attached: follow the orders of a training process, and end with it.
     """
 

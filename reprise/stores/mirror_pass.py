@@ -44,7 +44,7 @@ SLOWEST_BYTES_PER_S = 8 << 20
 
 @dataclass(slots=True)
 class _Waiting:
-    """The files of a checkpoint that host 0 waits for, and since when no other is missing."""
+    """The files of a checkpoint awaited by host 0, and since when no other is missing."""
 
     name: str
     missing: list[str]
@@ -117,7 +117,7 @@ class MirrorPass:
         return table
 
     def _files(self, name: str, path: Path) -> CheckpointFiles | None:
-        """Return the files of a checkpoint; None if it is gone, or none that can be uploaded."""
+        """Return the files of a checkpoint; None if it is gone, or unfit for an upload."""
         try:
             status = (path / MANIFEST).stat()
             version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -155,7 +155,7 @@ class MirrorPass:
             self._give_up(name, files.digest, error)
 
     def _help(self, name: str, upload: Upload) -> None:
-        """Upload the share of a host other than the first, once that has begun."""
+        """Upload the share of a host other than the first, once the first has begun."""
         if upload.has_begun():
             upload.send()
             self._ended.add((name, upload.files.digest))
@@ -196,7 +196,7 @@ class MirrorPass:
         self._ended.add((name, digest))
 
     def _lead(self, local: Mapping[str, Path]) -> None:
-        """Compare record and store once, and take back the commits of iterations that the run has given up."""
+        """Compare record and store once, and take back the commits of iterations given up by the run."""
         lineage = self._newest_lineage(local)
         if lineage is None:  # nothing is saved yet, so nothing tells the run's own checkpoints in the store
             return
@@ -220,7 +220,7 @@ class MirrorPass:
         return None
 
     def _surveyed(self, lineage: Lineage) -> MirrorRecord:
-        """Return the record of the checkpoints that the store really has.
+        """Return the record of the checkpoints really in the store.
 
         Raises:
             CheckpointError: if it has checkpoints of another run.
@@ -248,7 +248,7 @@ class MirrorPass:
         return replace(record, committed=committed, partial=partial, superseded=superseded)
 
     def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:
-        """Return whether the run has given up a checkpoint that its folder lacks; retention may have deleted it."""
+        """Return whether the run has given up a checkpoint absent from its folder; retention may have deleted it."""
         if _relation(lineage, entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP:
             return True
         path = self._root / name
@@ -261,7 +261,7 @@ class MirrorPass:
         return False
 
     def _prune(self, local: Mapping[str, Path], *, at_end: bool) -> None:
-        """Delete what `mirror_keep` does not keep, and the files of uploads that were given up."""
+        """Delete the checkpoints beyond `mirror_keep`, and the files of uploads given up."""
         if self._record is None:
             return
         full = sorted((name for name in self._record.committed if not is_weights(name)), key=iteration_in)
@@ -278,7 +278,7 @@ class MirrorPass:
             self._write(replace(self._known, superseded=self._known.superseded - {name}))
 
     def _forget(self, name: str) -> None:
-        """Take a checkpoint out of the record that the store no longer has. Its files are in the record already."""
+        """Take a checkpoint no longer in the store out of the record. Its files are in the record already."""
         committed = {other: entry for other, entry in self._known.committed.items() if other != name}
         self._write(replace(self._known, committed=committed))
 

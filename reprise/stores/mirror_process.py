@@ -84,7 +84,7 @@ class MirrorProcess:
         return process
 
     def wake(self) -> None:
-        """Tell the mirror that a checkpoint is committed; start it again where it has died."""
+        """Tell the mirror of a committed checkpoint; start it again where it has died."""
         if self._process.poll() is None:
             self._say(b"saved\n")
         elif time.monotonic() - self._started > _RESTART_S:
@@ -108,7 +108,7 @@ class MirrorProcess:
             self.end()
 
     def missing(self) -> list[str]:
-        """Return the checkpoints that the store must have and lacks: iterations, those of weights after `weights/`."""
+        """Return the checkpoints required in the store and absent: iterations, those of weights after `weights/`."""
         names = []
         for prefix, root in (("", self._folder), (f"{WEIGHTS}/", self._folder / WEIGHTS)):
             committed = CheckpointFolder(root, FILE_SYSTEM).committed()

@@ -1,4 +1,4 @@
-"""Paths in a store, for code that knows folders: names and listings come from the store, and no system call is made."""
+"""Paths in a store, for code made for folders: names and listings come from the store, and no system call is made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StorePath(PosixPath):
     path is a TypeError.
 
     Attributes:
-        is_listed_folder: whether it is a folder of a listing, so that the store need not be asked again.
+        is_listed_folder: whether it is a folder of a listing: the store need not be asked again.
         listed: the size in bytes and the time of an object of a listing.
     """
 
@@ -128,7 +128,7 @@ def store_path(text: str) -> StorePath:
     """Return the path of a URL.
 
     Raises:
-        ConfigError: for a URL that is malformed.
+        ConfigError: for a malformed URL.
     """
     url = StoreUrl.parse(text)
     return StorePath(url.root, *url.key.split("/")) if url.key else StorePath(url.root)

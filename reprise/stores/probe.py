@@ -32,7 +32,7 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
     """Yield what the tries find, and leave nothing in the store.
 
     Args:
-        size: of the object that is written and read, in bytes.
+        size: of the object to write and read, in bytes.
     """
     folder = url.child(f".doctor-{secrets.token_hex(4)}")
     try:

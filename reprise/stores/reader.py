@@ -1,4 +1,4 @@
-"""Reads a store through a process that is started for it, so that this one may fork."""
+"""Reads a store through a process of its own: the calling process may fork."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def reader_of(root: str) -> StoreReader:
 
 
 def close_readers() -> None:
-    """End the processes that read stores; the next use starts new ones."""
+    """End the reader processes; the next use starts new ones."""
     with _lock:
         while _readers:
             reader = _readers.popitem()[1]
@@ -187,7 +187,7 @@ def close_readers() -> None:
 
 
 def _forget_in_child() -> None:
-    """Leave the readers to the process that has started them: two would mix up their requests."""
+    """Leave the readers to the parent process: two processes would mix up their requests."""
     global _lock
     _lock = threading.Lock()
     while _readers:

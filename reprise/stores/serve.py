@@ -1,7 +1,7 @@
 """Answers the requests of another process to one store: `python -m reprise.stores.serve`.
 
-obstore's threads do not survive a fork, and a program that loads a checkpoint may fork afterwards, as a DataLoader
-does. So it never imports obstore: this process does. It ends with the process that has started it.
+obstore's threads do not survive a fork, and a program may fork after loading a checkpoint, as a DataLoader does. So
+the program never imports obstore: this process does. This process ends with the process it was started by.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Server:
     """The answers to one process.
 
     Args:
-        memory: shared with that process: `SLOT_BYTES` for the bodies of each connection.
+        memory: shared with the other process: `SLOT_BYTES` for the bodies of each connection.
     """
 
     def __init__(self, client: StoreClient, memory: mmap.mmap) -> None:
@@ -65,10 +65,10 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    """Answer on connections that are open, until the starting process ends.
+    """Answer on open connections, until the starting process ends.
 
     Args:
-        arguments: JSON: the store's root, the process that has started this one, the descriptor of the shared memory,
+        arguments: JSON: the store's root, the starting process, the descriptor of the shared memory,
             and those of the connections.
     """
     root, parent, memory_descriptor, descriptors = json.loads(arguments[0])

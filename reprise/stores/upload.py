@@ -1,8 +1,8 @@
 """Uploads one checkpoint into a store, alone or together with other hosts. Its manifest goes last and is the commit.
 
-A small object, the mark, names the checkpoint whose files lie in a folder of the store that has no manifest. It is
+A small object, the mark, names the checkpoint whose files lie in a folder of the store without a manifest. The mark is
 written once the folder is empty, and deleted after the commit. So a file of the right size below a mark is a file of
-that checkpoint: an upload that was cut off goes on from there, on any host, and the listing tells what is missing.
+the checkpoint: an interrupted upload goes on from there, on any host, and the listing tells what is missing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class SourceChangedError(Exception):
-    """The checkpoint that is uploaded was replaced or deleted meanwhile."""
+    """The checkpoint was replaced or deleted during its upload."""
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint that is uploaded."""
+    """A checkpoint to upload."""
 
     def send(self, name: str, client: StoreClient, key: str) -> None:
         """Write a file of the checkpoint into a store."""
@@ -126,7 +126,7 @@ class Upload:
         return _exists(self._client, self._mark) and not _exists(self._client, self._folder.child(MANIFEST).key)
 
     def send(self, names: Collection[str] | None = None) -> None:
-        """Upload files that the store lacks, the largest first.
+        """Upload files absent from the store, the largest first.
 
         Args:
             names: of the files; None for the share of this host.
@@ -150,7 +150,7 @@ class Upload:
             self._progress(self.files.sizes[name])
 
     def missing(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the files, of all or of some, that the store lacks, the largest first."""
+        """Return the files, of all or of some, absent from the store, the largest first."""
         objects, sizes = self.objects(), self.files.sizes
         chosen = sizes if names is None else names
         lacking = [name for name in chosen if name not in objects or objects[name].size != sizes[name]]
@@ -198,7 +198,7 @@ def remove_marks(client: StoreClient, folder: StoreUrl) -> None:
 
 
 def supersede(client: StoreClient, folder: StoreUrl) -> None:
-    """Take back the commit of an iteration that its run has given up. Its files stay."""
+    """Take back the commit of an iteration given up by its run. Its files stay."""
     key = folder.child(MANIFEST).key
     try:
         data = bytes(client.read(key, 0, client.head(key).size))
@@ -221,10 +221,10 @@ def _exists(client: StoreClient, key: str) -> bool:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Return what a call returns that may be made again; a store may fail for seconds beyond obstore's own retries.
+    """Return the result of a repeatable call; a store may fail for seconds beyond obstore's own retries.
 
     Raises:
-        OSError: that of the last try, or at once for refused credentials and what is not there.
+        OSError: from the last try, or at once for refused credentials and absent objects.
     """
     for number in range(_TRIES - 1):
         try:

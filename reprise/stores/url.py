@@ -1,4 +1,4 @@
-"""URLs of object stores: s3, gs and az, and file for a folder that is treated as one."""
+"""URLs of object stores: s3, gs and az, and file for a folder treated as a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoreUrl:
 
     @staticmethod
     def parse(text: str) -> StoreUrl:
-        """Return the place that a URL names.
+        """Return the place named by a URL.
 
         Raises:
             ConfigError: for another scheme, no bucket, user and password, a query, or a key with `.`, `..` or an empty

@@ -116,8 +116,8 @@ class CommandOutcome:
     """The end of a command.
 
     Args:
-        status: its exit status; negative for the signal that ended it.
-        result: the last line of its output that is a JSON object; None without.
+        status: its exit status; for a command ended by a signal, the negative number of the signal.
+        result: the last line of its output to be a JSON object; None without.
     """
 
     status: int
@@ -143,7 +143,7 @@ class FollowLog:
     """The record of a follower: a line for each checkpoint, durable before the next command begins.
 
     Attributes:
-        digests: of the manifests of the checkpoints that have a line.
+        digests: of the manifests of the checkpoints with a line.
     """
 
     def __init__(self, descriptor: int, digests: set[str], check: Callable[[], None]) -> None:
@@ -152,13 +152,13 @@ class FollowLog:
     @staticmethod
     @contextlib.contextmanager
     def open(path: Path, *, check: Callable[[], None] = lambda: None) -> Iterator[FollowLog]:
-        """Open the record, and cut a last line that a killed follower has left without its end.
+        """Open the record, and cut a last line left without its end by a killed follower.
 
         Args:
             check: called before each line; raises where another follower has taken the record over.
 
         Raises:
-            DataError: for a line that is no JSON object.
+            DataError: if a line is no JSON object.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -196,7 +196,7 @@ class FollowLog:
 class Follower:
     """Runs a command on each checkpoint of a run, in order, one at a time.
 
-    A checkpoint is known by the digest of its manifest: an iteration that is saved again after a rewind is another.
+    A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another.
 
     Args:
         run: the folder of the run.
@@ -222,7 +222,7 @@ class Follower:
         """Follow the run to its last iteration, or until the runner is stopped, and return the exit status.
 
         Args:
-            once: end when every checkpoint that is there has its line.
+            once: end when every present checkpoint has its line.
             poll_s: seconds between two looks at the folder.
 
         Raises:
@@ -254,7 +254,7 @@ class Follower:
         return None
 
     def _digest(self, path: Path) -> str | None:
-        """Return the digest of a checkpoint's manifest; None for a checkpoint that cannot be opened."""
+        """Return the digest of a checkpoint's manifest; None if the checkpoint fails to open."""
         key, cached = _manifest_key(path), self._digests.get(path.name)
         if key is None:
             return None
@@ -267,7 +267,7 @@ class Follower:
         return checkpoint.digest
 
     def _open(self, path: Path) -> Checkpoint | None:
-        """Open a checkpoint; None where that fails, which is logged. The next look tries again."""
+        """Open a checkpoint; None after a failure, which is logged. The next look tries again."""
         try:
             checkpoint = open_checkpoint(path, FILE_SYSTEM)
         except TrainerError as error:
@@ -322,7 +322,7 @@ class Follower:
         return record
 
     def _is_run_over(self) -> bool:
-        """Return whether the newest checkpoint is that of the run's last iteration, and no light save is under way."""
+        """Return whether the newest checkpoint has the run's last iteration, and no light save is under way."""
         folder = self._folder(weights=False)
         committed = folder.committed()
         if not committed:
@@ -365,7 +365,7 @@ def _is_locked(folder: Path) -> bool:
 def number_at(result: object, name: str) -> float | None:
     """Return the number under a key of nested objects, keys joined by dots; None without a finite number there.
 
-    A key that has dots itself is tried as it is.
+    A key with dots of its own is tried unchanged.
     """
     if not isinstance(result, dict):
         return None
@@ -384,8 +384,8 @@ def number_at(result: object, name: str) -> float | None:
 class Commands:
     """Runs commands and waits between them, until SIGINT or SIGTERM. Main thread.
 
-    The signal is passed on as SIGTERM to the command that runs; a second one kills it. A command dies with a follower
-    that is killed.
+    The signal is passed on as SIGTERM to the running command; a second signal kills the command. A command dies with a
+    killed follower.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -412,7 +412,7 @@ class Commands:
         select.select([self._reader], [], [], seconds)
 
     def run(self, command: Sequence[str]) -> CommandOutcome:
-        """Run a command to its end, in a session of its own; its output goes on to that of this process.
+        """Run a command to its end, in a session of its own; its output goes on to the output of this process.
 
         Raises:
             ConfigError: if the command cannot be started.

@@ -1,7 +1,7 @@
 """The journal of a published branch: the lines for its remote run, in an order that never changes.
 
-A run that was killed trains some iterations again and logs them again. A journal holds each line once, the first one,
-and only grows. So the number of a line in its journal is a key that the tracker's run can be continued by.
+A killed run trains some iterations again and logs them again. A journal holds each line once, as logged first, and
+only grows. So the number of a line in its journal is a key for continuing the tracker's run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JournalHead:
     Args:
         id: of the remote run.
         parent: the id of the remote run from which the branch goes off; None for the first.
-        forked_at: the last iteration that both have.
+        forked_at: the last iteration shared by both runs.
         lineage: the id of the run's branch in its `run.json`; None without saves.
         config: dotted keys and values for the remote run.
     """
@@ -44,7 +44,7 @@ class Journal:
 
     Attributes:
         count: the number of lines for the tracker.
-        cuts: the number of the last cut of the log that is in it.
+        cuts: the number of the last cut of the log in the journal.
         is_sent: whether its remote run is complete.
     """
 
@@ -82,7 +82,7 @@ class Journal:
         return Journal(path)
 
     def diverges_at(self, entries: Iterable[LogLine]) -> int | None:
-        """Return the iteration of the first entry that is in the journal with other bits, or None."""
+        """Return the iteration of the first entry in the journal with other bits, or None."""
         for entry in entries:
             if self._bits.get(entry.key, entry.bits) != entry.bits:
                 return entry.iteration
@@ -101,7 +101,7 @@ class Journal:
         self._append(lines)
 
     def mark_sent(self) -> None:
-        """Note that the remote run is complete, so that it is not opened again."""
+        """Note the remote run as complete: it is not opened again."""
         self.is_sent = True
         self._append([json.dumps({_SENT: True})])
 
