@@ -164,8 +164,8 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         if config.checkpoint.mirror is not None:
             from trainer.run.mirror import mirrored
 
-            mirror = mirrored(config.checkpoint, cluster, is_stopped=run.control.is_signalled)
-            run = replace(run, mirror=stack.enter_context(mirror))
+            mirrors = mirrored(config.checkpoint, cluster, is_stopped=run.control.is_signalled)
+            run = replace(run, mirrors=stack.enter_context(mirrors))
         run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
         times.end(Phase.load)
         train(run)

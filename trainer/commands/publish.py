@@ -146,7 +146,7 @@ class _Pause:
 
     def __enter__(self) -> Callable[[float], bool]:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: os.write(self._write, b"x"))
+            signal.signal(number, lambda *_: os.write(self._write, b"\n"))
         return self._wait
 
     def __exit__(self, *_: object) -> None:

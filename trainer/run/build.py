@@ -60,7 +60,7 @@ class Run:
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
         saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
         logs: the log of rank 0 once it is open.
-        mirror: the process that uploads checkpoints, on the first rank of each host; None for none.
+        mirrors: the process that uploads checkpoints, on the first rank of each host with a mirror.
     """
 
     config: Config
@@ -83,7 +83,7 @@ class Run:
     profiler: Profiler
     start_times: StartTimes
     logs: tuple[RunLog, ...] = ()
-    mirror: MirrorProcess | None = None
+    mirrors: tuple[MirrorProcess, ...] = ()
 
     @property
     def train_iters(self) -> int:

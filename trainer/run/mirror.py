@@ -32,8 +32,8 @@ def rule_of(section: CheckpointSection) -> MirrorRule:
 @contextmanager
 def mirrored(
     section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
-) -> Iterator[MirrorProcess | None]:
-    """Yield the mirror of this host on its first rank, and None on the others. A call of all ranks, with a mirror.
+) -> Iterator[tuple[MirrorProcess, ...]]:
+    """Yield the mirror of this host on its first rank, and none on the others. A call of all ranks, with a mirror.
 
     After the block, which has saved all that the run saves, wait for the mirror; after an error, do not.
 
@@ -56,7 +56,7 @@ def mirrored(
     with ExitStack() as stack:
         if process is not None:
             stack.callback(process.end)
-        yield process
+        yield () if process is None else (process,)
         wait_s = section.mirror_wait_s * (_OF_WAIT_AFTER_SIGNAL if is_stopped() else 1.0)
         has_ended = process is None or process.finish(wait_s)
     names = [] if has_ended or process is None or cluster.rank else process.missing()

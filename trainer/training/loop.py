@@ -269,8 +269,8 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], s
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
-        if run.mirror is not None:
-            run.mirror.wake()
+        for mirror in run.mirrors:
+            mirror.wake()
         for log in run.logs if report.error is None else ():
             log.save(report, slowdown_s=slowdown_s, event=target.event)
 
