@@ -91,7 +91,7 @@ class Checkpointer:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
-        local_ranks: the ranks on this host, this one among them; where they are not known, columns are written by row.
+        local_ranks: the ranks on this host, this rank among them; where they are not known, columns are written by row.
         hosts: the hosts, each with a folder of its own under the policy's path; None for a folder of all hosts.
         local: what their leaders keep between saves.
     """
@@ -192,7 +192,7 @@ class Checkpointer:
 
         An older iteration is saved again; its present folder is kept as superseded.
 
-        A background save returns while it is written, after waiting for the one before it: `contents.optimizers` are
+        A background save returns while it is written, after waiting for the save before it: `contents.optimizers` are
         held back at their next step until the memory changed by the step is written or copied; by the policy
         `copies_at_call`, all memory is copied before this returns. A failed save is logged and reported, never raised:
         training goes on and committed checkpoints are untouched. Only an error other than a TrainerError, a defect or a
@@ -311,7 +311,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _aborting(self, iteration: int, name: str) -> Iterator[SharedCommitState]:
-        """Abort the attempt `name`, whose state this yields, on every rank if the block raises on this one."""
+        """Abort the attempt `name`, whose state this yields, on every rank if the block raises on this rank."""
         assert self._owned is not None
         shared = SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
         try:
@@ -371,7 +371,7 @@ class Checkpointer:
         return messages.abort(self._channel, attempt, error, shared)
 
     def _refuse_columns(self, name: str) -> None:
-        """Let no rank of the host wait for this one's columns of attempt `name`."""
+        """Let no rank of the host wait for this rank's columns of attempt `name`."""
         if self._local_ranks is not None:
             self._local_ranks.refuse(self._channel, name)
 

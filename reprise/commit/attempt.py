@@ -59,7 +59,7 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
     """Return the hosts of a run, numbered by their lowest rank. A call of all ranks.
 
     Args:
-        local_ranks: the ranks of this host, this one among them; empty for this one alone.
+        local_ranks: the ranks of this host, this rank among them; empty for this rank alone.
         key: of the messages, new on this channel.
     """
     row = [socket.gethostname(), min([channel.rank, *local_ranks])]
@@ -76,7 +76,7 @@ class Attempt:
     """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks.
 
     Args:
-        replaces: whether a checkpoint of this iteration gives way to this one, in place of being kept as superseded.
+        replaces: whether a checkpoint of this iteration gives way to the attempt, in place of being kept as superseded.
     """
 
     iteration: int
@@ -134,7 +134,7 @@ class AttemptNames:
     _first: int | None = None  # the lowest iteration that became a checkpoint
 
     def next(self) -> str:
-        """Return the name of the next one."""
+        """Return the name of the next attempt."""
         self.count += 1
         return f"{self.nonce}-{self.count}"
 

@@ -50,7 +50,7 @@ class TwoPhaseCommit:
         steps: what this rank does on its disk.
 
     Attributes:
-        has_all_reports: on rank 0, whether every rank is past the attempts before this one, or has aborted them.
+        has_all_reports: on rank 0, whether every rank is past the attempts before this attempt, or has aborted them.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class TwoPhaseCommit:
         raise disagreement.explain(difference, [tables[rank] for rank in difference.witnesses])
 
     def _table(self) -> bytes:
-        """Return the table of a rank whose part is written: no other one is asked for it."""
+        """Return the table of a rank whose part is written: no other rank is asked for it."""
         assert self._inventory is not None
         return self._inventory.to_bytes()
 

@@ -142,7 +142,7 @@ def iteration_in(name: str) -> int:
 
 
 def read_record(folder: Path, url: str) -> MirrorRecord:
-    """Return the record in a checkpoint folder; empty without one, or where it is damaged or of another URL."""
+    """Return the record in a checkpoint folder; empty without a record, or where it is damaged or of another URL."""
     try:
         record = from_bytes(read_regular(folder / MIRROR, limit_bytes=_MOST_BYTES), where=folder / MIRROR)
     except (OSError, ValueError, TrainerError):

@@ -60,8 +60,8 @@ def copy(
 
     Raises:
         ConfigError: for a malformed URL, or without the package for stores.
-        CheckpointError: if a checkpoint is missing, damaged or the part of one host, or another one has its name at the
-            target.
+        CheckpointError: if a checkpoint is missing, damaged or the part of one host, or another checkpoint has its name
+            at the target.
         OSError: if a file system or a store fails.
     """
     from_path, to_path = location(source), location(target)
@@ -102,7 +102,7 @@ class _Copy:
         return CopiedCheckpoint(str(self._source), str(self._target), total, self._copied)
 
     def _is_there(self) -> bool:
-        """Return whether the target has the checkpoint; refuse another one of its name."""
+        """Return whether the target has the checkpoint; refuse another checkpoint of its name."""
         if not (self._target / MANIFEST).exists():
             if not is_stored(self._target) and os.path.lexists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
@@ -173,7 +173,7 @@ class _Copy:
 
 
 class _StoredSource:
-    """A checkpoint in a store, which is uploaded into another one."""
+    """A checkpoint in a store, which is uploaded into another store."""
 
     def __init__(self, path: Path, files: CheckpointFiles) -> None:
         self._path, self._files = path, files

@@ -389,7 +389,7 @@ class LocalRanks:
         return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
     def _cannot_share(self, expected: str, actual: str | None) -> CheckpointError:
-        """Stay out of later saves, and return the error of this one: the other ranks already count on this rank."""
+        """Stay out of later saves, and return the error of this save: the other ranks already count on this rank."""
         self._stays_out = True
         return CheckpointError(
             "The ranks of this host cannot share memory to assemble columns",
@@ -402,7 +402,7 @@ class LocalRanks:
         """Send this rank's one message on an attempt, from the worker or from the main thread in its place.
 
         Raises:
-            CheckpointError: if the other thread has sent one.
+            CheckpointError: if the other thread has sent a message.
         """
         with self._lock:
             self._require_unanswered(attempt)

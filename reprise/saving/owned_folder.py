@@ -1,4 +1,4 @@
-"""The checkpoint folder while a run owns it: its leader holds its lock, and every rank of the host sees the same one.
+"""The checkpoint folder while a run owns it: its leader holds its lock, all ranks of the host see the same folder.
 
 A shared folder counts as the folder of a single host with all ranks, led by rank 0.
 """
@@ -45,7 +45,7 @@ class InDoubt:
 
 
 class SavedIterations:
-    """The newest checkpoint saved or loaded by this process, and what may have become one. Main thread.
+    """The newest checkpoint saved or loaded by this process, and what may have become a checkpoint. Main thread.
 
     Only the newest is asked about: a run ends with a save of the iteration just saved or loaded. An older
     iteration is saved again, whether retention has deleted it or not.
@@ -63,7 +63,7 @@ class SavedIterations:
         return self._newest is not None and self._newest[0] == iteration and self._newest[1] >= with_optimizer
 
     def committed(self, iteration: int, *, has_optimizer: bool) -> None:
-        """Take note of a commit. Rank 0 makes one attempt after the other, so all before it are decided."""
+        """Take note of a commit. Rank 0 makes its attempts in sequence, so all before it are decided."""
         self._newest = iteration, has_optimizer
         self.in_doubt.clear()
 
@@ -95,7 +95,7 @@ class SavedIterations:
         self.in_doubt = [candidate for candidate in self.in_doubt if candidate.attempt.iteration <= iteration]
 
     def settle(self, rank: int) -> None:
-        """Find out which attempts in doubt were committed all the same: of several, the last one counts."""
+        """Find out which attempts in doubt were committed all the same: of several, the last attempt counts."""
         for number, candidate in reversed(list(enumerate(self.in_doubt))):
             if candidate.is_committed():
                 _log.info("iteration %d, in doubt on rank %d, was committed", candidate.attempt.iteration, rank)

@@ -50,7 +50,7 @@ class SaveJob:
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
         successor: the next attempt, which writes into the files of a checkpoint given up by retention: new memory of a
             tmpfs costs more than the copy into it. None makes all files anew.
-        earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
+        earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
             is past these attempts or has aborted them.
         committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
@@ -238,9 +238,9 @@ class SaveJob:
         return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
 
     def _remove_earlier(self, *, with_messages: bool) -> None:
-        """Remove what is left of the attempts before this one: folders on leaders, messages on rank 0.
+        """Remove what is left of the attempts before this attempt: folders on leaders, messages on rank 0.
 
-        Another leader than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
+        A leader other than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
         folder = self.attempt.folder
         is_first = self.channel.coordinates

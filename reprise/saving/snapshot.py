@@ -283,7 +283,7 @@ class Staging:
         self._is_touched = True
 
     def plan(self, contents: Contents) -> Plan:
-        """Return the plan of a save of `contents`, the last one where they are the very same tensors."""
+        """Return the plan of a save of `contents`, the last plan where they are the very same tensors."""
         if self._plan is None or not self._plan.suits(contents):
             self._plan = make_plan(
                 contents,

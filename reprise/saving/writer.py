@@ -170,7 +170,7 @@ class Writer:
         self.progress(chunk.size)
 
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
-        """Copy strided rows into the stripes of the host; write rows outside any stripe to the file, one by one."""
+        """Copy strided rows into the stripes of the host; write rows outside any stripe to the file, row by row."""
         (part,) = chunk.parts
         stripes = () if self.sharing is None else self.sharing.stripes(part.piece.name)
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):

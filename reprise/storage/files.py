@@ -87,8 +87,8 @@ class Files(FileCalls):
     def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
         """Make `path` a second name of `old`, an unneeded file, to overwrite its blocks in place.
 
-        Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps one), or if the file
-        system refuses the link.
+        Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps a second name), or if
+        the file system refuses the link.
         """
         with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
             status = os.lstat(old)
@@ -129,7 +129,7 @@ class Files(FileCalls):
         return status.st_size
 
     def is_folder(self, path: Path) -> bool:
-        """Return whether `path`, which must exist, is a folder and not a link to one."""
+        """Return whether `path`, which must exist, is a folder and not a link to a folder."""
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int | None:

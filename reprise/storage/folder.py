@@ -267,7 +267,7 @@ class CheckpointFolder:
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Rename over an existing checkpoint, which is moved aside first; `_settle` completes an interrupted one."""
+        """Rename over an existing checkpoint, which is moved aside first; `_settle` completes an interrupted rename."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
@@ -344,7 +344,7 @@ class CheckpointFolder:
         )
 
     def _prepare_tracker(self) -> None:
-        """Write the next tracker beside this one, durably; `_mend_tracker` reports what goes wrong."""
+        """Write the next tracker beside the present tracker, durably; `_mend_tracker` reports what goes wrong."""
         with contextlib.suppress(OSError):
             self.files.write_whole(temporary_of(self.root / TRACKER), _tracker_line(max(self.committed())))
 
@@ -352,7 +352,7 @@ class CheckpointFolder:
         """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged.
 
         Its name is not synced. A power failure may leave the tracker of the save before, or none; the next start lists
-        the folder, reads no tracker for it, and mends this one. Its content is durable before it has the name.
+        the folder, reads no tracker for it, and mends this tracker. Its content is durable before it has the name.
         """
         tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
         try:

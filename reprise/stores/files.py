@@ -129,7 +129,7 @@ class StoreFiles(Files):
             cached.close()
 
     def reopen(self, descriptor: int, path: Path) -> None:
-        """Take the present version of an object in place of a replaced one."""
+        """Take the present version of an object in place of a replaced version."""
         self._versions.pop(path, None)
         number = self.open_for_reading(path)
         self.close(descriptor)

@@ -61,7 +61,7 @@ class StoreUrl:
         return f"{self.root}/{self.key}" if self.key else self.root
 
     def child(self, name: str) -> StoreUrl:
-        """Return the place of a name below this one."""
+        """Return the place of a name below this place."""
         return StoreUrl(self.root, f"{self.key}/{name}" if self.key else name)
 
 
