@@ -61,7 +61,7 @@ def scenarios(folder: Path) -> list[Scenario]:
         branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
         found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
     first = Plan(run, iterations=2, keep=0)
-    found.append(Scenario("saved again, 1 rank", replace(first, iterations=3, saves_again=True), first))
+    found.append(Scenario("saved again, 1 rank", replace(first, iterations=4, saves_again=True), first))
     for ranks in (1, 2):
         name = f"{ranks} rank{'s' if ranks > 1 else ''}, weights alone too"
         found.append(Scenario(name, Plan(run, ranks=ranks, iterations=3, weights=True)))
