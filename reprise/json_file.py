@@ -34,7 +34,7 @@ def to_bytes(value: Json) -> bytes:
     """
     try:
         data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        _check_depth(value)
+        require_depth(value)
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} B of JSON, more than {MAX_BYTES} B")
         return data
@@ -97,7 +97,7 @@ def parse(data: bytes, *, where: object) -> Json:
         value = json.loads(
             data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
         )
-        _check_depth(value)
+        require_depth(value)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair: no path and no message can hold it
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,12 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check_depth(value: object) -> None:
+def require_depth(value: object) -> None:
+    """Refuse a value that nests deeper than `MAX_DEPTH` levels.
+
+    Raises:
+        ValueError: if the value does.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -16,6 +16,8 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 # Values whose decimals would not keep their bits, and those that JSON lacks.
 LOSSES = (0.1 + 0.2, 1e-310, 2.0**-1074, math.pi * 1e300, math.nan, math.inf)
 
+CONFIG = "train:\n  seed: 7\nlogging:\n  log_interval: 1\n"
+
 
 def loss_at(iteration: int, *, branch: int = 0) -> float:
     """Return the loss of an iteration of a branch."""
@@ -29,7 +31,7 @@ class LoggedRun:
         self.folder = folder
         self._log: RunLog | None = None
 
-    def start(self, iteration: int, *, branch_id: str = "") -> None:
+    def start(self, iteration: int, *, branch_id: str = "", config: str = CONFIG) -> None:
         """Go on after an iteration; with the id of a branch as a start does that goes back behind a checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "run.json"
@@ -38,7 +40,7 @@ class LoggedRun:
             ids.append({"id": branch_id, "began_at": iteration})
         path.write_text(json.dumps({"branches": ids}))
         self._log = RunLog(self.folder, train_iters=10_000, log_interval=10_000, mfu_scale=None)
-        self._log.open(iteration, "train:\n  seed: 7\nlogging:\n  log_interval: 1\n")
+        self._log.open(iteration, config)
 
     def train(self, first: int, last: int, *, branch: int = 0) -> None:
         """Log iterations, an evaluation at every tenth, and a sample at every twentieth."""

@@ -16,11 +16,12 @@ import pytest
 
 import trainer.commands.follow
 from reprise.files import Files
-from reprise.folder import CheckpointFolder
+from reprise.folder import CheckpointFolder, iteration_name
 from reprise.json_file import Json
 from reprise.storage.holds import EXPIRY_S, is_held
 from tests.crash.killing import AFTER, BEFORE, TORN, Killer
 from tests.harness import DEADLINE_S, TINY, Ended, call_on_ranks, run_ok, started
+from tests.stores.saving import content
 
 BASE = (
     "model=gpt2_tiny",
@@ -118,6 +119,17 @@ def test_the_recipe_of_generate(tmp_path: Path) -> None:
     assert ended.ok, ended.text
     assert "\ndef " in ended.text
     assert [(line["iteration"], line["status"], line["result"]) for line in lines(run)] == [(3, 0, None)]
+
+
+def test_the_recipe_of_a_copy_in_a_store(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    run_ok(run, [*BASE, "train.train_iters=4"])
+    copy = ("--", sys.executable, "-m", "reprise", "checkpoint", "copy", "{}", f"file://{store}")
+    ended = follow(run, *copy)
+    assert ended.ok, ended.text
+    assert [line["status"] for line in lines(run)] == [0] * 4
+    folders = [run / "checkpoints" / iteration_name(n) for n in (1, 2, 3, 4)]
+    assert [content(store / folder.name) for folder in folders] == [content(folder) for folder in folders]
 
 
 def follow_killed(arguments: list[str]) -> None:

@@ -463,6 +463,7 @@ def _json_object(line: bytes) -> Json | None:
         return None
     try:
         value = json.loads(line)
+        json_file.require_depth(value)  # else no line of the record could hold it
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

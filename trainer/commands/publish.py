@@ -122,8 +122,9 @@ def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool
 
 
 def read_config(run: Path) -> Json:
-    """Return the configuration of a run by dotted keys, without secrets."""
-    return {key: value for key, value in flat(read_resolved(run / "config.yaml")).items() if not is_secret(key)}
+    """Return the configuration of a run by dotted keys, without secrets and values from environment variables."""
+    sections, environment_keys = read_resolved(run / "config.yaml")
+    return {k: value for k, value in flat(sections).items() if not is_secret(k) and k not in environment_keys}
 
 
 def read_lineage(run: Path) -> list[str]:

@@ -33,7 +33,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
     if not path.is_dir() and path.name != METRICS_FILE:
         return metrics
-    for file in sorted(folder.glob(f"{FOLLOW}*.jsonl")):
+    for file in sorted([*folder.glob(f"{FOLLOW}.jsonl"), *folder.glob(f"{FOLLOW}.*.jsonl")]):
         prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
         for name, series in _metrics(_records(file)).items():
             metrics[f"{prefix}: {name}" if prefix else name] = series

@@ -38,6 +38,9 @@ _T = TypeVar("_T")
 # Lines of Hydra's errors to omit: no key can be appended, and Hydra's folders do not concern the user.
 _LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
+# The end of a run's config.yaml. YAML indents the lines of its values, so no value begins a line so.
+_ENVIRONMENT = "# from environment variables: "
+
 ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -47,7 +50,7 @@ class Resolved:
 
     Args:
         config: the configuration.
-        text: the same as YAML.
+        text: the same as YAML, which names `environment_keys` in a comment at its end.
         environment_keys: dotted keys whose values come from environment variables.
     """
 
@@ -195,23 +198,29 @@ def resolve(raw: DictConfig) -> Resolved:
 
     config, text = _reported(converted, ())
     assert isinstance(config, Config)
-    return Resolved(config, text, frozenset(from_environment(OmegaConf.to_container(raw, resolve=False))))
+    environment_keys = frozenset(from_environment(OmegaConf.to_container(raw, resolve=False)))
+    if environment_keys:
+        text += f"{_ENVIRONMENT}{' '.join(sorted(environment_keys))}\n"
+    return Resolved(config, text, environment_keys)
 
 
-def read_resolved(path: Path) -> dict[str, object]:
-    """Return the sections of a run's `config.yaml`; empty where there is none.
+def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
+    """Return the sections of a run's `config.yaml`, and its `environment_keys`; empty where there is none.
 
     Raises:
         ConfigError: if it is damaged.
         OSError: if it cannot be read.
     """
     try:
-        values = OmegaConf.to_container(OmegaConf.create(read_regular(path, limit_bytes=SMALL_BYTES).decode()))
+        text = read_regular(path, limit_bytes=SMALL_BYTES).decode()
+        values = OmegaConf.to_container(OmegaConf.create(text))
     except FileNotFoundError:
-        return {}
+        return {}, frozenset()
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("The configuration of a run is damaged", where=path, found=error) from error
-    return {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
+    sections = {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
+    _, comment, names = text.rpartition(f"\n{_ENVIRONMENT}")
+    return sections, frozenset(names.split() if comment else ())
 
 
 def _refuse_unknown_keys(raw: DictConfig) -> None:

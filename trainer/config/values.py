@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
@@ -31,6 +33,9 @@ _MUST_BE_STORED = ("checkpoint.mirror",)
 _INT64 = 1 << 63
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 MOST_SECONDS = 1e9
+# What OmegaConf may read a value from: ${KEY}, ${..KEY}, ${KEY[0]}, ${oc.select:KEY,DEFAULT}.
+_REFERENCE = re.compile(r"""[{:]\s*['"]?(\.*)([\w.\[\]]+)""")
+_IN_A_LIST = re.compile(r"\.\d+(\..*)?$")
 
 
 def number_problems(config: object) -> list[str]:
@@ -92,22 +97,40 @@ def _store_problems(key: str, value: str) -> list[str]:
 def from_environment(table: object) -> set[str]:
     """Return the dotted keys whose values come from environment variables, by way of other keys too.
 
+    A list counts as a value: the key of the list is returned if a member comes from there.
+
     Args:
         table: the configuration as nested dictionaries, with its interpolations as they are written.
     """
     texts = dict(_interpolated(table))
-    keys = {key for key, text in texts.items() if "oc.env" in text}
-    while more := {k for k, text in texts.items() if k not in keys and any(f"{{{key}}}" in text for key in keys)}:
-        keys |= more
-    return keys
+    sources = {place: _references(place, text) for place, text in texts.items()}
+    places = {place for place, text in texts.items() if "oc.env" in text}
+    while more := {place for place in sources.keys() - places if any(map(partial(_meet, places), sources[place]))}:
+        places |= more
+    return {_IN_A_LIST.sub("", place) for place in places}
 
 
 def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the text of every interpolated value."""
-    for key, value in node.items() if isinstance(node, dict) else ():
+    """Yield the dotted place and the text of every interpolated value, also in lists."""
+    members = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in members:
         yield from _interpolated(value, f"{prefix}{key}.")
         if isinstance(value, str) and "${" in value:
             yield f"{prefix}{key}", value
+
+
+def _references(place: str, text: str) -> list[str]:
+    """Return the dotted places that an interpolated value names, absolutely or by leading dots."""
+    references = []
+    for dots, path in _REFERENCE.findall(text):
+        parents = place.split(".")[: -len(dots)] if dots else []
+        references.append(".".join([*parents, *re.findall(r"[^.\[\]]+", path)]))
+    return references
+
+
+def _meet(places: Collection[str], reference: str) -> bool:
+    """Return whether a reference is among places, or is a section or a member of such a place."""
+    return any(f"{place}.".startswith(f"{reference}.") or reference.startswith(f"{place}.") for place in places)
 
 
 def _leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:

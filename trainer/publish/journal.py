@@ -6,6 +6,7 @@ only grows. So the number of a line in its journal is a key for continuing the t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,24 +54,24 @@ class Journal:
 
         Raises:
             OSError: if it cannot be read or written.
-            DataError: if its first line is damaged.
+            DataError: if a line is damaged.
         """
         self.path = path
         data = read_regular(path)
         size = data.rfind(b"\n") + 1
         if size < len(data):
             os.truncate(path, size)
-        first, *lines = data[:size].decode(errors="replace").splitlines() or [""]
-        try:
-            self.head = JournalHead(**json.loads(first))
-        except (ValueError, TypeError) as error:
-            fix = "Move its folder away: the tracker then gets another run."
-            raise DataError("The journal of a published run is damaged", where=path, found=error, fix=fix) from error
+        first, *lines = data[: max(size - 1, 0)].decode(errors="replace").split("\n")
         self.count, self.cuts, self.is_sent = 0, 0, False
         self._bits: dict[tuple[int, str], tuple[str, ...]] = {}
         self._first = self._position = (0, data.find(b"\n") + 1)  # the number of a line for the tracker, and its offset
-        for line in lines:
-            self._note(line)
+        try:
+            self.head = JournalHead(**json.loads(first))
+            for line in lines:
+                self._note(line)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            fix = "Move its folder away, and publish to another --project: the run begins anew there."
+            raise DataError("The journal of a published run is damaged", where=path, found=error, fix=fix) from error
 
     @staticmethod
     def create(path: Path, head: JournalHead, entries: Iterable[LogLine], *, cuts: int, files: Files) -> Journal:
@@ -89,20 +90,19 @@ class Journal:
         return None
 
     def extend(self, entries: Iterable[LogLine], *, cuts: int) -> None:
-        """Append the entries whose keys are new, durably."""
-        lines = []
+        """Append the entries whose keys are new, durably.
+
+        Raises:
+            OSError: if the disk fails; the journal is as before.
+        """
+        texts = dict[tuple[int, str], str]()
         for entry in entries:
             if entry.key not in self._bits:
-                self._note(entry.text)
-                lines.append(entry.text)
-        if cuts != self.cuts:
-            lines.append(json.dumps({_CUT: cuts}))
-            self.cuts = cuts
-        self._append(lines)
+                texts.setdefault(entry.key, entry.text)
+        self._append([*texts.values(), *([json.dumps({_CUT: cuts})] if cuts != self.cuts else [])])
 
     def mark_sent(self) -> None:
         """Note the remote run as complete: it is not opened again."""
-        self.is_sent = True
         self._append([json.dumps({_SENT: True})])
 
     def texts(self, start: int) -> Iterator[str]:
@@ -131,7 +131,16 @@ class Journal:
     def _append(self, lines: Sequence[str]) -> None:
         if not lines:
             return
-        with self.path.open("ab") as file:
-            file.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
+        data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
+        with self.path.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # the next start cuts a part of a line
+                    file.truncate(size)
+                raise
+        for line in lines:
+            self._note(line)

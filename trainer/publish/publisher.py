@@ -116,8 +116,8 @@ class Publisher:
             self._tracker.close()
 
     def reopen(self) -> None:
-        """Open the remote run anew at the next `send`, after a failure: it then tells how many lines it has."""
-        self._open = None
+        """Begin anew after a failure: the log is read, and the remote run opened, which tells how many lines it has."""
+        self._open, self._reader = None, LogReader(self._run)
 
     def close(self) -> None:
         """Let another process publish the run."""

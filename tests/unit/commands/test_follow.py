@@ -425,3 +425,10 @@ def test_a_command_has_its_status_and_its_last_object(capfd: pytest.CaptureFixtu
         with pytest.raises(ConfigError):
             commands.run(["./no-such-program"])
     assert "{torn" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "[" * 900 + "]" * 900 + "}", '{"a": NaN, "b": "\\ud800"}'])
+def test_an_object_that_no_line_can_hold_ends_no_follower(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 10)
+    assert main([str(tmp_path), "--once", "--", sys.executable, "-S", "-c", f"print({text!r})", "{}"]) == 0
+    assert [line["status"] for line in lines(tmp_path)] == [0]

@@ -28,6 +28,7 @@ def test_metrics_come_with_the_validation_loss(tmp_path: Path) -> None:
     write_lines(tmp_path / "follow.jsonl", line(1, 0.25), line(2, None), line(3, 0.5), {"iteration": 4})
     write_lines(tmp_path / "follow.hard.jsonl", line(2, 0.125))
     expected = {"valid_loss": {2: 4.5}, "hard: acc": {2: 0.125}, "acc": {1: 0.25, 3: 0.5}}
+    (tmp_path / "followers.jsonl").write_text("not of a follower\n")
     assert read_evaluations(tmp_path) == expected
     assert read_evaluations(tmp_path / "metrics.jsonl") == expected
     assert read_evaluations(tmp_path / "run.log") == {}

@@ -117,3 +117,25 @@ def test_keys_of_the_environment_are_found_through_other_keys() -> None:
         "model": {"n_kv_head": "${.n_head}"},
     }
     assert from_environment(table) == {"run.name", "run.dir", "data.path", "checkpoint.save"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${.name}",
+        "${..run.name}",
+        "${run[name]}",
+        "${oc.select:run.name,other}",
+        "${oc.select:'run.name'}",
+        "${oc.dict.values:run}",
+        "a ${data.train} b",
+        "${data.train[0].path}",
+    ],
+)
+def test_keys_of_the_environment_are_found_in_every_form(text: str) -> None:
+    table = {
+        "run": {"name": "${oc.env:JOB}", "dir": text},
+        "data": {"train": [{"path": "${oc.env:DATA}/a"}, {"path": "b"}], "run": "run.name"},
+        "model": {"n_kv_head": "${.n_head}", "n_head": 2, "name": "${model.n_head}"},
+    }
+    assert from_environment(table) == {"run.name", "run.dir", "data.train"}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reprise.errors import DataError, LockError
 from tests.published_runs import LoggedRun, MemoryTracker, losses, publish, publisher
+from trainer.config.compose import compose_command, resolve
 
 
 def test_each_line_is_sent_once_with_its_bits(tmp_path: Path) -> None:
@@ -210,3 +215,74 @@ def test_a_remote_run_that_a_copy_has_extended_is_refused(tmp_path: Path) -> Non
     publish(run.folder, tracker)
     with pytest.raises(DataError, match="more lines than its journal"):
         publish(tmp_path / "copy", tracker)
+
+
+def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_NAME", "the-secret")
+    monkeypatch.setattr(sys, "argv", ["train", "run.name=${oc.env:SECRET_NAME}", "data.path=x", "train.seed=7"])
+    raw = compose_command()
+    assert raw is not None
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0, config=resolve(raw).text)
+    run.train(1, 3)
+    publish(run.folder, tracker)
+    config = tracker.configs["a1b2c3"]
+    assert "the-secret" in (run.folder / "config.yaml").read_text()
+    assert "the-secret" not in str(config)
+    assert config.keys() & {"run.name", "run.dir", "checkpoint.save", "data.path", "train.seed"} == {
+        "data.path",
+        "train.seed",
+    }
+
+
+def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 3)
+    sender = publisher(run.folder, tracker)
+    sender.collect()
+    run.train(4, 6)
+    size = (run.folder / "publish" / "memory" / "branch-0.jsonl").stat().st_size
+    with file_size_limit(size + 20), pytest.raises(OSError, match="too large"):
+        sender.collect()
+    sender.reopen()
+    run.train(7, 8)
+    sender.collect()
+    sender.send()
+    sender.close()
+    assert tracker.losses("a1b2c3") == losses(1, 8)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 8)
+
+
+def test_a_separator_of_unicode_in_a_sample_ends_no_line(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 3)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 3, "event": "sample", "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    publish(run.folder, tracker)
+    publish(run.folder, tracker)
+    assert [row.texts for row in tracker.rows["a1b2c3"] if row.texts] == [{"sample": "a\u2028b\x85c"}]
+
+
+def test_a_damaged_line_of_a_journal_is_named(tmp_path: Path) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 3)
+    publish(run.folder, tracker)
+    journal = run.folder / "publish" / "memory" / "branch-0.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'{"iteration": 2', b'{"itera{"iteration": 2'))
+    with pytest.raises(DataError, match="journal of a published run is damaged"):
+        publish(run.folder, tracker)
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let every write beyond this size fail, after the bytes that fit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
