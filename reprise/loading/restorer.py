@@ -103,25 +103,27 @@ class Restorer:
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         problem: TrainerError | None
-        while True:
-            path, digest, loaded_from = self._pick(chooser, damage, check, live)
-            problem = None
-            try:
-                checkpoint = self._open(chooser, path, digest)
-                if verify_all:
-                    self._verify(checkpoint)
-                tensors = live(checkpoint)
-                report = self._fill(checkpoint, tensors, verify=verify)
-            except TrainerError as error:
-                problem = error
-            try:
-                self._agree(problem)
-                break
-            except LaunchError:  # a lost rank says nothing of the checkpoint
-                raise
-            except TrainerError as error:
-                damage = None if loaded_from and self._heal(path, error) else error
-        self._files.end()
+        try:
+            while True:
+                path, digest, loaded_from = self._pick(chooser, damage, check, live)
+                problem = None
+                try:
+                    checkpoint = self._open(chooser, path, digest)
+                    if verify_all:
+                        self._verify(checkpoint)
+                    tensors = live(checkpoint)
+                    report = self._fill(checkpoint, tensors, verify=verify)
+                except TrainerError as error:
+                    problem = error
+                try:
+                    self._agree(problem)
+                    break
+                except LaunchError:  # a lost rank says nothing of the checkpoint
+                    raise
+                except TrainerError as error:
+                    damage = None if loaded_from and self._heal(path, error) else error
+        finally:
+            self._files.end()
         self.check_replicas(tensors)
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors

@@ -232,7 +232,7 @@ class _translated:
 
 
 def _os_error(error: Exception, root: str, key: str) -> OSError:
-    if isinstance(error, exceptions.NotFoundError):
+    if isinstance(error, exceptions.NotFoundError) or "<Code>NoSuchBucket" in str(error):
         return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
     if isinstance(error, exceptions.PreconditionError):
         return _error(errno.ESTALE, "the object was replaced while it was read", root, key)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 CELL_BYTES = 64 << 10  # a read that begins or ends within a cell fetches up to this much more
 _PREFIX = f"reprise-store-{os.getuid()}-"
@@ -38,19 +39,22 @@ class HostCache:
     def __init__(self, name: str, root: Path | None = None) -> None:
         root = root or Path(tempfile.gettempdir())
         self.folder = root / f"{_PREFIX}{name}"
-        _sweep(root)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        self._users = os.open(self.folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._users, fcntl.LOCK_SH)
+        _sweep(root, self.folder)
+        self._users = _join(self.folder)
 
     def open(self, key: str, size: int) -> CachedObject:
         """Return an object of a size in bytes."""
-        return CachedObject(self.folder, key.replace("/", "%"), size)
+        return CachedObject(self.folder, xxhash.xxh3_128_hexdigest(key.encode()), size)  # keys are longer than names
 
     def close(self) -> None:
-        """Remove the folder: no rank of the host reads from it any more."""
-        os.close(self._users)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Leave the folder; the last rank of the host to do so removes the folder."""
+        try:
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        except BlockingIOError:  # another rank reads
+            pass
+        finally:
+            os.close(self._users)
 
 
 class CachedObject:
@@ -120,9 +124,26 @@ class CachedObject:
         fcntl.fcntl(self._map, fcntl.F_OFD_SETLKW, request)
 
 
-def _sweep(root: Path) -> None:
-    """Remove the folders of killed loads."""
+def _join(folder: Path) -> int:
+    """Return the descriptor of the lock that keeps a folder; create the folder where there is none.
+
+    The sweep of another load may remove a new folder before this process has its lock.
+    """
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            users = os.open(folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if os.fstat(users).st_nlink:
+                return users
+            os.close(users)
+
+
+def _sweep(root: Path, current: Path) -> None:
+    """Remove the folders of killed loads, other than that of this load."""
     for folder in root.glob(f"{_PREFIX}*"):
+        if folder == current:
+            continue
         with contextlib.suppress(OSError):
             users = os.open(folder / _USERS, os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -79,6 +79,7 @@ class MirrorPass:
         self._lineage = ("", ""), Lineage()  # of the newest checkpoint, by its name and digest
         self._sources = dict[str, tuple[tuple[int, ...], CheckpointFiles]]()
         self._uploads = dict[str, Upload]()
+        self._inherited = frozenset[str]()  # of the run with which this one began: they stay as they are
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
         self._waiting: _Waiting | None = None
 
@@ -162,6 +163,8 @@ class MirrorPass:
 
     def _lead_upload(self, name: str, path: Path, upload: Upload) -> None:
         record, start = self._known, self._clock()
+        if name in self._inherited:
+            raise self._foreign(name)
         if name not in record.partial:
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
         self._forget(name)
@@ -226,6 +229,7 @@ class MirrorPass:
             CheckpointError: if it has checkpoints of another run.
         """
         record, committed = read_record(self._root, self._rule.url), dict[str, MirroredCheckpoint]()
+        inherited = set[str]()
         for prefix in ("", f"{WEIGHTS}/"):
             folder = self._url.child(WEIGHTS) if prefix else self._url
             for folder_name in filter(_is_current_name, self._client.names(folder.key)[0]):
@@ -233,19 +237,28 @@ class MirrorPass:
                 entry = _stored_checkpoint(self._client, self._url.child(name), record.committed.get(name))
                 if entry is None:
                     continue
-                if _relation(lineage, entry.lineage, iteration_in(name)) is _Relation.FOREIGN:
-                    raise CheckpointError(
-                        "The store holds a checkpoint of another run, which is not touched",
-                        where=self._url.child(name),
-                        expected=f"run {lineage.run}",
-                        found=f"run {entry.lineage.run}",
-                        fix="Give each run a URL of its own.",
-                    )
+                relation = _relation(lineage, entry.lineage, iteration_in(name))
+                if relation is _Relation.FOREIGN:
+                    raise self._foreign(name, f"run {entry.lineage.run}")
+                if relation is _Relation.INHERITED:
+                    inherited.add(name)
+                    continue
                 if name in record.partial:  # an upload that ended between its commit and the record
                     remove_marks(self._client, self._url.child(name))
                 committed[name] = entry
-        partial, superseded = record.partial - committed.keys(), record.superseded - committed.keys()
+        self._inherited = frozenset(inherited)
+        stored = committed.keys() | inherited
+        partial, superseded = record.partial - stored, record.superseded - stored
         return replace(record, committed=committed, partial=partial, superseded=superseded)
+
+    def _foreign(self, name: str, found: str = "one with which this run began") -> CheckpointError:
+        return CheckpointError(
+            "The store holds a checkpoint of another run, which is not touched",
+            where=self._url.child(name),
+            expected=f"run {self._lineage[1].run}",
+            found=found,
+            fix="Give each run a URL of its own.",
+        )
 
     def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:
         """Return whether the run has given up a checkpoint absent from its folder; retention may have deleted it."""
@@ -297,6 +310,7 @@ class _Relation(Enum):
     """What a checkpoint in the store is to a run."""
 
     OWN = auto()
+    INHERITED = auto()
     GIVEN_UP = auto()
     FOREIGN = auto()
 
@@ -308,7 +322,7 @@ def _relation(current: Lineage, saved: Lineage, iteration: int) -> _Relation:
         return _Relation.OWN
     parent = current.parent
     if parent is not None and saved.run is not None and saved.run == parent.run and iteration <= parent.iteration:
-        return _Relation.OWN  # the run began with a checkpoint of this URL
+        return _Relation.INHERITED  # the run began with a checkpoint of this URL
     return _Relation.GIVEN_UP if saved.run == current.run else _Relation.FOREIGN
 
 

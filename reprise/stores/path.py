@@ -82,7 +82,12 @@ class StorePath(PosixPath):
             return True
         if is_iteration_name(self.name):
             return (self / MANIFEST).is_file()
-        return any(self.reader.ask("names", self.url.key))
+        try:
+            return any(self.reader.ask("names", self.url.key))
+        except OSError as error:
+            if error.errno == errno.ENOENT:  # no such bucket
+                return False
+            raise
 
     def exists(self, **_: Any) -> bool:
         """Return whether there is an object or a folder of this name."""

@@ -32,7 +32,6 @@ class _Connection:
 
     def __init__(self, connection: socket.socket, memory: memoryview) -> None:
         self._socket, self.memory = connection, memory
-        self._lines = connection.makefile("rb")
         self.read_bytes = 0
         connection.settimeout(_ANSWER_S)
 
@@ -40,13 +39,12 @@ class _Connection:
         """Return the answer to a request; None where the process is gone."""
         try:
             send(self._socket, message)
-            return receive(self._lines)
+            return receive(self._socket)
         except OSError:
             return None
 
     def close(self) -> None:
         """Close the connection."""
-        self._lines.close()
         self._socket.close()
 
 

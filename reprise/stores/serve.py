@@ -33,8 +33,8 @@ class Server:
 
     def run(self, connection: socket.socket, slot: int) -> None:
         """Answer requests until the other side closes the connection."""
-        with connection, connection.makefile("rb") as lines:
-            while (request := receive(lines)) is not None:
+        with connection:
+            while (request := receive(connection)) is not None:
                 send(connection, self._answer(request, slot * SLOT_BYTES))
 
     def _answer(self, request: Message, start: int) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any, BinaryIO
+from typing import Any
 
 Message = dict[str, Any]
 
@@ -19,7 +19,17 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(lines: BinaryIO) -> Message | None:
-    """Return the next message; None where the other side has closed the connection."""
-    line = lines.readline()
-    return json.loads(line) if line.endswith(b"\n") else None
+def receive(connection: socket.socket) -> Message | None:
+    """Return the next message; None where the other side has closed the connection.
+
+    Nothing follows a message before its answer. A buffered file has a lock, which a fork would copy while a thread
+    holds it.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        received = connection.recv(1 << 16)
+        if not received:
+            return None
+        data += received
+    message: Message = json.loads(data)
+    return message

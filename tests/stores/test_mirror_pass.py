@@ -234,6 +234,23 @@ def test_a_run_that_began_at_the_url_goes_on_there(site: Site) -> None:
     assert committed(site.store) == names_of(5, 10)
 
 
+def test_what_a_run_began_with_is_neither_deleted_nor_replaced(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    before = content(site.store)
+    successor = Site(site.store.parent / "successor")
+    successor.store, successor.url = site.store, site.url
+    child = Lineage((Branch("child", FRESH),), Parent(RUN.run, 10))
+    save(successor.folder, [15, 20], lineage=child)
+    successor.mirror(keep=1)
+    assert committed(site.store) == names_of(5, 10, 20)
+    assert before.items() <= content(site.store).items()
+    save(successor.folder, [10], lineage=child, add=0.5)
+    successor.mirror()
+    assert "iter_0000010 is not mirrored: The store holds a checkpoint of another run" in caplog.text
+    assert before.items() <= content(site.store).items()
+
+
 def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     save(site.folder, [5, 10])
     (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")

@@ -122,6 +122,10 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
     if saved is None:
         return raw
     values = {key: value for key, value in saved.values.items() if not _is_named(key, named_keys)}
+    if values.get("checkpoint.mirror") is not None and not saved.is_of(save):
+        mirror = values.pop("checkpoint.mirror")
+        values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror_")}
+        _log.warning(f"checkpoint.mirror={mirror} is of the run that is loaded: this one has no mirror unless named")
 
     def update() -> None:
         for key, value in values.items():

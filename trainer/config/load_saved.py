@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import TrainerError, UnreadableError
-from reprise.files import Files, Patience, PatientFiles, failed_read, files_of
+from reprise.files import Files, Patience, PatientFiles, failed_read, files_of, is_stored
 from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
 from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_file
 from trainer.config.derived import command_line
@@ -27,6 +27,10 @@ class SavedConfig:
     path: Path
     values: dict[str, object]
 
+    def is_of(self, save: str | None) -> bool:
+        """Return whether it is in a checkpoint below `save`."""
+        return save is not None and Path(save).resolve() in self.path.resolve().parents
+
 
 def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: Files) -> SavedConfig | None:
     """Return the configuration in the checkpoint at `load`; None if it is not ours, or has no configuration.
@@ -42,16 +46,20 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
     Raises:
         TrainerError: if an exactly named checkpoint is damaged, or its configuration is invalid.
     """
-    files = PatientFiles(files_of(load, files), Patience())
     try:
-        checkpoint = _open(load if save is None or load.exists() else save, iteration, files)
+        source = load if save is None or _exists(load, save, files) else save
+        reading = PatientFiles(files_of(source, files), Patience())
+        checkpoint = _open(source, iteration, reading)
     except OSError as error:
         raise failed_read("A path cannot be read", error, where=load, fix="Correct checkpoint.load.") from error
     if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
+        reading.end()
         return None
     path = checkpoint.path / RUN_CONFIG
     values = saved_values(json_file.parse(read_file(checkpoint, RUN_CONFIG), where=path), checkpoint.state, where=path)
-    return SavedConfig(path, _with_tokenizer(values, checkpoint))
+    values = _with_tokenizer(values, checkpoint)
+    reading.end()
+    return SavedConfig(path, values)
 
 
 def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
@@ -76,6 +84,16 @@ def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[s
         return values
     path = find_accessory(checkpoint, TOKENIZER)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
+
+
+def _exists(load: Path, save: Path, files: Files) -> bool:
+    """Return whether there is a path to load; False for a store that is away, if the run has checkpoints of its own."""
+    try:
+        return load.exists()
+    except OSError:
+        if is_stored(load) and CheckpointFolder(save, files).committed():
+            return False
+        raise
 
 
 def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:

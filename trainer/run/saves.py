@@ -18,7 +18,7 @@ import torch
 from models import families
 from models.adapters import is_adapted
 from reprise.errors import TrainerError
-from reprise.files import Files, location
+from reprise.files import Files, is_stored, location
 from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
 from reprise.folder import named_iteration as folder_iteration
 from reprise.json_file import Document
@@ -393,7 +393,9 @@ def named_iteration(section: CheckpointSection) -> int | None:
         return None
     if section.load == "auto":
         return section.ckpt_step
-    path, run_folder = LoadSource.named(location(section.load)).path.resolve(), folder.resolve()
+    if is_stored(location(section.load)):
+        return None
+    path, run_folder = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
     return section.ckpt_step if path == run_folder else iteration_of(path) if path.parent == run_folder else None
 
 

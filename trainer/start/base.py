@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.adapters import base_of
 from reprise.errors import TrainerError
-from reprise.files import Patience, failed_read, location
+from reprise.files import Patience, failed_read, files_of, location
 from reprise.json_file import Json
 from reprise.reading import Checkpoint, Chooser, LoadSource
 from trainer.config import terms
@@ -22,6 +23,9 @@ from trainer.record.compatibility import differences, settle
 from trainer.run.build import Run
 from trainer.start.decide import Start, named_source
 from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of, weights_of
+
+if TYPE_CHECKING:
+    from reprise.savers import HostFolders
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
     else:
         assert isinstance(source, Checkpoints)
         newest: Checkpoint | None = None
-        for checkpoint in Chooser(source.source, run.saves.files, lambda _: None).openable():
+        for checkpoint in _chooser(run, source.source).openable():
             if identity_of(checkpoint) == dict(expected):
                 return {"kind": "checkpoint", "path": str(checkpoint.path), "is_exact": True}
             newest = newest or checkpoint
@@ -101,10 +105,14 @@ def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, obj
     """Return the newest readable checkpoint of adapters, and the identity of its base; None without a checkpoint."""
     local = run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
-        for checkpoint in Chooser(adapters.source, run.saves.files, lambda _: None, local=local).openable():
+        for checkpoint in _chooser(run, adapters.source, local).openable():
             base = checkpoint.state.get("base")
             return (checkpoint.path, base) if isinstance(base, Mapping) else None
     return None
+
+
+def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> Chooser:
+    return Chooser(source, files_of(source.path, run.saves.files), lambda _: None, local=local)
 
 
 def _refuse(run: Run, checkpoint: Checkpoint) -> None:

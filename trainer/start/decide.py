@@ -200,7 +200,9 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         _log.warning("a start with checkpoint.load=none ended before it trained: the run begins again")
         committed = []
     if section.load != "auto":
-        path = LoadSource.named(location(section.load)).path
+        path = location(section.load)
+        if not is_stored(path):  # a run with checkpoints of its own goes on while the store is away
+            path = LoadSource.named(path).path
         is_inside = run_folder is not None and run_folder.resolve() in (path.resolve(), *path.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")

@@ -166,6 +166,7 @@ class Checkpoints:
         with run.cluster.channel.agreed(f"fitted/{part.name}"):
             places = read_places(checkpoint)
             fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+            checkpoint.files.end()
         if run.cluster.rank == 0:
             names = [spec.name for spec in checkpoint_specs(part.model, None)]
             for line in fitting.notes(names, where=checkpoint.path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
@@ -100,3 +101,31 @@ def test_the_folder_of_a_killed_load_is_removed_by_the_next(tmp_path: Path) -> N
     HostCache("b", tmp_path).close()
     assert list(tmp_path.iterdir()) == [alive.folder]
     alive.close()
+
+
+def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:
+    fetched, caches = Fetched(), [HostCache("a", tmp_path) for _ in range(2)]
+    caches[0].close()
+    assert read(caches[1], fetched, 0, SIZE) == CONTENT
+    caches[1].close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_sweep_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, sweeps = fcntl.flock, [tmp_path]
+
+    def late(descriptor: int, kind: int) -> None:
+        if kind == fcntl.LOCK_SH and sweeps:
+            HostCache("b", sweeps.pop()).close()
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    cache = HostCache("a", tmp_path)
+    assert read(cache, Fetched(), 0, SIZE) == CONTENT
+    cache.close()
+
+
+def test_a_key_may_be_longer_than_a_name_of_a_file(tmp_path: Path) -> None:
+    cache = HostCache("a", tmp_path)
+    cache.open("run/" * 100 + "x", SIZE).close()
+    cache.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import reprise
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, STATE
+from reprise.stores import reader as reader_module
 from reprise.stores.files import WINDOW_BYTES, StoreFiles
 from reprise.stores.location import files_of, location
 from reprise.stores.path import StorePath
@@ -123,6 +126,42 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
     files.end()
 
 
+def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
+    reader = reader_of("file://")
+    reader.ask("names", "")
+    os.kill(reader._process.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=reader.ask, args=("names", ""))
+    thread.start()
+    while not _is_asleep(thread):
+        os.sched_yield()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    descriptor = os.pidfd_open(child)
+    has_ended = bool(select.select([descriptor], [], [], 30)[0])
+    os.close(descriptor)
+    os.kill(reader._process.pid, signal.SIGCONT)
+    if not has_ended:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    thread.join()
+    close_readers()
+    assert has_ended
+
+
+def _is_asleep(thread: threading.Thread) -> bool:
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"
+
+
+def test_a_failed_load_leaves_no_process(run: Path) -> None:
+    for path in run.rglob(STATE):
+        path.write_text("{}")
+    with pytest.raises(CheckpointError, match="No valid checkpoint"):
+        reprise.load(url_of(run), model(9))
+    assert not reader_module._readers
+
+
 def test_the_reading_process_ends_with_the_program(run: Path) -> None:
     program = (
         "import os, signal\n"
@@ -136,8 +175,6 @@ def test_the_reading_process_ends_with_the_program(run: Path) -> None:
     assert result.returncode == -signal.SIGKILL
     stat = os.pidfd_open(int(result.stdout)) if Path(f"/proc/{int(result.stdout)}").exists() else None
     if stat is not None:
-        import select
-
         assert select.select([stat], [], [], 30)[0]
         os.close(stat)
 
