@@ -96,11 +96,15 @@ def saved_config(config: Config) -> Json:
 
 def without_keys(document: Json, keys: Collection[str]) -> Json:
     """Return `run_config.json` without the values of these dotted keys."""
-    config = {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in keys}
-        for name, section in document["config"].items()
+    return {**document, "config": _without(document["config"], keys)}
+
+
+def _without(table: Json, keys: Collection[str], prefix: str = "") -> Json:
+    return {
+        key: _without(value, keys, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in table.items()
+        if f"{prefix}{key}" not in keys
     }
-    return {**document, "config": config}
 
 
 def with_schedule(config: Config, schedule: Schedule) -> Config:

@@ -139,3 +139,8 @@ def test_keys_of_the_environment_are_found_in_every_form(text: str) -> None:
         "model": {"n_kv_head": "${.n_head}", "n_head": 2, "name": "${model.n_head}"},
     }
     assert from_environment(table) == {"run.name", "run.dir", "data.train"}
+
+
+def test_a_nested_key_of_the_environment_is_left_out() -> None:
+    saved = without_keys(document({"model": {"lora": {"rank": 3, "alpha": 1.0}, "bias": True}}), {"model.lora.rank"})
+    assert saved == document({"model": {"lora": {"alpha": 1.0}, "bias": True}})
