@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from reprise.management.progress import ProgressCallback
     from reprise.management.pruning import ExpiredCheckpoint, PruneReport, prune
     from reprise.management.verification import VerifiedCheckpoint, verify
+    from reprise.nested.loaded import LoadedState
     from reprise.random_state import RandomState
     from reprise.state_dict import load_state_dict, save_state_dict
 
@@ -65,6 +66,7 @@ __all__ = [
     "GatherSource",
     "HostPieces",
     "HostShare",
+    "LoadedState",
     "LockError",
     "MismatchError",
     "ProgressCallback",
@@ -102,6 +104,7 @@ _NAMES = {
     "management.pruning": ("ExpiredCheckpoint", "PruneReport", "prune"),
     "management.verification": ("VerifiedCheckpoint", "verify"),
     "management.progress": ("ProgressCallback",),
+    "nested.loaded": ("LoadedState",),
     "random_state": ("RandomState",),
     "state_dict": ("load_state_dict", "save_state_dict"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ DOCUMENTS = [
     ROOT / "tests" / "README.md",
     ROOT / "examples" / "README.md",
 ]
+TRANSLATIONS = [path for path in sorted((ROOT / "docs" / "zh").glob("*.md")) if path.name != "index.md"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -61,6 +63,21 @@ def test_the_readme_s_example_of_an_own_model_runs(
     exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own document
     assert capsys.readouterr().out.strip() in block
     assert (tmp_path / "my_checkpoints" / "iter_0000001" / "manifest.json").exists()
+
+
+def code_blocks(text: str) -> list[str]:
+    """Return the fenced blocks of a page, without those of the site's own directives."""
+    return [block for block in re.findall(r"^```.*?^```$", text, flags=re.M | re.S) if not block.startswith("```{")]
+
+
+@pytest.mark.parametrize("path", TRANSLATIONS, ids=lambda path: path.name)
+def test_a_translation_is_of_the_present_page_and_has_its_code(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    name, digest = re.match(r"<!-- (\S+) ([0-9a-f]{16}) -->", text).groups()
+    page = (path.parent / name).read_text(encoding="utf-8")
+    assert code_blocks(text) == code_blocks(page)
+    # Where this fails, the page has changed: bring the translation up to date, then write the digest that is expected.
+    assert digest == sha256(page.encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

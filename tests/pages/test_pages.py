@@ -1,0 +1,37 @@
+"""Every block of code in the documents does what its page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.pages.page import PageRunner
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a text of its user's own."""
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("design.md", "reliability.md"))
+    (tmp_path / "mytext.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_first_page_run(folder: Path) -> None:
+    assert PageRunner(folder).run(ROOT / "docs" / "start.md") >= 12
+
+
+def test_a_block_that_fails_or_says_another_thing_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\necho 3 apples in 2.5 s\n```\n```text\n3 apples in 7 s\n```\n", encoding="utf-8")
+    assert PageRunner(tmp_path).run(page) == 2
+    page.write_text("```sh\necho 3 apples\n```\n```text\n4 apples\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"page\.md:4: '4 apples' is missing in\n3 apples"):
+        PageRunner(tmp_path).run(page)
+    page.write_text("```sh\nfalse\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"page\.md:1: status 1"):
+        PageRunner(tmp_path).run(page)
+    page.write_text("```sh\n# not run: two hosts\nfalse\n```\n", encoding="utf-8")
+    assert PageRunner(tmp_path).run(page) == 0
