@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -90,13 +91,18 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         ) from error
     document: bytes | None = None
     lacking: dict[str, CheckpointError] = {}
-    for name, entry in listing.files.items():
+
+    def checked(name: str) -> bytes | CheckpointError:
         try:
-            data = _checked_file(path, name, entry, files)
+            return _checked_file(path, name, listing.files[name], files)
         except CheckpointError as error:
             if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
                 raise
-            lacking[name] = error
+            return error
+
+    for name, data in zip(listing.files, files.map(checked, listing.files), strict=True):
+        if isinstance(data, CheckpointError):
+            lacking[name] = data
             continue
         document = data if name == STATE else document
         if name == INDEX:
@@ -246,14 +252,12 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     places: dict[str, Place] = {}
-    for name, entry in checkpoint.manifest.files.items():
-        if entry.is_tensor_file:
-            for place in _read_header(checkpoint, name, entry.digest):
-                if place.spec.name in places:
-                    raise CheckpointError(
-                        "A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name
-                    )
-                places[place.spec.name] = place
+    names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
+    for name, in_file in zip(names, checkpoint.files.map(partial(_read_header, checkpoint), names), strict=True):
+        for place in in_file:
+            if place.spec.name in places:
+                raise CheckpointError("A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name)
+            places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
         difference = min(places.keys() ^ checkpoint.manifest.tensors.keys())
         raise CheckpointError(
@@ -262,8 +266,8 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     return places
 
 
-def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
-    path = checkpoint.path / name
+def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:
+    digest, path = checkpoint.manifest.files[name].digest, checkpoint.path / name
     kind = kind_of_file(name)
     total_bytes = checkpoint.manifest.files[name].total_bytes
     with open_tensor_file(checkpoint.files, path) as file:
@@ -323,21 +327,25 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
-    first, gatherer = dict[str, Place](), Gatherer()
+    first = dict[str, Place]()
     for place in places.values():
         if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
             first[place.file] = place
-    for place in first.values():
-        spec = place.spec
-        piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
-        if 0 not in checkpoint.held(spec.name):
-            continue
-        hi = min(piece.hi, piece.lo + BLOCK_BYTES)
-        block = np.empty(hi - piece.lo, dtype=np.uint8)
-        packed = spec.image(piece.box)
-        with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
-            gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
-        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
+    for _ in checkpoint.files.map(partial(_check_first_block, checkpoint), first.values()):
+        pass
+
+
+def _check_first_block(checkpoint: Checkpoint, place: Place) -> None:
+    spec = place.spec
+    piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+    if 0 not in checkpoint.held(spec.name):
+        return
+    hi = min(piece.hi, piece.lo + BLOCK_BYTES)
+    block = np.empty(hi - piece.lo, dtype=np.uint8)
+    packed = spec.image(piece.box)
+    with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
+        Gatherer().gather(file.read, packed, piece.lo, block, offset=place.offset)
+    check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
 
 
 def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:

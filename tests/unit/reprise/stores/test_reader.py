@@ -17,9 +17,10 @@ import reprise
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import reader as reader_module
-from reprise.stores.files import WINDOW_BYTES, StoreFiles
+from reprise.stores.files import StoreFiles
 from reprise.stores.location import files_of, location
 from reprise.stores.path import StorePath
+from reprise.stores.ranges import WINDOW_BYTES
 from reprise.stores.reader import close_readers, reader_of
 
 FORKS = 100
