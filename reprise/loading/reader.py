@@ -22,7 +22,6 @@ from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STA
 from reprise.format.safetensors_file import header_places
 from reprise.json_file import Json
 from reprise.loading.gather import Gatherer
-from reprise.regular_file import read_regular
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.patience import failed_read, is_damage, unreadable
@@ -83,7 +82,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         CheckpointError: naming the first missing or damaged file, or if the folder has another iteration's name.
     """
     try:
-        content = _read(path / MANIFEST, files)
+        content = read_content(path / MANIFEST, files)
         listing = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
@@ -138,7 +137,7 @@ def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> Host
             return None
         raise unreadable(error, where=where) from error
     try:
-        host = host_file.from_bytes(_read(where, files), where=where)
+        host = host_file.from_bytes(read_content(where, files), where=where)
     except OSError as error:
         raise failed_read("A host file cannot be read", error, where=where) from error
     if host.manifest != digest or host.attempt != listing.attempt or host.writers.keys() != listing.tensors.keys():
@@ -175,8 +174,8 @@ def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
             )
 
 
-def _read(path: Path, files: Files) -> bytes:
-    """Return the content of a file without tensors.
+def read_content(path: Path, files: Files) -> bytes:
+    """Return the content of a file without tensors, of a folder or a store.
 
     Raises:
         OSError: if it is missing, or not a regular file.
@@ -215,7 +214,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     try:
         _refuse_links(root, name, files)
         size = files.size(path)
-        data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
     except OSError as error:
         raise failed_read("A file of a checkpoint is missing", error, where=path) from error
     if size != entry.total_bytes:
@@ -421,8 +420,8 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
         if iteration_of(folder) is None or folder == checkpoint.path:
             continue
         try:
-            is_equal = digest_of(read_regular(path, limit_bytes=json_file.MAX_BYTES)) == entry.digest
-        except OSError:
+            is_equal = digest_of(read_content(path, checkpoint.files)) == entry.digest
+        except (OSError, CheckpointError):
             continue
         if is_equal:
             _log.warning(f"{name} is taken from {folder}, where it is the same")
