@@ -186,12 +186,7 @@ def read_content(path: Path, files: Files) -> bytes:
         raise CheckpointError(
             "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
         )
-    data = bytearray(size)
-    descriptor = files.open_for_reading(path)
-    try:
-        return bytes(data[: files.read(descriptor, memoryview(data), offset=0)])
-    finally:
-        files.close(descriptor)
+    return files.read_whole(path)
 
 
 def _refuse_links(root: Path, name: str, files: Files) -> None:

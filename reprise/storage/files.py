@@ -109,6 +109,19 @@ class Files(FileCalls):
             filled += count
         return filled
 
+    def read_whole(self, path: Path) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            OSError: if it is missing, or not a regular file.
+        """
+        data = bytearray(self.size(path))
+        descriptor = self.open_for_reading(path)
+        try:
+            return bytes(data[: self.read(descriptor, memoryview(data), offset=0)])
+        finally:
+            self.close(descriptor)
+
     def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
         """Learn of the reads to come, each a file, its first byte and its end. A local disk gains nothing from it."""
 
