@@ -256,7 +256,7 @@ HANDED_ON = {
     ("reprise.saving.save_job", "BaseException"),
     ("reprise.saving.snapshot", "BaseException"),
     ("reprise.saving.writer", "BaseException"),
-    ("reprise.stores.files", "BaseException"),
+    ("reprise.stores.ranges", "BaseException"),
     ("reprise.stores.serve", "Exception"),
     ("reprise.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),

@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
@@ -106,6 +108,7 @@ def fill(
     targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     _synchronize(devices)
+    checkpoint.files.expect(_reads(checkpoint, _blocks(checkpoint, places, targets)))
     queue = _Queue(_blocks(checkpoint, places, targets))
     count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     workers = [_Worker(checkpoint, queue, verify=verify, is_pinned=bool(devices)) for _ in range(count)]
@@ -205,19 +208,29 @@ class _Block:
     lo: int
     hi: int
 
+    @property
+    def start(self) -> int:
+        """Return the offset of its first byte in the tensor."""
+        return next(self.piece.image.spans(self.lo, self.hi))[0]
+
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
-    """Yield every block with a part of a target."""
+    """Yield every block with a part of a target in the order of the files: columns of several pieces alternate."""
     for target in targets:
-        place = places[target.tensor.spec.name]
-        size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
-        for number, piece in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
-            box = in_bytes(piece.box, size)
-            common = intersect(box, target.box)
-            if common.numel and number not in present:
-                raise not_held(checkpoint, place, number)
-            if common.numel:
-                yield from _blocks_of(_piece(place, piece, box, common=common, target=target))
+        yield from sorted(_blocks_for(checkpoint, places, target), key=lambda block: block.start)
+
+
+def _blocks_for(checkpoint: Checkpoint, places: Mapping[str, Place], target: Target) -> Iterator[_Block]:
+    """Yield every block with a part of a target, piece by piece."""
+    place = places[target.tensor.spec.name]
+    size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
+    for number, piece in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
+        box = in_bytes(piece.box, size)
+        common = intersect(box, target.box)
+        if common.numel and number not in present:
+            raise not_held(checkpoint, place, number)
+        if common.numel:
+            yield from _blocks_of(_piece(place, piece, box, common=common, target=target))
 
 
 def _piece(place: Place, entry: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
@@ -236,6 +249,23 @@ def _blocks_of(piece: _Piece) -> Iterator[_Block]:
     skipped = max(0, piece.first - start) // BLOCK_BYTES * BLOCK_BYTES
     for lo in range(start + skipped, min(end, piece.last), BLOCK_BYTES):
         yield _Block(piece, lo, min(lo + BLOCK_BYTES, end))
+
+
+def _reads(checkpoint: Checkpoint, blocks: Iterable[_Block]) -> Iterator[tuple[Path, int, int]]:
+    """Yield the byte ranges read for blocks, found by gathering them without a file."""
+    gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
+    for block in blocks:
+        piece, data = block.piece, buffer[: block.hi - block.lo]
+        gatherer.gather(
+            lambda part, start: spans.append((start, start + part.nbytes)),
+            piece.image,
+            block.lo,
+            data,
+            offset=piece.place.offset,
+        )
+        path = checkpoint.path / piece.place.file
+        yield from ((path, start, end) for start, end in spans)
+        spans.clear()
 
 
 class _Queue:

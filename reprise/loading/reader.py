@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STA
 from reprise.format.safetensors_file import header_places
 from reprise.json_file import Json
 from reprise.loading.gather import Gatherer
-from reprise.regular_file import read_regular
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.patience import failed_read, is_damage, unreadable
@@ -82,7 +82,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         CheckpointError: naming the first missing or damaged file, or if the folder has another iteration's name.
     """
     try:
-        content = _read(path / MANIFEST, files)
+        content = read_content(path / MANIFEST, files)
         listing = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
@@ -90,13 +90,18 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         ) from error
     document: bytes | None = None
     lacking: dict[str, CheckpointError] = {}
-    for name, entry in listing.files.items():
+
+    def checked(name: str) -> bytes | CheckpointError:
         try:
-            data = _checked_file(path, name, entry, files)
+            return _checked_file(path, name, listing.files[name], files)
         except CheckpointError as error:
             if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
                 raise
-            lacking[name] = error
+            return error
+
+    for name, data in zip(listing.files, files.map(checked, listing.files), strict=True):
+        if isinstance(data, CheckpointError):
+            lacking[name] = data
             continue
         document = data if name == STATE else document
         if name == INDEX:
@@ -132,7 +137,7 @@ def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> Host
             return None
         raise unreadable(error, where=where) from error
     try:
-        host = host_file.from_bytes(_read(where, files), where=where)
+        host = host_file.from_bytes(read_content(where, files), where=where)
     except OSError as error:
         raise failed_read("A host file cannot be read", error, where=where) from error
     if host.manifest != digest or host.attempt != listing.attempt or host.writers.keys() != listing.tensors.keys():
@@ -169,8 +174,8 @@ def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
             )
 
 
-def _read(path: Path, files: Files) -> bytes:
-    """Return the content of a file without tensors.
+def read_content(path: Path, files: Files) -> bytes:
+    """Return the content of a file without tensors, of a folder or a store.
 
     Raises:
         OSError: if it is missing, or not a regular file.
@@ -181,12 +186,7 @@ def _read(path: Path, files: Files) -> bytes:
         raise CheckpointError(
             "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
         )
-    data = bytearray(size)
-    descriptor = files.open_for_reading(path)
-    try:
-        return bytes(data[: files.read(descriptor, memoryview(data), offset=0)])
-    finally:
-        files.close(descriptor)
+    return files.read_whole(path)
 
 
 def _refuse_links(root: Path, name: str, files: Files) -> None:
@@ -209,7 +209,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     try:
         _refuse_links(root, name, files)
         size = files.size(path)
-        data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
     except OSError as error:
         raise failed_read("A file of a checkpoint is missing", error, where=path) from error
     if size != entry.total_bytes:
@@ -246,14 +246,12 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     places: dict[str, Place] = {}
-    for name, entry in checkpoint.manifest.files.items():
-        if entry.is_tensor_file:
-            for place in _read_header(checkpoint, name, entry.digest):
-                if place.spec.name in places:
-                    raise CheckpointError(
-                        "A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name
-                    )
-                places[place.spec.name] = place
+    names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
+    for name, in_file in zip(names, checkpoint.files.map(partial(_read_header, checkpoint), names), strict=True):
+        for place in in_file:
+            if place.spec.name in places:
+                raise CheckpointError("A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name)
+            places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
         difference = min(places.keys() ^ checkpoint.manifest.tensors.keys())
         raise CheckpointError(
@@ -262,8 +260,8 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     return places
 
 
-def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
-    path = checkpoint.path / name
+def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:
+    digest, path = checkpoint.manifest.files[name].digest, checkpoint.path / name
     kind = kind_of_file(name)
     total_bytes = checkpoint.manifest.files[name].total_bytes
     with open_tensor_file(checkpoint.files, path) as file:
@@ -323,21 +321,25 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
-    first, gatherer = dict[str, Place](), Gatherer()
+    first = dict[str, Place]()
     for place in places.values():
         if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
             first[place.file] = place
-    for place in first.values():
-        spec = place.spec
-        piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
-        if 0 not in checkpoint.held(spec.name):
-            continue
-        hi = min(piece.hi, piece.lo + BLOCK_BYTES)
-        block = np.empty(hi - piece.lo, dtype=np.uint8)
-        packed = spec.image(piece.box)
-        with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
-            gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
-        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
+    for _ in checkpoint.files.map(partial(_check_first_block, checkpoint), first.values()):
+        pass
+
+
+def _check_first_block(checkpoint: Checkpoint, place: Place) -> None:
+    spec = place.spec
+    piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+    if 0 not in checkpoint.held(spec.name):
+        return
+    hi = min(piece.hi, piece.lo + BLOCK_BYTES)
+    block = np.empty(hi - piece.lo, dtype=np.uint8)
+    packed = spec.image(piece.box)
+    with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
+        Gatherer().gather(file.read, packed, piece.lo, block, offset=place.offset)
+    check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
 
 
 def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:
@@ -413,8 +415,8 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
         if iteration_of(folder) is None or folder == checkpoint.path:
             continue
         try:
-            is_equal = digest_of(read_regular(path, limit_bytes=json_file.MAX_BYTES)) == entry.digest
-        except OSError:
+            is_equal = digest_of(read_content(path, checkpoint.files)) == entry.digest
+        except (OSError, CheckpointError):
             continue
         if is_equal:
             _log.warning(f"{name} is taken from {folder}, where it is the same")

@@ -7,12 +7,16 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from reprise.atomic import FileCalls
 from reprise.errors import CheckpointError
 from reprise.storage.worker import run_together
+
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 # fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
 # zeroes what another rank wrote meanwhile.
@@ -104,6 +108,26 @@ class Files(FileCalls):
                 break
             filled += count
         return filled
+
+    def read_whole(self, path: Path) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            OSError: if it is missing, or not a regular file.
+        """
+        data = bytearray(self.size(path))
+        descriptor = self.open_for_reading(path)
+        try:
+            return bytes(data[: self.read(descriptor, memoryview(data), offset=0)])
+        finally:
+            self.close(descriptor)
+
+    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
+        """Learn of the reads to come, each a file, its first byte and its end. A local disk gains nothing from it."""
+
+    def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
+        """Return the result of a reading call for each item, in order; a store makes several calls at once."""
+        return map(call, items)
 
     def look(self, path: Path) -> None:
         """Raise an OSError if there is no such file: a client of NFS asks its server again once a folder is opened."""

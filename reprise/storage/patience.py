@@ -6,16 +6,14 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from reprise.errors import CheckpointError, UnreadableError
-from reprise.storage.files import Files
+from reprise.storage.files import Files, Result, T
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 # How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
 RETRY_S = 10.0
@@ -161,6 +159,14 @@ class PatientFiles(Files):
         return self._patience.retry(
             lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
         )
+
+    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
+        """Learn of the reads to come; see `Files.expect`."""
+        self._files.expect(reads)
+
+    def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
+        """Return the result of a call for each item; see `Files.map`."""
+        return self._files.map(call, items)
 
     def look(self, path: Path) -> None:
         """Raise an OSError at once if there is no such file; see `Files.look`."""

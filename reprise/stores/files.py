@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.storage.files import Files
+from reprise.storage.files import Files, Result, T
 from reprise.stores.host_cache import CachedObject, HostCache
 from reprise.stores.path import StorePath
+from reprise.stores.ranges import RangeMemory, Ranges, Request, Span, requests_of
 from reprise.stores.reader import StoreReader, close_readers
 from reprise.stores.wire import CONNECTIONS
-
-# Smaller reads are served from windows of this size: the blocks of small tensors lie beside each other, and a request
-# costs tens of milliseconds, whatever its size.
-WINDOW_BYTES = 256 << 10
-_MOST_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,57 +25,18 @@ class _OpenObject:
     key: str
     size: int
     etag: str | None
+    ranges: Ranges
     cached: CachedObject | None
 
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer from an offset."""
+    def fetch(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer from an offset, on a host of several ranks through its cache."""
         if self.cached is None:
-            self._fetch(buffer, offset)
+            self._request(buffer, offset)
         else:
-            self.cached.read(buffer, offset, self._fetch)
+            self.cached.read(buffer, offset, self._request)
 
-    def _fetch(self, buffer: memoryview, offset: int) -> None:
+    def _request(self, buffer: memoryview, offset: int) -> None:
         self.reader.read(self.key, buffer, offset, self.etag)
-
-
-class _Windows:
-    """The windows read last. Threads in need of the same window wait for the first of them."""
-
-    def __init__(self) -> None:
-        self._bodies: dict[tuple[str, str | None, int], Future[bytes]] = {}
-        self._lock = threading.Lock()
-
-    def fill(self, file: _OpenObject, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of an object."""
-        end = offset + buffer.nbytes
-        for number in range(offset // WINDOW_BYTES, -(-end // WINDOW_BYTES)):
-            start = number * WINDOW_BYTES
-            body = self._body(file, number)
-            first, last = max(offset, start), min(end, start + WINDOW_BYTES)
-            buffer[first - offset : last - offset] = body[first - start : last - start]
-
-    def _body(self, file: _OpenObject, number: int) -> bytes:
-        name = (file.key, file.etag, number)
-        with self._lock:
-            is_there = name in self._bodies
-            future = self._bodies.setdefault(name, Future())
-            if len(self._bodies) > _MOST_WINDOWS:
-                del self._bodies[next(iter(self._bodies))]
-        if not is_there:
-            self._read(file, number, future)
-        return future.result()
-
-    def _read(self, file: _OpenObject, number: int, future: Future[bytes]) -> None:
-        start = number * WINDOW_BYTES
-        body = bytearray(min(WINDOW_BYTES, file.size - start))
-        try:
-            file.fill(memoryview(body), start)
-            future.set_result(bytes(body))
-        except BaseException as error:
-            with self._lock:
-                self._bodies.pop((file.key, file.etag, number), None)
-            future.set_exception(error)
-            raise
 
 
 class StoreFiles(Files):
@@ -88,12 +46,14 @@ class StoreFiles(Files):
         load: the name of a load by several ranks of a host; None where this process reads alone.
     """
 
-    reading_threads = CONNECTIONS
+    reading_threads = 3 * CONNECTIONS  # neighbors wait for one request
 
     def __init__(self, load: str | None = None) -> None:
         self._load = load
         self._cache: HostCache | None = None
-        self._lock, self._windows = threading.Lock(), _Windows()
+        self._lock, self._memory = threading.Lock(), RangeMemory()
+        self._ranges: dict[tuple[Path, str | None], Ranges] = {}
+        self._planned: dict[Path, list[Request]] = {}
         self._numbers = itertools.count()
         self._open: dict[int, _OpenObject] = {}
         self._versions: dict[Path, tuple[int, str | None]] = {}  # that all reads of a load are of
@@ -110,16 +70,16 @@ class StoreFiles(Files):
         size, etag = self._version(path)
         number = next(self._numbers)
         cached = None if self._load is None else self._host_cache(self._load).open(f"{path.url.key}{etag}", size)
-        self._open[number] = _OpenObject(path.reader, path.url.key, size, etag, cached)
+        with self._lock:
+            ranges = self._ranges.setdefault((path, etag), Ranges(size, self._memory))
+            ranges.planned = self._planned.get(path, ())
+        self._open[number] = _OpenObject(path.reader, path.url.key, size, etag, ranges, cached)
         return number
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
         file = self._open[descriptor]
         part = buffer.cast("B")[: max(0, file.size - offset)]
-        if part.nbytes < WINDOW_BYTES:
-            self._windows.fill(file, part, offset)
-        else:
-            file.fill(part, offset)
+        file.ranges.fill(part, offset, file.fetch)
         return part.nbytes
 
     def close(self, descriptor: int) -> None:
@@ -135,6 +95,18 @@ class StoreFiles(Files):
         self.close(descriptor)
         self._open[descriptor] = self._open.pop(number)
 
+    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
+        """Plan requests for reads, which neighbors share."""
+        spans: dict[Path, list[Span]] = {}
+        for path, start, end in reads:
+            spans.setdefault(path, []).append((start, end))
+        self._planned = {path: list(requests_of(of_file)) for path, of_file in spans.items()}
+
+    def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
+        """Return the result of a call for each item, of which `CONNECTIONS` are under way at a time."""
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            return list(threads.map(call, items))
+
     def look(self, path: Path) -> None:
         self._versions.pop(path, None)
         self.size(path)
@@ -142,6 +114,7 @@ class StoreFiles(Files):
     def end(self) -> None:
         close_readers()
         self._versions.clear()
+        self._ranges.clear()
         if self._cache is not None:
             self._cache.close()
             self._cache = None

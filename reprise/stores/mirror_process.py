@@ -88,10 +88,13 @@ class MirrorProcess:
         if self._process.poll() is None:
             self._say(b"saved\n")
         elif time.monotonic() - self._started > _RESTART_S:
-            _log.warning("the mirror ended with status %d and is started again", self._process.returncode)
-            self._started = time.monotonic()
-            self._close_input()
-            self._process = self._start()
+            self._start_again()
+
+    def _start_again(self) -> None:
+        _log.warning("the mirror ended with status %d and is started again", self._process.returncode)
+        self._started = time.monotonic()
+        self._close_input()
+        self._process = self._start()
 
     def finish(self, wait_s: float) -> bool:
         """Let the mirror upload what the store lacks, and end; return whether it has.
@@ -99,6 +102,8 @@ class MirrorProcess:
         Args:
             wait_s: for how long at most.
         """
+        if self._process.poll() is not None:
+            self._start_again()
         self._say(b"finish\n")
         try:
             return self._process.wait(wait_s) == 0

@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 # obstore tries a request again for two minutes, and a body takes its time; a process that hangs is given up.
 _ANSWER_S = 300.0
 _END_S = 5.0
+MOST_RESTARTS = 3  # of the process of a load
 
 
 class _Connection:
@@ -48,26 +49,21 @@ class _Connection:
         self._socket.close()
 
 
-class StoreReader:
-    """Reads one store. Threads may call it at once; `CONNECTIONS` requests are then under way.
+class _Process:
+    """A process that reads a store, with its connections and the memory that both share.
 
     Args:
         root: the store, as in `StoreUrl.root`.
-
-    Raises:
-        ConfigError: if obstore is not installed.
     """
 
     def __init__(self, root: str) -> None:
-        require_extra(root)
-        self.root = root
         self._memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, CONNECTIONS * SLOT_BYTES)
         self._map = mmap.mmap(self._memory, CONNECTIONS * SLOT_BYTES)
         pairs = [socket.socketpair() for _ in range(CONNECTIONS)]
         descriptors = [served.fileno() for _, served in pairs]
         start = json.dumps([root, os.getpid(), self._memory, descriptors])
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "reprise.stores.serve", start],
             pass_fds=[self._memory, *descriptors],
             stdin=subprocess.DEVNULL,
@@ -81,9 +77,53 @@ class StoreReader:
         ]
         for _, served in pairs:
             served.close()
-        self._idle: queue.SimpleQueue[_Connection] = queue.SimpleQueue()
+        self.idle: queue.SimpleQueue[_Connection] = queue.SimpleQueue()
         for connection in self._connections:
-            self._idle.put(connection)
+            self.idle.put(connection)
+
+    @property
+    def read_bytes(self) -> int:
+        """Return how many bytes of objects were read."""
+        return sum(connection.read_bytes for connection in self._connections)
+
+    def end(self) -> None:
+        """End the process."""
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def forget(self) -> None:
+        """Close this process's ends of the connections, which a fork has copied."""
+        for connection in self._connections:
+            connection.memory.release()
+            connection.close()
+        os.close(self._memory)
+
+
+class StoreReader:
+    """Reads one store. Threads may call it at once; `CONNECTIONS` requests are then under way.
+
+    A process that dies, or hangs in a request, is replaced up to `MOST_RESTARTS` times.
+
+    Args:
+        root: the store, as in `StoreUrl.root`.
+
+    Raises:
+        ConfigError: if obstore is not installed.
+    """
+
+    def __init__(self, root: str) -> None:
+        require_extra(root)
+        self.root = root
+        self._lock = threading.Lock()
+        self._processes = [_Process(root)]
+
+    @property
+    def process_id(self) -> int:
+        """Return the id of the process that reads."""
+        return self._processes[-1].process.pid
 
     def read(self, key: str, buffer: memoryview, offset: int, etag: str | None) -> None:
         """Fill `buffer` from `offset` of an object.
@@ -93,19 +133,13 @@ class StoreReader:
         """
         for start in range(0, buffer.nbytes, SLOT_BYTES):
             part = buffer[start : start + SLOT_BYTES]
-            connection = self._idle.get()
-            try:
-                request = {"call": "read", "key": key, "offset": offset + start, "size": part.nbytes, "etag": etag}
-                self._ask(connection, request)
-                part[:] = connection.memory[: part.nbytes]
-                connection.read_bytes += part.nbytes
-            finally:
-                self._idle.put(connection)
+            request = {"call": "read", "key": key, "offset": offset + start, "size": part.nbytes, "etag": etag}
+            self._ask(request, part)
 
     @property
     def read_bytes(self) -> int:
         """Return how many bytes of objects were read."""
-        return sum(connection.read_bytes for connection in self._connections)
+        return sum(process.read_bytes for process in self._processes)
 
     def head(self, key: str) -> tuple[int, str | None, float]:
         """Return the size of an object in bytes, its version, and when it was written, in Unix time.
@@ -122,39 +156,63 @@ class StoreReader:
         Raises:
             OSError: as the method of `StoreClient`.
         """
-        connection = self._idle.get()
-        try:
-            return self._ask(connection, {"call": call, "key": key})
-        finally:
-            self._idle.put(connection)
+        return self._ask({"call": call, "key": key})
 
-    def _ask(self, connection: _Connection, request: Message) -> Any:
-        answer = connection.call(request)
-        if answer is None:
-            raise OSError(
-                errno.EIO, "the process that reads the store has ended", str(StoreUrl(self.root, request["key"]))
-            )
+    def _ask(self, request: Message, into: memoryview | None = None) -> Any:
+        """Return the answer to a request, whose bytes of an object go into a buffer."""
+        while True:
+            process = self._processes[-1]
+            connection = process.idle.get()
+            try:
+                answer = connection.call(request)
+                if answer is not None:
+                    result = self._result(answer)
+                    if into is not None:
+                        into[:] = connection.memory[: into.nbytes]
+                        connection.read_bytes += into.nbytes
+                    return result
+            finally:
+                process.idle.put(connection)
+            self._replace(process, request["key"])
+
+    def _result(self, answer: Message) -> Any:
         if "defect" in answer:
             raise CheckpointError("A store could not be read", where=self.root, found=answer["defect"])
         if "errno" in answer:
             raise OSError(answer["errno"], answer["text"], answer["where"])
         return answer["result"]
 
+    def _replace(self, process: _Process, key: str) -> None:
+        """Start another process in the place of a dead one, once for all threads.
+
+        Raises:
+            OSError: after `MOST_RESTARTS`.
+        """
+        with self._lock:
+            if process is not self._processes[-1]:
+                return
+            if len(self._processes) > MOST_RESTARTS:
+                raise OSError(
+                    errno.EIO,
+                    f"the process that reads the store has ended {MOST_RESTARTS + 1} times",
+                    str(StoreUrl(self.root, key)),
+                )
+            process.process.kill()
+            process.process.wait()
+            status = process.process.returncode
+            _log.warning("the process that reads %s ended with status %d and is started again", self.root, status)
+            self._processes.append(_Process(self.root))
+
     def close(self) -> None:
         """End the process."""
         self.forget()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for process in self._processes:
+            process.end()
 
     def forget(self) -> None:
         """Close this process's ends of the connections, which a fork has copied."""
-        for connection in self._connections:
-            connection.memory.release()
-            connection.close()
-        os.close(self._memory)
+        for process in self._processes:
+            process.forget()
 
 
 _readers: dict[str, StoreReader] = {}

@@ -131,6 +131,10 @@ def test_its_own_tokenizer_takes_the_place_of_a_lost_one(straight: Path, tmp_pat
     run_ok(tmp_path / "new", [f"checkpoint.load={iteration(run, 4)}", "train.train_iters=5", data[-1]])
     taken = json.loads(saved(iteration(tmp_path / "new", 5)))["config"]["data"]["tokenizer"]
     assert taken == str(iteration(run, 4) / "tokenizer.json")
+    run_ok(tmp_path / "stored", [f"checkpoint.load=file://{iteration(run, 4)}", "train.train_iters=5", data[-1]])
+    taken = json.loads(saved(iteration(tmp_path / "stored", 5)))["config"]["data"]["tokenizer"]
+    assert Path(taken).parent == tmp_path / "stored"
+    assert Path(taken).read_bytes() == (iteration(run, 4) / "tokenizer.json").read_bytes()
 
 
 def test_a_damaged_one_is_refused_by_name(alone: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import FILE_SYSTEM
+from reprise.files import files_of
 from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
-from trainer.commands.arguments import local_path
+from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
@@ -105,8 +105,9 @@ def bring_out(options: argparse.Namespace) -> int:
 
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint given by its own folder, or the newest valid checkpoint of a run."""
-    chooser = Chooser(LoadSource.named(path), FILE_SYSTEM, lambda _: None)
-    return open_checkpoint(chooser.pick(), FILE_SYSTEM, may_lack=True)
+    files = files_of(path)
+    chooser = Chooser(LoadSource.named(path), files, lambda _: None)
+    return open_checkpoint(chooser.pick(), files, may_lack=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,7 +159,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
             continue
         subparser = formats.add_parser(name, help=form.summary, description=form.summary)
         subparser.add_argument(
-            "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
+            "checkpoint", type=any_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest; or a URL"
         )
         subparser.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
         subparser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")

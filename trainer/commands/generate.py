@@ -16,10 +16,10 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import FILE_SYSTEM
+from reprise.files import files_of
 from reprise.folder import MANIFEST
 from reprise.reading import find_accessory, open_checkpoint
-from trainer.commands.arguments import amount, local_path, natural, positive
+from trainer.commands.arguments import amount, any_path, local_path, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _text(options: argparse.Namespace) -> str:
-    model, folder = open_model(options.checkpoint, torch.device("cpu"), options.base)
+    files = files_of(options.checkpoint)
+    model, folder = open_model(options.checkpoint, torch.device("cpu"), options.base, files)
     encoder = _encoder(options.tokenizer, folder, model.config)
     prompt = prompt_tokens(encoder, options.prompt, model.config.vocab_size)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
@@ -73,14 +74,14 @@ def _own_tokenizer(folder: Path) -> Path | None:
     """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
     if not (folder / MANIFEST).exists():
         return folder / _TOKENIZER
-    checkpoint = open_checkpoint(folder, FILE_SYSTEM, may_lack=True)
+    checkpoint = open_checkpoint(folder, files_of(folder), may_lack=True)
     return find_accessory(checkpoint, _TOKENIZER) if _TOKENIZER in checkpoint.lacking else folder / _TOKENIZER
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
-    where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
-    parser.add_argument("checkpoint", type=local_path, metavar="CHECKPOINT", help=where)
+    where = "a run for its newest checkpoint, an iter_ folder, a URL of these, or a model folder of transformers"
+    parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=where)
     parser.add_argument("--base", type=local_path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")

@@ -9,9 +9,19 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import TrainerError, UnreadableError
-from reprise.files import Files, Patience, PatientFiles, failed_read, files_of, is_stored
+from reprise.files import (
+    FILE_SYSTEM,
+    Files,
+    Patience,
+    PatientFiles,
+    atomic_output,
+    cannot_write,
+    failed_read,
+    files_of,
+    is_stored,
+)
 from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
-from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_file
+from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_content, read_file
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
@@ -57,7 +67,7 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
         return None
     path = checkpoint.path / RUN_CONFIG
     values = saved_values(json_file.parse(read_file(checkpoint, RUN_CONFIG), where=path), checkpoint.state, where=path)
-    values = _with_tokenizer(values, checkpoint)
+    values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent)
     reading.end()
     return SavedConfig(path, values)
 
@@ -77,13 +87,36 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
     return f"To continue with the run's own configuration: `{command}`."
 
 
-def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone."""
+def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path) -> dict[str, object]:
+    """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone.
+
+    Args:
+        run: the folder of the run, which gets a copy where the checkpoint lies in a store.
+    """
     tokenizer = values.get("data.tokenizer")
     if tokenizer in (None, BYTES) or os.path.exists(Path(str(tokenizer)).expanduser()):
         return values
     path = find_accessory(checkpoint, TOKENIZER)
+    if path is not None and is_stored(path):
+        path = _copied(path, checkpoint, run)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
+
+
+def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path) -> Path:
+    """Copy the tokenizer of a checkpoint into a folder, and return the copy. Ranks may do so at once.
+
+    Raises:
+        CheckpointError: if the folder cannot be written.
+    """
+    path = run / f"tokenizer.{checkpoint.manifest.files[TOKENIZER].digest}.json"
+    try:
+        if not path.exists():
+            run.mkdir(parents=True, exist_ok=True)
+            with atomic_output(path, FILE_SYSTEM, replaces=True) as partial:
+                FILE_SYSTEM.write_whole(partial, read_content(tokenizer, checkpoint.files))
+    except OSError as error:
+        raise cannot_write(path, error, what="The copy of a tokenizer", another="another run.dir") from error
+    return path
 
 
 def _exists(load: Path, save: Path, files: Files) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import read_regular
+from reprise.files import files_of, is_stored, read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
@@ -80,7 +80,7 @@ def open_encoder(tokenizer: str | Path | None) -> Encoder:
     """
     if tokenizer is None or str(tokenizer) == BYTES:
         return bytes_encoder()
-    return load_encoder(Path(tokenizer).expanduser())
+    return load_encoder(tokenizer if isinstance(tokenizer, Path) else Path(tokenizer).expanduser())
 
 
 def bytes_encoder() -> Encoder:
@@ -152,6 +152,8 @@ def read_tokenizer(path: Path) -> bytes:
         DataError: it cannot be read, is not a regular file, or is larger than `MOST_TOKENIZER_BYTES`.
     """
     try:
+        if is_stored(path):  # beside a checkpoint of a store
+            return files_of(path).read_whole(path)
         return read_regular(path, limit_bytes=MOST_TOKENIZER_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error

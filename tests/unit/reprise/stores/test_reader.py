@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ import reprise
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import reader as reader_module
-from reprise.stores.files import WINDOW_BYTES, StoreFiles
+from reprise.stores.files import StoreFiles
 from reprise.stores.location import files_of, location
 from reprise.stores.path import StorePath
-from reprise.stores.reader import close_readers, reader_of
+from reprise.stores.ranges import WINDOW_BYTES
+from reprise.stores.reader import MOST_RESTARTS, StoreReader, close_readers, reader_of
 
 FORKS = 100
 
@@ -129,7 +131,7 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
     reader = reader_of("file://")
     reader.ask("names", "")
-    os.kill(reader._process.pid, signal.SIGSTOP)
+    os.kill(reader.process_id, signal.SIGSTOP)
     thread = threading.Thread(target=reader.ask, args=("names", ""))
     thread.start()
     while not _is_asleep(thread):
@@ -140,7 +142,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
     descriptor = os.pidfd_open(child)
     has_ended = bool(select.select([descriptor], [], [], 30)[0])
     os.close(descriptor)
-    os.kill(reader._process.pid, signal.SIGCONT)
+    os.kill(reader.process_id, signal.SIGCONT)
     if not has_ended:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -168,7 +170,7 @@ def test_the_reading_process_ends_with_the_program(run: Path) -> None:
         "from reprise.stores.reader import reader_of\n"
         "reader = reader_of('file://')\n"
         "reader.ask('names', '')\n"
-        "print(reader._process.pid, flush=True)\n"
+        "print(reader.process_id, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=False)
@@ -179,15 +181,30 @@ def test_the_reading_process_ends_with_the_program(run: Path) -> None:
         os.close(stat)
 
 
-def test_a_killed_reader_is_an_error_that_names_the_store(run: Path) -> None:
+def test_a_killed_reader_is_started_again_a_few_times(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     reader = reader_of("file://")
-    reader._process.kill()
-    reader._process.wait()
-    with pytest.raises(OSError, match="has ended"):
+    for number in range(MOST_RESTARTS + 1):
+        assert number == 0 or reader.ask("names", str(run)[1:])[0]
+        os.kill(reader.process_id, signal.SIGKILL)
+    assert caplog.text.count("is started again") == MOST_RESTARTS
+    with pytest.raises(OSError, match="has ended 4 times"):
         reader.ask("names", "")
     close_readers()
     assert location(url_of(run)).is_dir()
     close_readers()
+
+
+def test_a_load_goes_on_after_its_reader_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, loaded, kills = StoreReader.read, model(9), [1, 2]
+
+    def killed(reader: StoreReader, *arguments: Any) -> None:
+        if kills.pop() if kills else False:
+            os.kill(reader.process_id, signal.SIGKILL)
+        read(reader, *arguments)
+
+    monkeypatch.setattr(StoreReader, "read", killed)
+    assert reprise.load(url_of(run), loaded)["epoch"] == 2
+    assert is_model(loaded, 2)
 
 
 def test_the_tools_take_urls(run: Path) -> None:

@@ -1,0 +1,160 @@
+"""What a load requests of a store: every byte once, in requests that neighbors share."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.loader import fill
+from reprise.loading.reader import check_first_blocks, open_checkpoint, read_places
+from reprise.policy import SavePolicy
+from reprise.stores.files import StoreFiles
+from reprise.stores.location import location
+from reprise.stores.ranges import KEPT_BYTES, WINDOW_BYTES, RangeMemory, Ranges, requests_of
+from reprise.stores.reader import reader_of
+from reprise.stores.wire import SLOT_BYTES
+from reprise.tensors.live import Contents
+from tests.fakes import SHARDINGS, Sharding, all_ranks, sample_specs, sample_state
+
+SPECS = sample_specs()
+STATE_OF = sample_state(SPECS, seed=7)
+BY_NAME = {sharding.name: sharding for sharding in SHARDINGS}
+CONTENT = random.Random(0).randbytes(6 * WINDOW_BYTES + 17)
+
+
+class Fetched:
+    """An object that counts what is fetched of it."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, buffer: memoryview, offset: int) -> None:
+        with self._lock:
+            self.spans.append((offset, offset + buffer.nbytes))
+        buffer[:] = CONTENT[offset : offset + buffer.nbytes]
+
+
+def read(ranges: Ranges, fetched: Fetched, start: int, end: int) -> bytes:
+    buffer = bytearray(end - start)
+    ranges.fill(memoryview(buffer), start, fetched)
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_threads_fetch_each_byte_once(*, is_planned: bool) -> None:
+    generator, fetched = random.Random(1), Fetched()
+    cuts = sorted(generator.sample(range(len(CONTENT)), 80))
+    spans = list(itertools.pairwise([0, *cuts, len(CONTENT)]))
+    ranges = Ranges(len(CONTENT), RangeMemory())
+    assert read(ranges, fetched, 5, 90) == CONTENT[5:90]  # a part that a check has read before
+    if is_planned:
+        ranges.planned = list(requests_of(spans))
+    with ThreadPoolExecutor(8) as threads:
+        bodies = threads.map(lambda span: read(ranges, fetched, *span), spans)
+        assert b"".join(bodies) == CONTENT
+    fetches = sorted(fetched.spans)
+    assert [start for start, _ in fetches] == [0, *(end for _, end in fetches[:-1])]
+    assert len(fetches) <= (3 if is_planned else 9)
+
+
+def test_neighbors_share_a_request_and_gaps_are_not_read() -> None:
+    assert list(requests_of([(0, 10), (10, 4096), (8000, 9000)])) == [(0, 9000, 3)]
+    assert list(requests_of([(0, 10), (1 << 20, 2 << 20)])) == [(0, 10, 1), (1 << 20, 2 << 20, 1)]
+    assert list(requests_of([(0, SLOT_BYTES), (SLOT_BYTES, SLOT_BYTES + 1)])) == [
+        (0, SLOT_BYTES, 1),
+        (SLOT_BYTES, SLOT_BYTES + 1, 1),
+    ]
+    columns = (0, 2 * SLOT_BYTES + 5)
+    assert [request[:2] for request in requests_of([columns, columns])] == [
+        (0, SLOT_BYTES),
+        (SLOT_BYTES, 2 * SLOT_BYTES),
+        (2 * SLOT_BYTES, 2 * SLOT_BYTES + 5),
+    ]
+
+
+def test_a_planned_request_is_forgotten_after_its_last_read() -> None:
+    fetched, ranges = Fetched(), Ranges(len(CONTENT), RangeMemory())
+    ranges.planned = list(requests_of([(0, 10), (10, 30)]))
+    assert read(ranges, fetched, 0, 10) + read(ranges, fetched, 10, 30) == CONTENT[:30]
+    assert fetched.spans == [(0, 30)]
+    assert read(ranges, fetched, 0, 10) == CONTENT[:10]
+    assert len(fetched.spans) == 2
+
+
+def test_the_oldest_ranges_make_room() -> None:
+    fetched, ranges = Fetched(), Ranges(len(CONTENT), RangeMemory(2 * WINDOW_BYTES))
+    for number in (0, 1, 2, 1, 2, 0):
+        read(ranges, fetched, number * WINDOW_BYTES, number * WINDOW_BYTES + 1)
+    assert [start // WINDOW_BYTES for start, _ in fetched.spans] == [0, 1, 2, 0]
+    assert KEPT_BYTES >= 8 * SLOT_BYTES
+
+
+def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
+    def failing(_buffer: memoryview, _offset: int) -> None:
+        raise OSError(errno.EIO, "the store is down")
+
+    ranges = Ranges(len(CONTENT), RangeMemory())
+    with pytest.raises(OSError, match="down"):
+        ranges.fill(memoryview(bytearray(10)), 0, failing)
+    assert read(ranges, Fetched(), 0, 10) == CONTENT[:10]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "most"),
+    [
+        ("one rank", "one rank", 1.05),
+        ("columns over 2", "one rank", 1.1),
+        ("columns over 2", "columns over 2", 1.05),
+        ("rows over 3", "rows and columns", 1.1),
+        ("rows and columns", "2 replicas", 1.1),
+    ],
+)
+def test_a_load_reads_little_more_than_it_needs(source: str, target: str, most: float, tmp_path: Path) -> None:
+    _save(tmp_path, BY_NAME[source])
+    path, sharding = location(f"file://{tmp_path / 'iter_0000010'}"), BY_NAME[target]
+    ranks = range(sharding.world_size)
+    empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+
+    def load(rank: int) -> StoreFiles:
+        files = StoreFiles(tmp_path.name if len(ranks) > 1 else None)
+        checkpoint = open_checkpoint(path, files)
+        places = read_places(checkpoint)
+        if rank == 0:
+            check_first_blocks(checkpoint, places)
+        live, expected = (sharding.live(rank, SPECS, state) for state in (empty, STATE_OF))
+        fill(checkpoint, places, live, threads=files.reading_threads)
+        assert all(torch.equal(a.local, b.local) for a, b in zip(live, expected, strict=True))
+        return files
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        loads = list(threads.map(load, ranks))
+    total_bytes = sum(file.stat().st_size for file in (tmp_path / "iter_0000010").rglob("*") if file.is_file())
+    read_bytes = reader_of("file://").read_bytes
+    for files in loads:
+        files.end()
+    assert total_bytes * 0.99 < read_bytes <= total_bytes * most
+
+
+def _save(folder: Path, sharding: Sharding) -> None:
+    def call(channel: StoreChannel) -> None:
+        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), channel, nonce="n")
+        checkpointer.start()
+        live = tuple(sharding.live(channel.rank, SPECS, STATE_OF))
+        documents = {STATE: {"format": FORMAT, "iteration": 10}}
+        report = checkpointer.save(10, Contents(tuple(SPECS), live, {}, documents))
+        assert report is not None
+        assert report.error is None
+        checkpointer.close()
+
+    all_ranks(sharding.world_size, call)
