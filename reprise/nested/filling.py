@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,7 +198,11 @@ class Filling:
         self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new tensor on its device."""
-        if template is not None and is_dtensor(template) and (form := resolve(template, spec.name)) is not None:
+        if (
+            template is not None
+            and is_dtensor(template)
+            and (form := resolve(template, partial(str, spec.name))) is not None
+        ):
             self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
             return form.tensor, template.detach()
         device = torch.device("cpu") if template is None or template.is_meta else template.device
@@ -244,7 +249,7 @@ class Filling:
                     shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
                     tensor = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
                     self.made[where][name, key] = tensor
-                    resolved = resolve(tensor, spec.name)
+                    resolved = resolve(tensor, partial(str, spec.name))
                     assert resolved is not None
                     yield from _unreplicated(spec, resolved.tensor)
 

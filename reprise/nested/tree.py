@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -339,7 +340,7 @@ def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None
     Raises:
         CheckpointError: naming it, if its class keeps its memory elsewhere.
     """
-    resolved = resolve(tensor, pointer(keys))
+    resolved = resolve(tensor, partial(pointer, keys))
     if resolved is None:
         return
     tree.tensors[keys] = resolved.tensor
