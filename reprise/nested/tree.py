@@ -51,12 +51,14 @@ class OptimizerState:
         keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
         state: state of parameters, to which a load adds what is missing.
         parameters: by name, those whose missing state a load makes.
+        list_keys: of `state` of a parameter, the keys of lists with tensors, which a load makes too.
     """
 
     keys: Mapping[str, Any]
     groups: list[ParameterGroup]
     state: MutableMapping[Any, Any]
     parameters: Mapping[str, nn.Parameter]
+    list_keys: Collection[str] = ()
 
     def lacks(self, name: str, key: str) -> bool:
         """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
@@ -292,6 +294,7 @@ def add_optimizer(
     state: MutableMapping[Any, Any],
     parameters: Mapping[str, nn.Parameter],
     defaults: Mapping[str, object] = MappingProxyType({}),
+    list_keys: Collection[str] = (),
 ) -> None:
     """Add an optimizer to a tree under `keys`; see `OptimizerState`.
 
@@ -319,7 +322,7 @@ def add_optimizer(
     for parameter, values in state.items():
         _walk_dict(tree, values, (*keys, "state", names[parameter]), None)
     tree.optimizers[pointer(keys)] = OptimizerState(
-        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters
+        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters, list_keys
     )
 
 
