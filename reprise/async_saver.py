@@ -170,12 +170,18 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for the running save, and release the folder.
 
+        After an interrupt, such as Ctrl-C, the save has 20 s more; if it becomes no checkpoint, a log line says so.
+
         Raises:
             TrainerError: if the save did not become a checkpoint.
         """
         self._is_closed = True
+        try:
+            self._checkpointer.close()
+        except BaseException:
+            self._abandon()
+            raise
         program_end.forget(self)
-        self._checkpointer.close()
         self._last = LastTensors()
         self.wait()
 

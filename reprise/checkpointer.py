@@ -241,11 +241,14 @@ class Checkpointer:
         return reports
 
     def wait(self) -> None:
-        """Wait for the save under way, unless it was aborted, and take its outcome."""
-        if self._started is None:
+        """Wait for the save under way, unless it was aborted, and take its outcome.
+
+        An exception in a wait for a background save, such as KeyboardInterrupt, leaves the save under way.
+        """
+        started = self._started
+        if started is None:
             return
-        started, self._started = self._started, None
-        save_job, error = started.save_job, None
+        save_job, error, goes_on = started.save_job, None, False
         attempt, snapshot = save_job.attempt, save_job.snapshot
         try:
             if snapshot.is_aborted and not started.job.is_done:
@@ -261,16 +264,25 @@ class Checkpointer:
                     error = in_doubt_error(attempt)
             if save_job.shared.current.outcome is not Outcome.FAILED:
                 self._saved.in_doubt.append(InDoubt(attempt, save_job.shared, save_job.has_optimizer))
+        except BaseException as interrupt:
+            goes_on = self._is_async and interrupt is not started.job.error
+            raise
         finally:
-            if not started.job.is_done:  # it may still read live memory, which is free to change from here on
-                snapshot.abort()
-                self._stuck = started.job
-            for hook in started.hooks:
-                hook.remove()
-            self._keep([*save_job.earlier, (attempt.iteration, attempt.name)])
+            if not goes_on:
+                self._let_go(started)
         if not self._is_async:
             started.blocked_s = time.perf_counter() - started.start
         self._ended(_report(started, error))
+
+    def _let_go(self, started: _Started) -> None:
+        """Let live memory change, as nothing waits for this save any more."""
+        save_job, self._started = started.save_job, None
+        if not started.job.is_done:  # it may still read live memory
+            save_job.snapshot.abort()
+            self._stuck = started.job
+        for hook in started.hooks:
+            hook.remove()
+        self._keep([*save_job.earlier, (save_job.attempt.iteration, save_job.attempt.name)])
 
     @property
     def is_saving(self) -> bool:
@@ -290,6 +302,8 @@ class Checkpointer:
         if self._started is not None and self.is_saving:
             iteration = self._started.save_job.attempt.iteration
             _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, _LINGER_S)
+        else:
+            self.wait()  # its failure is logged
         if self._owned is not None:
             self._owned.release()
 

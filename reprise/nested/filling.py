@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Filling:
     saved: NestedValues = field(default_factory=NestedValues)
     values: NestedValues = field(default_factory=NestedValues)
     made: dict[str, _Made] = field(default_factory=dict)
+    list_members: set[str] = field(default_factory=set)
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
     allocated: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Filling:
         self._fill_empty(values)
         self.made = {where: {} for where in self.tree.optimizers}
         allocated += list(self._make_tensors(checkpoint, values))
+        allocated += list(self._make_lists(checkpoint, values))
         self._make_values(values)
         requested = {
             where
@@ -89,6 +92,7 @@ class Filling:
             for where, made_state in self.made.items()
             for (name, key) in made_state
         }
+        made_values |= self.list_members
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
         missing += [where for where in self.tree.receivers if where not in self.whole]
         self.numbers = {}
@@ -197,7 +201,11 @@ class Filling:
         self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new tensor on its device."""
-        if template is not None and is_dtensor(template) and (form := resolve(template, spec.name)) is not None:
+        if (
+            template is not None
+            and is_dtensor(template)
+            and (form := resolve(template, partial(str, spec.name))) is not None
+        ):
             self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
             return form.tensor, template.detach()
         device = torch.device("cpu") if template is None or template.is_meta else template.device
@@ -244,9 +252,29 @@ class Filling:
                     shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
                     tensor = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
                     self.made[where][name, key] = tensor
-                    resolved = resolve(tensor, spec.name)
+                    resolved = resolve(tensor, partial(str, spec.name))
                     assert resolved is not None
                     yield from _unreplicated(spec, resolved.tensor)
+
+    def _make_lists(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
+        """Make the lists of tensors and values that an optimizer lacks before its first step."""
+        specs = {pointer(keys_of(p.spec.kind, p.spec.name)): p.spec for p in read_places(checkpoint).values()}
+        self.list_members = set()
+        for where, optimizer in self.tree.optimizers.items():
+            members: dict[tuple[str, str], dict[int, object]] = {}
+            for at in {**specs, **values.values}:
+                *parents, name, key, number = ("", "", *keys_of_pointer(at))
+                if pointer(parents[2:]) != f"{where}/state" or key not in optimizer.list_keys:
+                    continue
+                if not optimizer.lacks(name, key) or not number.isdecimal() or at in values.dtypes:
+                    continue
+                if spec := specs.get(at):
+                    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=optimizer.parameters[name].device)
+                    yield from _unreplicated(spec, tensor)
+                self.list_members.add(at)
+                members.setdefault((name, key), {})[int(number)] = tensor if spec else values.value(at)
+            for made, numbered in members.items():
+                self.made[where][made] = [numbered[number] for number in sorted(numbered)]
 
     def _make_values(self, values: NestedValues) -> None:
         for where, optimizer in self.tree.optimizers.items():

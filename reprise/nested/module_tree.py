@@ -28,6 +28,7 @@ from reprise.tensors.live import canonical_name, free_gathered_parameters, param
 
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 _NOTHING = object()
+_LBFGS_LISTS = ("al", "old_dirs", "old_stps", "ro")  # its history; torch.optim.LBFGS.step makes them
 
 
 def tree_of(
@@ -221,6 +222,7 @@ def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], op
         state=optimizer.state,
         parameters={name: parameter for parameter, name in names.items()},
         defaults=optimizer.defaults,
+        list_keys=_LBFGS_LISTS if isinstance(optimizer, torch.optim.LBFGS) else (),
     )
     if keys == OPTIMIZER[:1]:
         tree.optimizer_class = type(optimizer).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -50,12 +51,14 @@ class OptimizerState:
         keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
         state: state of parameters, to which a load adds what is missing.
         parameters: by name, those whose missing state a load makes.
+        list_keys: of `state` of a parameter, the keys of lists with tensors, which a load makes too.
     """
 
     keys: Mapping[str, Any]
     groups: list[ParameterGroup]
     state: MutableMapping[Any, Any]
     parameters: Mapping[str, nn.Parameter]
+    list_keys: Collection[str] = ()
 
     def lacks(self, name: str, key: str) -> bool:
         """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
@@ -291,6 +294,7 @@ def add_optimizer(
     state: MutableMapping[Any, Any],
     parameters: Mapping[str, nn.Parameter],
     defaults: Mapping[str, object] = MappingProxyType({}),
+    list_keys: Collection[str] = (),
 ) -> None:
     """Add an optimizer to a tree under `keys`; see `OptimizerState`.
 
@@ -318,7 +322,7 @@ def add_optimizer(
     for parameter, values in state.items():
         _walk_dict(tree, values, (*keys, "state", names[parameter]), None)
     tree.optimizers[pointer(keys)] = OptimizerState(
-        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters
+        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters, list_keys
     )
 
 
@@ -339,7 +343,7 @@ def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None
     Raises:
         CheckpointError: naming it, if its class keeps its memory elsewhere.
     """
-    resolved = resolve(tensor, pointer(keys))
+    resolved = resolve(tensor, partial(pointer, keys))
     if resolved is None:
         return
     tree.tensors[keys] = resolved.tensor

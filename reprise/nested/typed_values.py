@@ -24,6 +24,7 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDi
 
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMPY_DTYPE = re.compile("[<|][biufc][0-9]{1,2}")
 
 
@@ -41,7 +42,7 @@ class TensorReference:
 
 def is_unicode(text: str) -> bool:
     """Return whether a text has no half of a surrogate pair, which UTF-8 lacks."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
 def encode(value: object, keys: Sequence[str]) -> Any:

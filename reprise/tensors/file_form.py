@@ -36,13 +36,17 @@ class StorableTensor:
     copy_back: Callable[[], None] | None = None
 
 
-def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
+def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | None:
     """Return a tensor in the form of the files; None if this rank has no part of it.
+
+    Args:
+        where: returns the place of the tensor, for errors.
 
     Raises:
         CheckpointError: naming a tensor of a class with memory elsewhere.
     """
     local = memory_holder(tensor)
+    is_local = local is tensor
     is_plain = type(local) in _PLAIN  # as nearly all are: each save asks for each of its tensors
     is_async = not is_plain and _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if is_async:
@@ -52,11 +56,11 @@ def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
         and is_dtensor(tensor)
         and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper")
     ):
-        return _joined(tensor, local, where)
+        return _joined(tensor, local, where())
     if not is_plain and type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
             "A tensor is of a class that keeps its memory elsewhere",
-            where=where,
+            where=where(),
             expected="a plain tensor or a DTensor",
             found=type(local).__name__,
             fix="Give its parts as tensors of their own.",
@@ -68,9 +72,9 @@ def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
     stored = _stored(local)
     if stored is source and not is_async:
-        return StorableTensor(tensor.detach())
+        return StorableTensor(source if is_local else tensor.detach())
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
-    copy_back = None if local is source else partial(_copy_back, local, source, where)
+    copy_back = None if local is source else partial(_copy_back, local, source, where())
     shape = (*tensor.shape, *stored.shape[source.ndim :])
     return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
 
@@ -160,6 +164,8 @@ def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
 
 def _repeated(local: torch.Tensor) -> list[int]:
     """Return the dimensions along which all elements are the same memory."""
+    if local.is_contiguous():
+        return []
     sizes = zip(local.stride(), local.shape, strict=True)
     return [dim for dim, (stride, size) in enumerate(sizes) if stride == 0 and size > 1 and local.numel()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reprise import AsyncSaver, checkpointer, load_state_dict
+from reprise.checkpointer import Checkpointer
 from reprise.storage.files import Files
 from tests import ROOT
 from tests.distributed.test_ranks_that_disagree import process_group
@@ -152,3 +154,58 @@ def test_an_exit_within_the_block_lets_the_save_land(tmp_path: Path, status: int
     with pytest.raises(SystemExit):
         end()
     assert torch.equal(committed(tmp_path)["a"], STATE["a"])
+
+
+class Interrupting(FailingFiles):
+    """A disk that writes only after Ctrl-C has ended the wait of the main thread."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__("write" if fails else "nothing")
+        self.reached, self.interrupted = threading.Event(), threading.Event()
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        self.reached.set()
+        assert self.interrupted.wait(JOIN_S)
+        super().write(descriptor, buffers, offset=offset)
+
+
+@pytest.mark.parametrize("call", ["close", "wait"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_outlasts_an_interrupt_of_the_wait_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str, fails: bool
+) -> None:
+    files = Interrupting(fails=fails)
+
+    def interrupt() -> None:
+        assert files.reached.wait(JOIN_S)
+        while not files.interrupted.is_set():  # the main thread may not be at its wait yet
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    def interrupted(*_: object) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not Checkpointer.wait.__code__:
+            frame = frame.f_back
+        if frame is not None and not files.interrupted.is_set():
+            files.interrupted.set()
+            raise KeyboardInterrupt
+
+    def save() -> None:
+        with AsyncSaver(tmp_path, files=files) as saver:
+            saver.save_state_dict(1, STATE)
+            pressing.start()
+            getattr(saver, call)()
+
+    usual = signal.signal(signal.SIGALRM, interrupted)
+    pressing = threading.Thread(target=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save()
+    finally:
+        pressing.join(JOIN_S)
+        signal.signal(signal.SIGALRM, usual)
+    if fails:
+        assert "iteration 1 was not saved" in caplog.text
+        assert not (tmp_path / "iter_0000001").exists()
+    else:
+        assert torch.equal(committed(tmp_path)["a"], STATE["a"])
+    AsyncSaver(tmp_path).close()  # the folder is free

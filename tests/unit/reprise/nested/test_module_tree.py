@@ -130,3 +130,38 @@ def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> Non
 def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})
+
+
+@pytest.mark.parametrize("history_size", [2, 100])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, history_size: int, steps: int) -> None:
+    data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def made() -> tuple[nn.Linear, torch.optim.LBFGS]:
+        net = nn.Linear(3, 2)
+        return net, torch.optim.LBFGS(net.parameters(), max_iter=2, history_size=history_size)
+
+    def step(net: nn.Linear, optimizer: torch.optim.LBFGS) -> str:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = net(data).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        return float(optimizer.step(closure)).hex()
+
+    net, optimizer = made()
+    for _ in range(steps):
+        step(net, optimizer)
+    by_call = save(tmp_path / "call", net, optimizer, iteration=1)
+    by_dict = save_state_dict(tmp_path / "dict", {"model": net, "optimizer": optimizer}, iteration=1)
+    (again, fresh), (further, further_fresh) = made(), made()
+    load(by_call, again, fresh)
+    load_state_dict(by_dict, {"model": further, "optimizer": further_fresh})
+    expected, *states = (
+        repr(sorted(o.state_dict()["state"].get(0, {}).items())) for o in (optimizer, fresh, further_fresh)
+    )
+    assert states == [expected] * 2
+    losses = [step(net, optimizer) for _ in range(4)]
+    assert losses == [step(again, fresh) for _ in range(4)]
+    assert losses == [step(further, further_fresh) for _ in range(4)]
