@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from reprise.channel import single_rank_channel
 from reprise.files import Files
 from reprise.reading import LoadSource
@@ -142,7 +144,7 @@ def _run_rank(parent: Path, size: str) -> None:
         saver.await_copies()
         seconds = time.perf_counter() - start
         sent_bytes.append(saver.sent_bytes - before)
-        cluster.gather([0.0])  # both are through before the next save is decided on
+        dist.barrier()  # both are through before the next save is decided on
     for report in saver.saver.reports():
         proven(report)
     measured = {

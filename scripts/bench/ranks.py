@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from reprise.layout import DEFAULT_FILE_BYTES
@@ -163,7 +164,9 @@ class _Rank:
         return seconds_of(call)
 
     def _slowest(self, seconds: float) -> float:
-        return max(row[0] for row in self._subject.cluster.gather([seconds]))
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
 
     def _enter(self) -> None:
         if self._rank == 0:

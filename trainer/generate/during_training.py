@@ -13,6 +13,9 @@ from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.run.state import TrainerState
 
+_TOKEN_BITS = 32
+_NO_TOKEN = (1 << 63) - 1  # above every rank with a token
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
@@ -65,11 +68,13 @@ def sample(
     def next_token(tokens: Sequence[int]) -> int | None:
         nonlocal is_stopped
         logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], context)
-        token = -1 if logits is None else choose(logits, sampling, number=len(tokens))
+        token = 0 if logits is None else choose(logits, sampling, number=len(tokens))
         # Replicas may round differently on other hardware: all use the choice of the first rank that has logits.
-        rows = cluster.gather([float(token), float(should_stop())])
-        is_stopped = any(row[1] for row in rows)
-        return None if is_stopped else next(int(row[0]) for row in rows if row[0] >= 0)
+        ranked = (cluster.rank << _TOKEN_BITS | token) if logits is not None else _NO_TOKEN
+        numbers = torch.tensor([-ranked, should_stop()], dtype=torch.int64, device=cluster.device)
+        first, stop = cluster.largest(numbers).tolist()
+        is_stopped = bool(stop)
+        return None if is_stopped else -first & ((1 << _TOKEN_BITS) - 1)
 
     end = state.config.eos_token_id
     generated = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, end=end))

@@ -33,14 +33,14 @@ class ControlFlags:
     save: bool = False
     exit_on_save_failure: bool = False
 
-    def flags(self) -> list[float]:
-        """Return the flags as numbers, to gather them with an iteration's figures."""
-        return [float(self.stop), float(self.save), float(self.exit_on_save_failure)]
+    def flags(self) -> list[bool]:
+        """Return the flags, to count them over ranks with an iteration's figures."""
+        return [self.stop, self.save, self.exit_on_save_failure]
 
     @staticmethod
-    def of(flags: Sequence[float]) -> ControlFlags:
-        """Return the flags for the maxima over all ranks."""
-        return ControlFlags(*(flag > 0 for flag in flags))
+    def of(counts: Sequence[int]) -> ControlFlags:
+        """Return the flags that any rank has set, by how many have."""
+        return ControlFlags(*(count > 0 for count in counts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,14 +54,28 @@ class Cluster:
     local_ranks: tuple[int, ...] = ()
     launch: Launch = field(default_factory=Launch)
 
-    def gather(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the sums over ranks of int64 numbers on the device, exact in any order. A collective call.
+
+        The host does not wait for the device.
+        """
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the maxima over ranks of int64 numbers on the device, see `total`. A collective call."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def counts(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sums over ranks of whole numbers. A collective call, for which the host waits."""
         if self.world_size == 1:
-            return [values]
-        local_row = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(local_row) for _ in range(self.world_size)]
-        dist.all_gather(everyone, local_row)
-        return [[float(value) for value in row] for row in torch.stack(everyone).tolist()]
+            return list(numbers)
+        totals: list[int] = self.total(torch.tensor(numbers, dtype=torch.int64, device=self.device)).tolist()
+        return totals
+
+    def _reduced(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(numbers, operation)
+        return numbers
 
 
 def start(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import operator
 import os
+import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reprise.files import Files, read_regular, replace_file, temporary_of
+from reprise.files import Files, open_regular, read_regular, replace_file, temporary_of
 from reprise.json_file import dumps
 
 _log = logging.getLogger(__name__)
 
+_TAIL_BYTES = 1 << 18  # of the lines that a start looks at
+_BLOCK_BYTES = 1 << 16
+_LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
 
 
@@ -74,31 +80,37 @@ class JsonlFile:
 def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> set[int]:
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
+    The file is read from its end, back to a line of training that stays: no line before it is of a later iteration.
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
-    both, and the next cut rewrites the side file. `path` is always replaced by a new file, so an older, suspended
-    process appends to the old, unlinked file when it continues.
+    both, and the next cut rewrites the side file. A file that was read to its begin is replaced by a new one, so an
+    older, suspended process appends to the old, unlinked file when it continues. A larger file is cut in place.
 
     Args:
         owes_evaluation: also move the evaluation of `iteration`, because it will run again.
 
     Returns:
-        The training iterations whose lines stay.
+        The training iterations whose lines stay, of the last part of the file.
     """
     if not path.exists():
         return set()
-    retained, cut, recorded = list[str](), list[str](), set[int]()
-    for line in _read_lines(path):
+    side, last_cut = _last_side_file(path)
+    begin, lines = _tail(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, last_cut)))
+    retained, cut, recorded = list[bytes](), list[bytes](), set[int]()
+    for line in lines:
         number, event = _parsed(line)
         is_kept = number is not None and number <= iteration
         if owes_evaluation and number == iteration:
             is_kept = event != "evaluation"
-        (retained if is_kept else cut).append(line)
+        if line != b"\n":  # of a cut in place that was killed
+            (retained if is_kept else cut).append(line)
         if number is not None and is_kept and event is None:
             recorded.add(number)
-    side, is_unfinished = _side_file(path, {*retained, *cut})
+    is_unfinished = bool(last_cut) and {*last_cut} <= {*lines}
+    if not is_unfinished:
+        side = _side_file(path, _number_of(side) + 1)
     if cut:
-        replace_file(files, side, _to_bytes(cut))
-    replace_file(files, path, _to_bytes(retained))
+        replace_file(files, side, b"".join(cut))
+    _rewrite(path, begin, lines, retained, files)
     if is_unfinished and not cut:
         files.remove_file(side)
     for temporary in (temporary_of(path), temporary_of(side)):
@@ -106,53 +118,112 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     return recorded
 
 
-def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
-    """Return the side file for lines cut from `path`, and whether it belongs to an interrupted cut.
+def _tail(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[bytes]]:
+    """Return the last lines of a file, and the byte at which they begin.
 
-    Args:
-        lines: all lines of `path`. The last side file holds only some of these if its cut was interrupted.
+    They are `least_bytes` or all, and have a line of training up to `iteration`.
     """
-    count, last = 1, list[str]()
-    while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
-        last = _read_lines(side)
-        count += 1
-    if last and all(line in lines for line in last):
-        return path.with_name(f"{path.stem}.abandoned-{count - 1}.jsonl"), True
-    return side, False
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        while True:
+            begin = max(0, size - least_bytes)
+            file.seek(begin)
+            data = file.read()
+            if begin:
+                partial = data.find(b"\n") + 1
+                begin, data = begin + partial, data[partial:]
+            lines = _LINES.findall(data)
+            if begin == 0 or any(_is_training(line, iteration) for line in reversed(lines)):
+                return begin, lines
+            least_bytes *= 4
+
+
+def _is_training(line: bytes, iteration: int) -> bool:
+    """Return whether a line is of an iteration of training, and not after `iteration`."""
+    number, event = _parsed(line)
+    return number is not None and event is None and number <= iteration
+
+
+def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[bytes], files: Files) -> None:
+    """Replace the last lines of a file, which begin at byte `begin`."""
+    if not begin:
+        replace_file(files, path, b"".join(retained))
+        return
+    equal = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, lines, retained)))
+    at, end = begin + sum(map(len, lines[:equal])), begin + sum(map(len, lines))
+    data = b"".join(retained[equal:])
+    with path.open("r+b", buffering=0) as file:
+        # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
+        os.pwrite(file.fileno(), data + b"\n" * (end - at - len(data)), at)
+        file.truncate(at + len(data))
+        os.fsync(file.fileno())
+
+
+def _last_side_file(path: Path) -> tuple[Path, list[bytes]]:
+    """Return the newest side file, and its lines; the number of a missing one is 0."""
+    number = 0
+    while _side_file(path, number + 1).exists():
+        number += 1
+    side = _side_file(path, number)
+    return side, _LINES.findall(read_regular(side)) if number else []
+
+
+def _side_file(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.abandoned-{number}.jsonl")
+
+
+def _number_of(side: Path) -> int:
+    return int(side.stem.rpartition("-")[2])
 
 
 def last_recorded_iteration(path: Path) -> int | None:
     """Return the last iteration recorded in `path`, or None."""
-    if not path.exists():
-        return None
-    numbers = [_parsed(line)[0] for line in _read_lines(path)]
-    return max((number for number in numbers if number is not None), default=None)
+    last: int | None = None
+    for line in _backward(path) if path.exists() else ():
+        number, event = _parsed(line)
+        if number is not None:
+            last = max(number, last or number)
+            if event is None:
+                break
+    return last
 
 
 def last_saved_iteration(path: Path) -> int | None:
     """Return the newest iteration saved according to `path`, in the shared folder or on hosts, or None."""
-    if not path.exists():
-        return None
-    parsed = [_parsed(line) for line in _read_lines(path)]
-    return max((number for number, event in parsed if number is not None and event in _SAVES), default=None)
+    last: int | None = None
+    for line in _backward(path) if path.exists() else ():
+        if last is None and b"save" not in line:
+            continue
+        number, event = _parsed(line)
+        if number is not None and event in _SAVES:
+            last = max(number, last or number)
+        if last is not None and _is_training(line, last):
+            break
+    return last
 
 
-def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their line ends; bytes of invalid UTF-8, left by a dying host, are kept."""
-    return read_regular(path).decode("utf-8", errors="surrogateescape").splitlines(keepends=True)
+def _backward(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file from its end, with their line ends."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        at, begun = file.seek(0, os.SEEK_END), b""
+        while at:
+            size = min(at, _BLOCK_BYTES)
+            at -= size
+            file.seek(at)
+            first, *lines = _LINES.findall(file.read(size) + begun)
+            yield from reversed(lines)
+            begun = first
+        if begun:
+            yield begun
 
 
-def _to_bytes(lines: Iterable[str]) -> bytes:
-    return "".join(lines).encode("utf-8", errors="surrogateescape")
-
-
-def _parsed(line: str) -> tuple[int | None, object]:
+def _parsed(line: bytes) -> tuple[int | None, object]:
     """Return a line's iteration, None if the line is truncated, and its event, None for a training iteration."""
-    if not line.endswith("\n"):
+    if not line.endswith(b"\n"):
         return None, None
     try:
         members = json.loads(line)
         number = members["iteration"]
         return (number if isinstance(number, int) else None), members.get("event")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None

@@ -19,7 +19,7 @@ from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_sink import METRICS, JsonlSink
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
-from trainer.metrics.slow_ranks import RankTime, SlowRanks
+from trainer.metrics.slow_ranks import SlowestRank
 from trainer.record.versions import versions
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,6 @@ class RunLog:
         self._publish = publish
         self._sinks = list[GuardedSink]()
         self._bar: RunBar | None = None
-        self._slow_ranks = SlowRanks()
         # Members of the next iteration's line: whether it is the first after a resume, and the seconds of the start.
         self._first: dict[str, object] = {}
 
@@ -210,21 +209,20 @@ class RunLog:
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 
-    def iteration(self, record: IterationRecord, rank_times: Sequence[RankTime] = ()) -> None:
-        """Log an iteration, and at the log interval the slowest rank since the previous line."""
-        self._slow_ranks.add(rank_times)
+    def iteration(self, record: IterationRecord, slowest: SlowestRank | None = None) -> None:
+        """Log an iteration, and with its line the slowest rank since the previous line."""
         self._write(MetricRecord(record.iteration, record.line() | self._first, record.curves()))
         self._first = {}
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
-        if record.iteration % self._log_interval == 0 or record.iteration == self.train_iters:
+        if has_line(record.iteration, self._log_interval, self.train_iters):
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
                 f"{record.tokens_per_second:.0f} tok/s{mfu}"
             )
-            if slowest := self._slow_ranks.take():
+            if slowest is not None:
                 _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
@@ -297,6 +295,11 @@ class RunLog:
     def _write(self, record: MetricRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
+
+
+def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:
+    """Return whether an iteration has a line of the log."""
+    return iteration % log_interval == 0 or iteration == train_iters
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from trainer.launch.process_group import Cluster
+
+# The slowest rank has a line of the log from this multiple of the mean on.
+_NOTABLE = 1.1
+_RANK_BITS = 24
+_LONGEST = (1 << (63 - _RANK_BITS)) - 1  # microseconds, six days
+
 
 class RankTime(NamedTuple):
-    """Seconds of an iteration in which a rank waits for no other: in all, and those of its data."""
+    """Microseconds in which a rank waits for no other: in all, and those of its data."""
 
-    seconds: float
-    data_seconds: float
+    total: int
+    data: int
 
 
 class OwnTime:
-    """Measures this rank's own work in an iteration, without waits for other ranks.
+    """Measures this rank's own work since the last line of the log, without waits for other ranks.
 
-    On an accelerator the work is measured by events of its stream, without a wait: `take` is called after the host has
-    waited for the stream anyway.
+    On an accelerator the work is measured by events of its stream. The host never waits for them: work that the stream
+    has not ended counts for the next line.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,6 +45,7 @@ class OwnTime:
             yield
             self._seconds += time.perf_counter() - start
             return
+        self._collect()
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
         begin.record()
         yield
@@ -55,33 +63,52 @@ class OwnTime:
 
     def take(self) -> RankTime:
         """Return the times since the last call."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        times = RankTime(self._seconds, self._data_seconds)
-        self._events, self._seconds, self._data_seconds = [], 0.0, 0.0
+        self._collect()
+        times = RankTime(round(self._seconds * 1e6), round(self._data_seconds * 1e6))
+        self._seconds, self._data_seconds = 0.0, 0.0
         return times
 
+    def _collect(self) -> None:
+        """Add the times of the events that the stream has passed."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.pop(0)
+            self._seconds += begin.elapsed_time(end) / 1e3
 
-class SlowRanks:
-    """The times of all ranks since the last line of the log."""
 
-    def __init__(self) -> None:
-        self._totals: list[RankTime] = []
+@dataclass(frozen=True, slots=True)
+class SlowestRank:
+    """The rank with the longest own work since the last line of the log.
 
-    def add(self, times: Sequence[RankTime]) -> None:
-        """Count the times of an iteration, in order of rank."""
-        if not self._totals:
-            self._totals = [RankTime(0.0, 0.0)] * len(times)
-        pairs = zip(self._totals, times, strict=True)
-        self._totals = [RankTime(a.seconds + b.seconds, a.data_seconds + b.data_seconds) for a, b in pairs]
+    Args:
+        ratio: its time beside the mean of all ranks.
+        data_seconds: its time of loading data.
+    """
 
-    def take(self) -> str:
-        """Return the slowest rank beside the median, the lower of two; empty for a single rank."""
-        totals, self._totals = self._totals, []
-        middle = statistics.median_low(total.seconds for total in totals) if totals else 0.0
-        if len(totals) < 2 or middle <= 0.0:
-            return ""
-        rank = max(range(len(totals)), key=lambda number: totals[number].seconds)
-        slowest = totals[rank]
-        return f"slowest rank {rank}: {slowest.seconds / middle:.2f} x median (data {slowest.data_seconds:.1f} s)"
+    rank: int
+    ratio: float
+    data_seconds: float
+
+    def __str__(self) -> str:
+        return f"slowest rank {self.rank}: {self.ratio:.2f} x mean (data {self.data_seconds:.1f} s)"
+
+
+def ranked(own: RankTime, rank: int) -> int:
+    """Return the number of a rank whose maximum over ranks, in an int64, names the slowest and its time."""
+    return min(own.total, _LONGEST) << _RANK_BITS | rank
+
+
+def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> SlowestRank | None:
+    """Return the slowest rank; None if its time is near the mean. A collective call.
+
+    Ranks exchange a second message only if the result is not None.
+
+    Args:
+        own: this rank's times.
+        total: the sum of the times of all ranks.
+        largest: the maximum over ranks of `ranked`.
+    """
+    longest, rank = largest >> _RANK_BITS, largest & ((1 << _RANK_BITS) - 1)
+    if longest * cluster.world_size < _NOTABLE * total or cluster.world_size == 1 or not total:
+        return None
+    (data,) = cluster.counts([own.data if rank == cluster.rank else 0])
+    return SlowestRank(rank, longest * cluster.world_size / total, data / 1e6)

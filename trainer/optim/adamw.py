@@ -252,8 +252,8 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def exact_squared_norm(shares: Iterable[tuple[nn.Parameter, int, int]]) -> tuple[float, ...]:
-    """Return the sum of squares of this rank's rows of gradients as `exact_sum.parts`.
+def row_squares(shares: Iterable[tuple[nn.Parameter, int, int]], device: torch.device) -> torch.Tensor:
+    """Return the squares of this rank's rows of gradients, float32 [rows], see `exact_sum.row_squares`.
 
     Args:
         shares: parameters, each with the number of this rank among the ranks with the same rows, and their count. These
@@ -265,7 +265,7 @@ def exact_squared_norm(shares: Iterable[tuple[nn.Parameter, int, int]]) -> tuple
             share = -(-gradient.shape[0] // count)
             rows_of_rank = gradient[index * share : (index + 1) * share]
             rows += [exact_sum.row_squares(rows_of_rank)] if rows_of_rank.shape[0] else []
-    return exact_sum.parts(torch.cat(rows) if rows else torch.zeros(0))
+    return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:

@@ -1,45 +1,96 @@
-"""Sums of float32 values, independent of the order of the values and of their ranks.
+"""Sums of floating-point values without rounding, independent of the order of the values and of their ranks.
 
-A sum is kept without rounding as a few float64 numbers, `parts`, which ranks exchange; `math.fsum` of the parts of all
-ranks is the exact sum, rounded once. Source of the expansion: Shewchuk 1997, "Adaptive Precision Floating-Point
-Arithmetic and Fast Robust Geometric Predicates".
+A sum is kept as the digits of a whole number, its limbs: int64 whose sums over ranks are exact in any order, so that
+ranks need a single reduction of fixed size on their device. `value` rounds a sum of limbs once. The numbers lie between
+2^-298, the last bit of a squared float32, and 2^310.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import functools
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-# A sum of fewer than 2^29 float32 values lies between 2^-149 and 2^157; each part holds 53 bits of it.
-PARTS = 6
+_LIMB_BITS = 32  # with int64 limbs, 2^31 ranks can be added
+_LIMBS = 19
+_LOWEST = -298
+# After the limbs: how often a number was infinity, minus infinity, NaN.
+COLUMNS = _LIMBS + 3
+# Exponents of float32, as of `torch.frexp`, from -148 to 128.
+_BINS, _BIN_OF_0 = 277, 148
 _SIGNIFICAND_BITS = 24
 _CHUNK = 1 << 18  # elements that are squared at a time, so that they stay in a core's cache
 
 
-def parts(values: torch.Tensor) -> tuple[float, ...]:
-    """Return `PARTS` numbers with the same exact sum as `values` [n], which are exact in float32."""
-    numbers = values.detach().double().cpu().numpy()
-    if not np.isfinite(numbers).all():
-        return (sum(numbers.tolist()), *(0.0,) * (PARTS - 1))
-    significands, exponents = np.frexp(numbers)
-    lowest = int(exponents.min(initial=0))
-    # Integers below 2^24: their sums by exponent are exact for 2^29 of them.
-    sums = np.bincount(exponents - lowest, weights=np.ldexp(significands, _SIGNIFICAND_BITS))
-    used = np.flatnonzero(sums)
-    terms = np.ldexp(sums[used], used + lowest - _SIGNIFICAND_BITS).tolist()
-    expansion: list[float] = []
-    for _ in range(PARTS):
-        expansion.append(math.fsum([*terms, *(-part for part in expansion)]))
-    return tuple(expansion)
+def limbs(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the limbs of each number, int64 [n, COLUMNS] on their device.
+
+    Args:
+        numbers: float64 [n], each a multiple of 2^-298 below 2^310, or not finite.
+    """
+    return torch.cat([_digits(numbers.nan_to_num(0.0, 0.0, 0.0)), _kinds(numbers)], dim=1)
 
 
-def total(parts_of_all: Iterable[float]) -> float:
-    """Return the sum of the parts of all ranks, rounded once; nonfinite if a part is."""
-    numbers = list(parts_of_all)
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the limbs of the sum of each vector, int64 [k, COLUMNS] on their device.
+
+    Args:
+        vectors: k tensors [n], fewer than 2^29 values each, exact in float32.
+    """
+    significands, exponents = torch.frexp(torch.cat([vector.float() for vector in vectors]).nan_to_num(0.0, 0.0, 0.0))
+    bins = exponents.long()
+    for number, part in enumerate(torch.split(bins, [vector.numel() for vector in vectors])):
+        part += number * _BINS + _BIN_OF_0
+    # Whole numbers below 2^24, so that their sums by exponent are exact.
+    wholes = (significands * 2.0**_SIGNIFICAND_BITS).long()
+    sums = wholes.new_zeros(len(vectors) * _BINS).index_add_(0, bins, wholes).view(len(vectors), _BINS)
+    numbers = torch.ldexp(sums.double(), _bin_exponents(sums.device))
+    kinds = _kinds(torch.stack([vector.double().sum() for vector in vectors]))
+    return torch.cat([_digits(numbers.view(-1)).view(*sums.shape, _LIMBS).sum(1), kinds], dim=1)
+
+
+def _digits(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the digits of finite numbers, with their sign, int64 [n, _LIMBS]."""
+    # Powers of two scale without rounding. The difference is a whole number below 2^32, and exact like both terms.
+    multiples = (numbers.unsqueeze(1) * _scales(numbers.device)).trunc_()
+    return torch.sub(multiples[:, :-1], multiples[:, 1:], alpha=1 << _LIMB_BITS).long()
+
+
+def _kinds(numbers: torch.Tensor) -> torch.Tensor:
+    """Return for each number whether it is infinity, minus infinity, or NaN, int64 [n, 3]."""
+    column = numbers.unsqueeze(1)
+    return torch.cat([column == _infinities(numbers.device), column != column], dim=1).long()
+
+
+def value(sums: Sequence[int]) -> float:
+    """Return the number of `COLUMNS` sums of limbs, rounded once; not finite if a number of the sum was not."""
+    positive, negative, nan = sums[_LIMBS:]
+    if nan or (positive and negative):
+        return float("nan")
+    if positive or negative:
+        return float("inf") if positive else -float("inf")
+    whole = 0
+    for limb in reversed(sums[:_LIMBS]):
+        whole = (whole << _LIMB_BITS) + limb
+    return whole / (1 << -_LOWEST)
+
+
+@functools.cache
+def _scales(device: torch.device) -> torch.Tensor:
+    """Return the factors by which the unit of each limb, and of a limb above them, becomes 1."""
+    scales = [2.0 ** -(_LOWEST + _LIMB_BITS * number) for number in range(_LIMBS + 1)]
+    return torch.tensor(scales, dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _infinities(device: torch.device) -> torch.Tensor:
+    return torch.tensor([float("inf"), -float("inf")], dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _bin_exponents(device: torch.device) -> torch.Tensor:
+    return torch.arange(_BINS, device=device) - _BIN_OF_0 - _SIGNIFICAND_BITS
 
 
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:

@@ -97,9 +97,9 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
     Rank 0 logs what differs.
     """
     data = json.dumps(environment, sort_keys=True).encode()
-    # 52 bits, which a float64 holds.
-    digests = cluster.gather([float(xxhash.xxh3_64_intdigest(data) >> 12)])
-    if all(row == digests[0] for row in digests):
+    digest = xxhash.xxh3_64_intdigest(data) >> 1
+    largest, smallest = cluster.largest(torch.tensor([digest, -digest], device=cluster.device)).tolist()
+    if largest == -smallest:
         return environment
     rows = cluster.channel.gather("environment", data)
     rows = json.loads(cluster.channel.broadcast("environment/ranks", b"[" + b",".join(rows) + b"]"))

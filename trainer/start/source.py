@@ -205,10 +205,10 @@ def _specs(run: Run, part: Part, checkpoint: Checkpoint) -> list[TensorSpec]:
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
     """Log the sizes and the rate of a load over all ranks. A call of all ranks."""
-    filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
+    (filled_bytes,) = run.cluster.counts([report.filled_bytes])
     if run.cluster.rank == 0:
         rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
         _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
+            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes} bytes, {report.seconds:.2f} s, "
             f"{rate:.2f} GB/s: {what} from {path}"
         )

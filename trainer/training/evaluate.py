@@ -34,19 +34,20 @@ def evaluate(
     with context.loss_context():
         for micro_batches in batches:
             losses += [float(loss) for loss in _losses(state, micro_batches, context)]
-            is_stopped = any(row[0] for row in cluster.gather([float(should_stop())]))
+            is_stopped = cluster.counts([should_stop()])[0] > 0
             if is_stopped:
                 break
     for part in state.parts:
         free_gathered_parameters(part.model)
     if is_stopped:
         return None
-    if context.lanes is None:
-        rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
-        return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
     counted = losses if context.reports_loss else []
-    rows = cluster.gather([float(len(counted)), *exact_sum.parts(torch.tensor(counted, dtype=torch.float64))])
-    return exact_sum.total(part for row in rows for part in row[1:]) / sum(row[0] for row in rows)
+    if context.lanes is None:
+        limbs = exact_sum.limbs(torch.tensor([sum(counted)], dtype=torch.float64))[0]
+    else:
+        limbs = exact_sum.sum_limbs([torch.tensor(counted, dtype=torch.float64)])[0]
+    *sums, count = cluster.counts([*limbs.tolist(), len(counted)])
+    return exact_sum.value(sums) / count
 
 
 def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext) -> list[torch.Tensor]:

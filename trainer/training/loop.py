@@ -16,7 +16,7 @@ from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
-from trainer.metrics.run_log import IterationRecord, Slowdown
+from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
@@ -142,6 +142,7 @@ def iterate(run: Run) -> StepResult:
         flags=lambda: run.control.now(failed_saves=run.saves.failed_saves).flags(),
         skips_nonfinite=_skips(settings.on_nonfinite),
         own_time=run.own_time,
+        is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
     )
     state.progress = progress.after_iteration(size, size * settings.seq_length)
     following = run.batch_schedule.at(state.progress.consumed_samples)
@@ -179,7 +180,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
                 global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
                 is_skipped=result.skipped is not None,
             ),
-            result.rank_times,
+            result.slowest,
         )
 
 

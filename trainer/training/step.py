@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,9 +14,9 @@ from models.families import aliases
 from reprise.errors import NonFiniteError
 from reprise.live_tensors import local_of
 from trainer.launch.process_group import Cluster
-from trainer.metrics.slow_ranks import OwnTime, RankTime
+from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
 from trainer.optim import exact_sum
-from trainer.optim.adamw import clip_gradients, exact_squared_norm, set_learning_rate, squared_norm, stored_names
+from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.run.state import TrainerState
 
@@ -29,16 +28,16 @@ class StepResult:
     Args:
         loss: mean over the global batch.
         grad_norm: L2 norm of all gradients before clipping.
-        flags: the element-wise maximum of the flags of all ranks.
+        flags: on how many ranks each flag is set.
         skipped: the error because of which the parameters stayed unchanged (`skips_nonfinite`), or None.
-        rank_times: the seconds of each rank's own work.
+        slowest: the rank with the most seconds of own work since the last line of the log; None without such a line.
     """
 
     loss: float
     grad_norm: float
-    flags: tuple[float, ...] = ()
+    flags: tuple[int, ...] = ()
     skipped: NonFiniteError | None = None
-    rank_times: tuple[RankTime, ...] = ()
+    slowest: SlowestRank | None = None
 
 
 def train_step(
@@ -50,18 +49,20 @@ def train_step(
     clip_grad: float,
     context: ParallelContext,
     cluster: Cluster,
-    flags: Callable[[], Sequence[float]] = tuple,
+    flags: Callable[[], Sequence[bool]] = tuple,
     skips_nonfinite: bool = False,
     own_time: OwnTime | None = None,
+    is_logged: bool = False,
 ) -> StepResult:
     """Run an iteration on this rank's micro batches and step the optimizers. A collective call.
 
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
-        flags: called after the backward pass; returns numbers to reduce over the ranks, equally many on each.
+        flags: called after the backward pass; equally many on each rank.
         skips_nonfinite: leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
-        own_time: this rank's own work since the last iteration; this iteration's is added.
+        own_time: this rank's own work since the last line of the log; this iteration's is added.
+        is_logged: whether the iteration has a line, for which the times of ranks are compared.
 
     Raises:
         NonFiniteError: on every rank, before any parameter changes, for a nonfinite loss or gradient norm.
@@ -72,77 +73,76 @@ def train_step(
     with context.loss_context(), contextlib.nullcontext() if context.waits_in_passes else own_time.working():
         losses = forward_backward(state, micro_batches, keys, context)
     context.reduction.finish()
-    mean_loss, grad_norm, agreed, times = _reduce_figures(losses, flags(), context, cluster, own_time)
+    figures = reduce_figures(losses, flags(), context, cluster, own_time.take() if is_logged else None)
+    mean_loss, grad_norm = figures.loss, figures.grad_norm
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:
             raise poisoned
-        return StepResult(mean_loss, grad_norm, agreed, skipped=poisoned, rank_times=times)
+        return replace(figures, skipped=poisoned)
     with own_time.working():
         clip_gradients(state.parameters(), grad_norm, clip_grad)
         for part in state.parts:
             set_learning_rate(part.optimizer, lr)
             part.optimizer.step()
-    return StepResult(mean_loss, grad_norm, agreed, rank_times=times)
+    return figures
 
 
-def _reduce_figures(
+def reduce_figures(
     losses: Sequence[torch.Tensor],
-    flags: Sequence[float],
+    flags: Sequence[bool],
     context: ParallelContext,
     cluster: Cluster,
-    own_time: OwnTime,
-) -> tuple[float, float, tuple[float, ...], tuple[RankTime, ...]]:
-    """Return the mean loss, the gradient norm, the maximum of the flags and the times of all ranks.
+    times: RankTime | None,
+) -> StepResult:
+    """Return the mean loss, the gradient norm and the flags of all ranks. A collective call.
 
-    A collective call.
+    Ranks reduce a message of fixed size on their devices, and the host waits for its result alone.
+
+    Args:
+        times: of this rank, for a line of the log; None without a line.
     """
+    row = cluster.total(_figures(losses, flags, context, cluster, times))
+    if times is not None:
+        largest = torch.tensor([ranked(times, cluster.rank)], device=row.device)
+        row = torch.cat([row, cluster.largest(largest)])
+    return _result(row.tolist(), context, cluster, times)
+
+
+def _figures(
+    losses: Sequence[torch.Tensor],
+    flags: Sequence[bool],
+    context: ParallelContext,
+    cluster: Cluster,
+    times: RankTime | None,
+) -> torch.Tensor:
+    """Return the message of a rank, int64 on the device.
+
+    Limbs of its loss and of its squared norm, whether it reports a loss, its flags, and microseconds of its own work.
+    """
+    if not context.reports_loss:
+        losses = ()
     if context.lanes is None:
         total = sum(losses, torch.zeros((), dtype=torch.float64, device=cluster.device))
-        # Both are computed before the host waits, once, for a device.
-        loss, square = torch.stack([total, squared_norm(context.grad_norm_parameters).to(total.device)]).tolist()
-        squares: tuple[float, ...] = (square,)
-        figures = _Figures((loss,), float(context.reports_loss), squares, own_time.take())
+        square = squared_norm(context.grad_norm_parameters).to(total.device)
+        limbs = exact_sum.limbs(torch.stack([total, square])).view(-1)
     else:
-        squares = exact_squared_norm(context.grad_norm_shares)
-        figures = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares, own_time.take())
-    rows, all_flags = _gather(cluster, figures, flags)
-    agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
-    times = tuple(row.time for row in rows)
-    reporting = [row for row in rows if row.reports_loss]
-    if context.lanes is None:
-        mean_loss = sum(row.loss[0] for row in reporting) / len(reporting)
-        return mean_loss, math.sqrt(sum(row.squared_norm[0] for row in rows)), agreed, times
-    mean_loss = exact_sum.total(part for row in reporting for part in row.loss) / context.lanes.micro_batches
-    return mean_loss, math.sqrt(exact_sum.total(part for row in rows for part in row.squared_norm)), agreed, times
+        values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
+        limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
+    counts = [context.reports_loss, *flags, *([times.total] if times is not None else [])]
+    return torch.cat([limbs, torch.tensor(counts, dtype=torch.int64, device=limbs.device)])
 
 
-def _stacked(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64)
-
-
-class _Figures(NamedTuple):
-    """A rank's figures of an iteration, gathered from all ranks in a single message, followed by the flags.
-
-    `loss` and `squared_norm` are a number each, or the parts of an exact sum. `reports_loss` is 1 if the loss counts in
-    the mean, else 0.
-    """
-
-    loss: tuple[float, ...]
-    reports_loss: float
-    squared_norm: tuple[float, ...]
-    time: RankTime
-
-
-def _gather(cluster: Cluster, local: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
-    """Return the figures and the flags of every rank. A collective call."""
-    rows = cluster.gather([*local.loss, local.reports_loss, *local.squared_norm, *local.time, *flags])
-    parts = len(local.loss)
-    end = 2 * parts + 1
-    figures = [
-        _Figures(tuple(r[:parts]), r[parts], tuple(r[parts + 1 : end]), RankTime(*r[end : end + 2])) for r in rows
-    ]
-    return figures, [row[end + 2 :] for row in rows]
+def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, times: RankTime | None) -> StepResult:
+    """Return the figures of an iteration from the sums of all messages, followed for a line by the largest time."""
+    columns = exact_sum.COLUMNS
+    loss, square = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
+    divisor = row[2 * columns] if context.lanes is None else context.lanes.micro_batches
+    grad_norm, flags, slowest = math.sqrt(square), tuple(row[2 * columns + 1 :]), None
+    if times is not None:
+        *counts, total, largest = flags
+        flags, slowest = tuple(counts), slowest_rank(times, total, largest, cluster)
+    return StepResult(loss / divisor, grad_norm, flags, slowest=slowest)
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
@@ -155,7 +155,8 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
         for parameter, name in stored_names(part.model).items()
         if parameter.grad is not None and not bool(torch.isfinite(local_of(parameter.grad)).all())
     ]
-    first = int(min(row[0] for row in cluster.gather([float(min(indices, default=len(names)))])))
+    furthest = torch.tensor([-min(indices, default=len(names))], device=cluster.device)
+    first = -int(cluster.largest(furthest))
     place = f"gradient of {names[first]}" if first < len(names) else "all gradients are finite, their norm is not"
     return NonFiniteError(
         "Loss or gradients are not finite",

@@ -13,8 +13,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from reprise.errors import TrainerError
@@ -25,6 +29,7 @@ from tests.fakes import iteration_record
 from trainer.compare.read import read_curve
 from trainer.compare.speed import read_timing
 from trainer.launch.start_times import Phase, StartTimes
+from trainer.metrics import jsonl_file
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
@@ -113,6 +118,53 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
     assert set(iterations(path)) == {number for number in (1, 2, 3, 4, 5) if number <= again} & set(iterations(path))
     assert count(tmp_path) == dict.fromkeys([*lines(1, 2, 3, 4, 5).splitlines(), '{"iteration": 6, "lo'], 1)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_long_log_is_cut_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", 40)
+    path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
+    path.write_text(lines(*range(1, 53)) + save + lines(53) + '{"iteration": 54, "lo')
+    inode = path.stat().st_ino
+    assert max(cut_after(path, 50, files=FILE_SYSTEM)) == 50
+    assert path.read_text() == lines(*range(1, 51)) + save
+    assert path.stat().st_ino == inode
+    assert (tmp_path / "metrics.abandoned-1.jsonl").read_text() == lines(51, 52, 53) + '{"iteration": 54, "lo'
+    assert last_recorded_iteration(path) == last_saved_iteration(path) == 50
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+@pytest.mark.parametrize("again", [20, 49, 50, 60])
+def test_a_killed_cut_in_place_loses_and_doubles_nothing(
+    tmp_path: Path, again: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", 40)
+    path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
+    path.write_text(lines(*range(1, 53)) + save + lines(53, 54))
+    pwrite = os.pwrite
+
+    def dying(descriptor: int, *arguments: Any) -> int:
+        if call == "fsync":
+            pwrite(descriptor, *arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", dying)
+        with pytest.raises(Killed):
+            cut_after(path, 50, files=FILE_SYSTEM)
+    cut_after(path, again, files=FILE_SYSTEM)
+    assert set(iterations(path)) == set(iterations(path)) & set(range(1, again + 1))
+    assert count(tmp_path) == dict.fromkeys([*lines(*range(1, 55)).splitlines(), save.strip()], 1)
+
+
+@given(st.binary(max_size=400), st.integers(1, 9))
+def test_lines_are_read_from_the_end(data: bytes, block: int) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl_file, "_BLOCK_BYTES", block)
+        path = Path(folder) / "metrics.jsonl"
+        path.write_bytes(data)
+        backward = list(jsonl_file._backward(path))
+    assert b"".join(reversed(backward)) == data
+    assert all(line.count(b"\n") <= 1 for line in backward)
 
 
 def test_bytes_that_are_no_text_are_cut_and_kept(tmp_path: Path) -> None:

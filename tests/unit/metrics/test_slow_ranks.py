@@ -5,32 +5,100 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from tests.harness import TINY, around_iterations, call_on_ranks
 from trainer.__main__ import main
+from trainer.launch.process_group import Cluster
 from trainer.metrics import slow_ranks
-from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowRanks
+from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
 from trainer.run.build import Run
 
 
-def test_the_slowest_rank_is_named_beside_the_median() -> None:
-    ranks = SlowRanks()
-    for _ in range(10):
-        ranks.add([RankTime(0.1, 0.0), RankTime(0.1, 0.0), RankTime(0.09, 0.0), RankTime(0.131, 0.02)])
-    assert ranks.take() == "slowest rank 3: 1.31 x median (data 0.2 s)"
-    ranks.add([RankTime(0.2, 0.0), RankTime(0.1, 0.0)])  # a line counts from the one before
-    assert ranks.take() == "slowest rank 0: 2.00 x median (data 0.0 s)"
+class SumOfRanks:
+    """A rank whose messages are added to those of the others.
+
+    Args:
+        data: microseconds of loading data of the others together.
+    """
+
+    def __init__(self, rank: int, world_size: int, data: int = 0) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.messages = 0
+        self._data = data
+
+    def counts(self, numbers: list[int]) -> list[int]:
+        self.messages += 1
+        return [self._data + numbers[0]]
 
 
-@pytest.mark.parametrize("times", [[], [[RankTime(0.1, 0.0)]], [[RankTime(0.0, 0.0)] * 2]])
-def test_nothing_is_said_of_one_rank_or_no_time(times: list[list[RankTime]]) -> None:
-    ranks = SlowRanks()
-    for row in times:
-        ranks.add(row)
-    assert ranks.take() == ""
+def _slowest(times: list[RankTime], cluster: SumOfRanks) -> SlowestRank | None:
+    largest = max(ranked(own, rank) for rank, own in enumerate(times))
+    total = sum(own.total for own in times)
+    return slowest_rank(times[cluster.rank], total, largest, cast(Cluster, cluster))
+
+
+def test_the_slowest_rank_is_named_beside_the_mean() -> None:
+    times = [RankTime(10**6, 10**5), RankTime(10**6, 0), RankTime(10**6, 0), RankTime(2 * 10**6, 2 * 10**5)]
+    slowest = "slowest rank 3: 1.60 x mean (data 0.2 s)"
+    assert str(_slowest(times, SumOfRanks(3, 4))) == slowest
+    assert str(_slowest(times, SumOfRanks(0, 4, data=2 * 10**5))) == slowest
+
+
+def test_the_most_ranks_and_the_longest_time_fit() -> None:
+    hour = 3600 * 10**6
+    own, ranks = RankTime(hour, 0), 1 << 24
+    largest = ranked(RankTime(10000 * hour, 0), ranks - 1)
+    assert largest < 1 << 63
+    slowest = slowest_rank(own, hour * (ranks + 99), largest, cast(Cluster, SumOfRanks(0, ranks)))
+    assert slowest is not None
+    assert slowest.rank == ranks - 1
+
+
+@pytest.mark.parametrize("times", [[10**6], [0, 0], [10**6, 10**6], [10**6, 1100 * 10**3]])
+def test_nothing_is_said_of_one_rank_no_time_or_equal_times(times: list[int]) -> None:
+    cluster = SumOfRanks(0, len(times))
+    assert _slowest([RankTime(total, 0) for total in times], cluster) is None
+    assert cluster.messages == 0
+
+
+class Event:
+    """An event of a stream that passes when told to."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.is_passed = False
+
+    def record(self) -> None:
+        EVENTS.append(self)
+
+    def query(self) -> bool:
+        return self.is_passed
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.is_passed
+        assert end.is_passed
+        return 1500.0  # milliseconds
+
+
+EVENTS: list[Event] = []
+
+
+def test_the_host_does_not_wait_for_work_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    EVENTS.clear()
+    own = OwnTime(torch.device("cuda"))
+    for _ in range(2):
+        with own.working():
+            pass
+    EVENTS[0].is_passed = EVENTS[1].is_passed = True
+    assert own.take() == RankTime(1500000, 0)  # of the first block: the stream has not passed the second
+    assert own.take() == RankTime(0, 0)
+    EVENTS[2].is_passed = EVENTS[3].is_passed = True
+    assert own.take() == RankTime(1500000, 0)
 
 
 def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +109,8 @@ def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) 
         pass
     with own.loading():
         pass
-    assert own.take() == RankTime(3.5, 2.5)
-    assert own.take() == RankTime(0.0, 0.0)
+    assert own.take() == RankTime(3500000, 2500000)
+    assert own.take() == RankTime(0, 0)
 
 
 class Ahead:
@@ -76,6 +144,6 @@ def test_the_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     arguments = [*arguments[:-1], f"run.dir={tmp_path / 'run'}", "checkpoint.save=null"]
     ended = call_on_ranks(_train_with_slow_data, arguments, folder=tmp_path / "ranks", ranks=2)
     assert ended.ok, ended.text
-    lines = re.findall(r"step +(\d)/8 \| slowest rank (\d): ([\d.]+) x median \(data ([\d.]+) s\)", ended.outputs[0])
+    lines = re.findall(r"step +(\d)/8 \| slowest rank (\d): ([\d.]+) x mean \(data ([\d.]+) s\)", ended.outputs[0])
     assert [(line[0], line[1]) for line in lines] == [("4", "1"), ("8", "1")]
     assert all(float(ratio) > 1.2 and float(data) >= 4000.0 for _, _, ratio, data in lines), lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,6 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.optim import exact_sum
+
+
+def _value(sums: Sequence[torch.Tensor]) -> float:
+    """Return the number of limbs that ranks have added."""
+    return exact_sum.value(torch.stack(list(sums)).sum(0).tolist())
+
+
+def _sum_limbs(values: torch.Tensor) -> torch.Tensor:
+    """Return the limbs of a vector that stands beside another."""
+    return exact_sum.sum_limbs([torch.ones(3), values])[1]
+
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -19,26 +31,48 @@ def test_the_sum_is_exact_for_any_order_and_division(values: list[float], random
     expected = math.fsum(values)
     shuffled = list(values)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    parts = [exact_sum.parts(torch.tensor(shuffled[rank::ranks], dtype=torch.float64)) for rank in range(ranks)]
-    assert exact_sum.total(part for rank in parts for part in rank) == expected
+    sums = [_sum_limbs(torch.tensor(shuffled[rank::ranks], dtype=torch.float64)) for rank in range(ranks)]
+    assert _value(sums) == expected
 
 
-def test_the_widest_range_of_float32_needs_no_more_parts() -> None:
+@given(st.lists(floats, max_size=20), st.lists(floats, max_size=20))
+def test_the_sum_of_numbers_in_float64_is_rounded_once(values: list[float], squares: list[float]) -> None:
+    numbers = [*values, *(square * square for square in squares), 1 / 3]
+    limbs = exact_sum.limbs(torch.tensor(numbers, dtype=torch.float64))
+    assert _value([limbs.sum(0)]) == math.fsum(numbers)
+    assert [_value([row]) for row in limbs] == numbers
+
+
+def test_the_sum_of_the_most_ranks_fits() -> None:
+    limbs = exact_sum.limbs(torch.tensor([2.0**309 + 2.0**260, -3.75], dtype=torch.float64))
+    ranks = 1 << 31
+    assert exact_sum.value((limbs[0] * ranks).tolist()) == (2.0**309 + 2.0**260) * ranks
+    assert exact_sum.value((limbs[1] * ranks).tolist()) == -3.75 * ranks
+
+
+def test_the_widest_range_of_float32_is_exact() -> None:
     smallest, largest = 2.0**-149, float(torch.finfo(torch.float32).max)
     values = torch.tensor([largest, *(2.0**power for power in range(-149, 127, 25)), smallest])
-    parts = exact_sum.parts(values)
-    assert len(parts) == exact_sum.PARTS
-    assert math.fsum([*parts, *(-float(value) for value in values)]) == 0.0
+    assert _value([_sum_limbs(values), _sum_limbs(torch.tensor([-largest]))]) == math.fsum(values[1:].tolist())
 
 
 def test_the_sum_of_nothing_is_zero() -> None:
-    assert exact_sum.parts(torch.zeros(0)) == (0.0,) * exact_sum.PARTS
+    assert _sum_limbs(torch.zeros(0)).tolist() == [0] * exact_sum.COLUMNS
 
 
-@pytest.mark.parametrize(("values", "expected"), [([math.inf, 1.0], math.inf), ([math.nan, 1.0], math.nan)])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([math.inf, 1.0], math.inf),
+        ([-math.inf, 1.0], -math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+    ],
+)
 def test_what_is_not_finite_stays_so(values: list[float], expected: float) -> None:
-    total = exact_sum.total([*exact_sum.parts(torch.tensor(values)), *exact_sum.parts(torch.ones(3))])
-    assert repr(total) == repr(expected)
+    summed = _sum_limbs(torch.tensor(values))
+    single = exact_sum.limbs(torch.tensor(values, dtype=torch.float64)).sum(0)
+    assert [repr(_value([sums, _sum_limbs(torch.ones(3))])) for sums in (summed, single)] == [repr(expected)] * 2
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 40))
