@@ -16,6 +16,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
 from reprise.commit.hosts_commit import LocalSaves
+from reprise.commit.piece_tables import PieceTables
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
@@ -119,7 +120,7 @@ class Checkpointer:
         # A run of one rank has nobody to share columns with.
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks) if channel.world_size > 1 else None
         self._staging = Staging(policy, channel.rank, self._worker)
-        self._attempts = AttemptNames(nonce)
+        self._attempts, self._tables = AttemptNames(nonce), PieceTables()
         self._saved = SavedIterations()
         self._started: _Started | None = None
         self._stuck: Job | None = None  # of a save that was aborted while its thread hung
@@ -282,7 +283,10 @@ class Checkpointer:
             self._stuck = started.job
         for hook in started.hooks:
             hook.remove()
-        self._keep([*save_job.earlier, (save_job.attempt.iteration, save_job.attempt.name)])
+        # Of a committed attempt, only rank 0 has a message left: its decision.
+        is_tidy = save_job.shared.current.outcome is Outcome.COMMITTED and not self._channel.coordinates
+        attempt = (save_job.attempt.iteration, save_job.attempt.name)
+        self._keep([*save_job.earlier, *([] if is_tidy else [attempt])])
 
     @property
     def is_saving(self) -> bool:
@@ -371,6 +375,7 @@ class Checkpointer:
             local=self._local,
             successor=None if self._local is None else self._attempts.successor(attempt.iteration),
             earlier=earlier,
+            tables=self._tables,
         )
 
     def _refuse(self, attempt: Attempt, error: CheckpointError, shared: SharedCommitState) -> None:
@@ -391,8 +396,7 @@ class Checkpointer:
 
     def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
         """Let the next save remove what is left of these attempts."""
-        if self._channel.rank in self._hosts.leaders:
-            self._attempts.earlier += attempts
+        self._attempts.earlier += attempts
 
     def _ended(self, report: SaveReport) -> None:
         self.results.add(report)

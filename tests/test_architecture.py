@@ -161,7 +161,7 @@ FRONT = {
 MAX_FRONT = 10
 # Modules and packages that measure parts of reprise, break them or count their calls, and the parts.
 PARTS_UNDER_TEST: dict[str, frozenset[str]] = {
-    "scripts.bench": frozenset({"format", "saving", "storage.worker", "stores", "tensors"}),
+    "scripts.bench": frozenset({"commit", "format", "saving", "storage.worker", "stores", "tensors"}),
     "scripts.faults": frozenset({"format.manifest", "loading.blocks"}),
     "tests.crash": frozenset({"commit", "format", "loading", "local", "storage", "tensors"}),
     "tests.cuda": frozenset({"format", "nested", "saving", "tensors"}),

@@ -217,6 +217,9 @@ class RankStore(Store):  # type: ignore[misc]
 
         return self._shared.do(self._rank, call)  # type: ignore[return-value]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._shared.do(self._rank, lambda: [self._look(key) for key in keys])  # type: ignore[return-value]
+
     def delete_key(self, key: str) -> bool:
         return bool(self._shared.do(self._rank, lambda: self._shared.inner.delete_key(key)))
 

@@ -125,7 +125,7 @@ class AttemptNames:
     """The names of the attempts: equal on all ranks, and unique in the life of the folder.
 
     Args:
-        earlier: on leaders, those of which a partial folder or messages may be left, by iteration and name.
+        earlier: those of which a partial folder or messages may be left, by iteration and name.
     """
 
     nonce: str

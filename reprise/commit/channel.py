@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ SMALL_BYTES = 64 << 10
 _SMALL = b"="
 _FAILED, _LAST = "failed", "reprise/last"
 _EXIT_GRACE_S = 5.0
+_BATCH = 256  # messages read in one call, which holds the interpreter's lock for as long as it copies them
 
 
 class StoreChannel:
@@ -46,7 +47,7 @@ class StoreChannel:
     clones of it.
 
     `gather` takes its messages, and deletes rank 0's broadcasts before it: a rank in the gather is past them. A message
-    sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
+    sent by `put` stays until `take` or `delete`: see `messages.delete_messages` for saves.
     """
 
     def __init__(
@@ -157,6 +158,30 @@ class StoreChannel:
             self._delete(key, chunks)
         except dist.DistError as error:
             raise self._lost(key, error) from error
+        return data
+
+    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
+        """Wait for the messages under all of these keys and return their data in order, in few calls of the store.
+
+        Args:
+            senders: by key, the sender in words.
+
+        Raises:
+            LaunchError: if the next of them are not there within `timeout_s`, naming the first missing sender.
+        """
+        keys, data = list(senders), list[bytes]()
+        for at in range(0, len(keys), _BATCH):
+            batch = keys[at : at + _BATCH]
+            try:
+                if not self._await(batch, self.timeout_s, watch=True):
+                    raise dist.DistStoreError("nothing came")
+                values = [bytes(value) for value in self._store.multi_get(batch)]
+            except dist.DistError as error:
+                raise self._silent(*self._first_missing(batch, senders), error) from error
+            data += [
+                value[len(_SMALL) :] if value.startswith(_SMALL) else self._message(key, senders[key])[0]
+                for key, value in zip(batch, values, strict=True)
+            ]
         return data
 
     def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
@@ -425,6 +450,14 @@ class StoreChannel:
             found=str(error).splitlines()[0],
             fix="Look at that rank's log; it may have died, or it hangs.",
         )
+
+    def _first_missing(self, keys: Sequence[str], senders: Mapping[str, str]) -> tuple[str, str]:
+        """Return the first key without a message, and its sender; the first of all if the store is gone."""
+        with contextlib.suppress(dist.DistError):
+            for key in keys:
+                if not self._store.check([key]):
+                    return key, senders[key]
+        return keys[0], senders[keys[0]]
 
     def _message(self, key: str, sender: str) -> tuple[bytes, int]:
         """Wait for `key`, and return its data and the number of its chunks."""

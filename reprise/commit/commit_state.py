@@ -71,10 +71,10 @@ class ReportStored:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportArrived:
-    """A rank's report: the reason why its part failed, or None."""
+class ReportsArrived:
+    """The reports of some ranks: the first reason why the part of any of them failed, with its rank, or None."""
 
-    rank: int
+    ranks: frozenset[int]
     problem: str | None
 
 
@@ -146,7 +146,7 @@ Event = (
     Wrote
     | Failed
     | ReportStored
-    | ReportArrived
+    | ReportsArrived
     | AskedToPrepare
     | ReadyToRename
     | AnswerStored
@@ -241,9 +241,8 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return _collected(replace(state, stage=CommitStage.COLLECTING))
         case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
             return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
-        case CommitStage.COLLECTING, ReportArrived(rank, problem) if rank in state.missing:
-            text = None if problem is None else f"Rank {rank}: {problem}"
-            return _collected(replace(state, missing=state.missing - {rank}, problem=state.problem or text))
+        case CommitStage.COLLECTING, ReportsArrived(ranks, problem) if ranks & state.missing:
+            return _collected(replace(state, missing=state.missing - ranks, problem=state.problem or problem))
         case stage, (Silence(why) | Failed(why)) if stage in _UNDECIDED:
             return _failed(replace(state, problem=state.problem or why))
         case CommitStage.PREPARING, ReadyToRename():

@@ -11,19 +11,10 @@ from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError
 from reprise.format import manifest
 from reprise.format.layout import TensorKind, model_index
-from reprise.format.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece
+from reprise.format.manifest import FileEntry, Manifest, TensorEntry
 from reprise.format.names import INDEX, MANIFEST
 from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
-
-
-def tensors_of(attempt: Attempt, pieces_by_rank: Sequence[Sequence[WrittenPiece]]) -> dict[str, TensorEntry]:
-    """Return the entries of all tensors in the manifest, given the pieces of each rank.
-
-    Raises:
-        CheckpointError: if the pieces do not tile a tensor.
-    """
-    return manifest.tile(attempt.layout, [piece for pieces in pieces_by_rank for piece in pieces])
 
 
 def json_files(

@@ -14,10 +14,10 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.messages import Answer, DecisionMessage
+from reprise.commit.piece_tables import PieceTables, Tiling
 from reprise.commit.protocol import Steps, TwoPhaseCommit
 from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
-from reprise.format.manifest import TensorEntry
 from reprise.format.names import HOST, MANIFEST
 
 
@@ -38,10 +38,11 @@ class HostsCommit(TwoPhaseCommit):
         attempt: Attempt,
         shared: SharedCommitState,
         steps: Steps,
+        tables: PieceTables,
         *,
         local: LocalSaves,
     ) -> None:
-        super().__init__(channel, attempt, shared, steps)
+        super().__init__(channel, attempt, shared, steps, tables)
         self._exchange, self._copying = local.exchange, local.copying
         self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
         self._order = b""
@@ -63,8 +64,8 @@ class HostsCommit(TwoPhaseCommit):
 
     def _prepare(self) -> Event:
         if self._channel.coordinates:
-            tensors = self._tensors()
-            files = self._with_host_file(tensors, self._steps.json_files(tensors))
+            tiling = self._tiling()
+            files = self._with_host_file(tiling, self._steps.json_files(self._tensors(tiling)))
             if len(self._attempt.hosts.leaders) > 1:
                 self._channel.put(f"{self._key}/files", self._exchange.pack(files))
         else:
@@ -103,16 +104,13 @@ class HostsCommit(TwoPhaseCommit):
             self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
         return replace(decision, copies=self._order.decode())
 
-    def _with_host_file(self, tensors: Mapping[str, TensorEntry], files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _with_host_file(self, tiling: Tiling, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the JSON files with `host.json` after them, as rank 0's host has it."""
         attempt = self._attempt
-        pieces_by_rank = self._pieces()
-        pieces = {
-            number: [piece for rank in ranks for piece in pieces_by_rank[rank]]
-            for number, ranks in enumerate(attempt.hosts.ranks)
-        }
+        host_of = {rank: number for number, ranks in enumerate(attempt.hosts.ranks) for rank in ranks}
+        hosts = [host_of[rank] for rank in self._reports]
         itemsizes = {name: place.spec.dtype.itemsize for name, place in attempt.layout.places.items()}
-        writers = host_file.writers_of(tensors, itemsizes, pieces)
+        writers = {name: tuple(hosts[table] for table in tables) for name, tables in tiling.writers(itemsizes).items()}
         digest = manifest.digest_of(files[MANIFEST])
         return {**files, HOST: HostFile(attempt.name, digest, 0, attempt.hosts.names, writers, {}).to_bytes()}
 

@@ -129,18 +129,28 @@ def stripes_key(name: str, rank: int) -> str:
     return f"{key_of(name)}/stripes/{rank}"
 
 
-def delete_messages(channel: StoreChannel, name: str) -> None:
-    """Delete all messages of attempt `name`, which every rank is past. Rank 0 only.
+def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
+    """Delete what this rank has sent on a committed attempt before the decision: every rank has read it.
 
     Raises:
         LaunchError: if the store is gone.
     """
-    if channel.world_size == 1:
-        return
-    key, ranks = key_of(name), channel.ranks
+    kinds = ["stripes"] if len(attempt.hosts.ranks_with(channel.rank)) > 1 else []
+    kinds += ["marked"] if channel.rank in attempt.hosts.leaders else []
+    kinds += [] if channel.coordinates else ["report"]
+    channel.delete([f"{key_of(attempt.name)}/{kind}/{channel.rank}" for kind in kinds])
+
+
+def delete_messages(channel: StoreChannel, name: str) -> None:
+    """Delete all messages of this rank on attempt `name`, which every rank is past.
+
+    Raises:
+        LaunchError: if the store is gone.
+    """
+    key = key_of(name)
     kinds = ("report", "table", "stripes", "marked", "prepared")
-    of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
-    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
+    of_decision = [f"{key}/decision", f"{key}/decision/last", f"{key}/files"] if channel.coordinates else []
+    channel.delete([*of_decision, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:

@@ -10,12 +10,12 @@ from reprise.commit import commit_state, disagreement
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event, Outcome
-from reprise.commit.finish import tensors_of
 from reprise.commit.inventory import Inventory
-from reprise.commit.messages import DecisionMessage, broadcast, is_committed, marked_key, text_of
+from reprise.commit.messages import DecisionMessage, broadcast, is_committed, text_of
+from reprise.commit.piece_tables import PieceTables, Tiling
 from reprise.errors import CheckpointError, LaunchError, TrainerError
-from reprise.format.manifest import TensorEntry, Written, WrittenPiece
-from reprise.format.report import RankReport, decode, encode
+from reprise.format.manifest import TensorEntry, Written
+from reprise.format.report import RankReport, encode
 
 # What a rank does on its disk: any error of it fails the attempt, also one of a message.
 _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
@@ -48,9 +48,7 @@ class TwoPhaseCommit:
     Args:
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
         steps: what this rank does on its disk.
-
-    Attributes:
-        has_all_reports: on rank 0, whether every rank is past the attempts before this attempt, or has aborted them.
+        tables: the tables of pieces that travelled with earlier attempts of this rank's run.
     """
 
     def __init__(
@@ -59,16 +57,15 @@ class TwoPhaseCommit:
         attempt: Attempt,
         shared: SharedCommitState,
         steps: Steps,
+        tables: PieceTables,
     ) -> None:
         self._channel, self._attempt, self._shared = channel, attempt, shared
-        self._steps = steps
+        self._steps, self._tables = steps, tables
         self._inventory: Inventory | None = None  # of this rank, once its part is written
         self._key = key_of(attempt.name)
         self._error: BaseException | None = None  # of this rank
         self._report = RankReport(attempt.iteration)
-        self._reports: list[RankReport] = []
-        self._uncounted: list[tuple[int, RankReport]] = []  # on rank 0, of other ranks
-        self.has_all_reports = channel.world_size == 1
+        self._reports: dict[int, RankReport] = {}  # on rank 0, by rank
         self._actions: dict[Action, Callable[[], Event]] = {
             Action.REPORT: self._send_report,
             Action.AWAIT_DECISION: self._await_decision,
@@ -98,6 +95,7 @@ class TwoPhaseCommit:
                 break
             call = self._actions[action]
         state = self._shared.current
+        self._tables.ended(is_committed=state.outcome is Outcome.COMMITTED)
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
@@ -112,17 +110,15 @@ class TwoPhaseCommit:
         return commit_state.Failed(text_of(error))
 
     def _write(self) -> Event:
-        report = self._steps.write()
-        self._report = replace(
-            self._report,
-            written_bytes=report.total_bytes,
-            pieces=encode(report.pieces, self._attempt.layout),
-        )
+        written = self._steps.write()
+        digests = b"".join(piece.digests for piece in written.pieces)
+        report = replace(self._report, written_bytes=written.total_bytes, digests=digests)
+        self._report = self._tables.pack(report, encode(written.pieces, self._attempt.layout))
         if self._channel.world_size > 1:
             self._inventory = self._steps.inventory()
             identity, groups = self._inventory.identity, self._inventory.groups()
             self._report = replace(self._report, identity=identity, groups=groups)
-        self._reports = [self._report]  # all there are, where there is one rank
+        self._reports = {self._channel.rank: self._report}  # all there are, where there is one rank
         return commit_state.Wrote()
 
     def _send_report(self) -> Event:
@@ -152,17 +148,14 @@ class TwoPhaseCommit:
         return commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()
 
     def _collect(self) -> Event:
-        """Count the report of one rank, after reading those of all."""
-        if not self.has_all_reports:
-            ranks = self._channel.ranks[1:]
-            data = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in ranks]
-            self.has_all_reports = True
-            self._channel.delete([marked_key(self._attempt, leader) for leader in self._attempt.hosts.leaders])
-            self._uncounted = list(zip(ranks, map(RankReport.from_bytes, data), strict=True))
-            self._reports = [self._report, *(report for _, report in self._uncounted)]
-            self._require_agreement()
-        rank, report = self._uncounted.pop(0)
-        return commit_state.ReportArrived(rank, report.problem)
+        """Read the reports of all ranks, each deleted by its rank after the attempt."""
+        ranks = self._channel.ranks[1:]
+        messages = self._channel.read_all({f"{self._key}/report/{rank}": f"rank {rank}" for rank in ranks})
+        reports = dict(zip(ranks, map(RankReport.from_bytes, messages), strict=True))
+        self._reports = {self._channel.rank: self._report, **reports}
+        self._require_agreement()
+        problems = (f"Rank {rank}: {report.problem}" for rank, report in reports.items() if report.problem is not None)
+        return commit_state.ReportsArrived(frozenset(ranks), next(problems, None))
 
     def _require_agreement(self) -> None:
         """Refuse reports of ranks with different contents to save; two of them send their tables.
@@ -171,7 +164,7 @@ class TwoPhaseCommit:
             CheckpointError: naming the first differences and the ranks.
             LaunchError: if a rank does not answer.
         """
-        reports = dict(sorted(zip(self._channel.ranks, self._reports, strict=True)))
+        reports = dict(sorted(self._reports.items()))
         disagreement.refuse_other_iterations({rank: report.iteration for rank, report in reports.items()})
         difference = disagreement.find({rank: report for rank, report in reports.items() if report.problem is None})
         if difference is None:
@@ -190,25 +183,21 @@ class TwoPhaseCommit:
         return self._inventory.to_bytes()
 
     def _prepare(self) -> Event:
-        self._steps.prepare(self._steps.json_files(self._tensors()))
+        self._steps.prepare(self._steps.json_files(self._tensors(self._tiling())))
         return commit_state.ReadyToRename()
 
-    def _tensors(self) -> Mapping[str, TensorEntry]:
-        """Return the tensors of the checkpoint. Rank 0 only.
+    def _tensors(self, tiling: Tiling) -> Mapping[str, TensorEntry]:
+        """Return the tensors of the checkpoint. Rank 0 only."""
+        return tiling.tensors([report.digests for report in self._reports.values()])
+
+    def _tiling(self) -> Tiling:
+        """Return how the pieces of the ranks, in the order of `_reports`, tile the tensors. Rank 0 only.
 
         Raises:
-            CheckpointError: if the pieces of the ranks do not tile them.
-        """
-        return tensors_of(self._attempt, self._pieces())
-
-    def _pieces(self) -> list[list[WrittenPiece]]:
-        """Return the pieces of each rank. Rank 0 only.
-
-        Raises:
-            CheckpointError: if some rank has counted on another to write its bytes, which has not.
+            CheckpointError: if they do not, or some rank has counted on another to write its bytes, which has not.
         """
         layout = self._attempt.layout
-        written_bytes = sum(report.written_bytes for report in self._reports)
+        written_bytes = sum(report.written_bytes for report in self._reports.values())
         expected = sum(place.spec.total_bytes for place in layout.places.values())
         if written_bytes != expected:
             raise CheckpointError(
@@ -217,7 +206,7 @@ class TwoPhaseCommit:
                 found=f"{written_bytes} B",
                 fix="Nothing was committed; this is a defect of the program that wrote them.",
             )
-        return [list(decode(report.pieces, layout)) for report in self._reports]
+        return self._tables.tiling(layout, self._reports)
 
     def _rename(self) -> Event:
         self._steps.rename()

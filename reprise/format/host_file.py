@@ -6,14 +6,14 @@ the ranges of the listed pieces are there; every other range is a hole and must 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
+from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.json_file import integer
 from reprise.regular_file import read_regular
@@ -131,24 +131,6 @@ def _numbers(values: Iterable[int], *, most: int) -> tuple[int, ...]:
     if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
         raise ValueError(f"numbers from 0 to {most} are expected")
     return numbers
-
-
-def writers_of(
-    tensors: Mapping[str, TensorEntry],
-    itemsizes: Mapping[str, int],
-    pieces_of_hosts: Mapping[int, Sequence[WrittenPiece]],
-) -> dict[str, tuple[int, ...]]:
-    """Return by tensor the host of each piece; the empty piece of an empty box counts as host 0's.
-
-    Args:
-        itemsizes: by tensor, the bytes of an element.
-        pieces_of_hosts: by number of the host, the pieces reported by its ranks.
-    """
-    owner = {(piece.name, piece.box, piece.lo): host for host, pieces in pieces_of_hosts.items() for piece in pieces}
-    return {
-        name: tuple(owner.get((name, piece.box, piece.lo), 0) for piece in entry.pieces(itemsizes[name]))
-        for name, entry in tensors.items()
-    }
 
 
 def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,8 @@
-"""A rank's report on its share of a save: the digest of its inventory, and its pieces or the reason it failed."""
+"""A rank's report on its share of a save: the digests of its inventory and of its blocks, or the reason it failed.
+
+The table of its pieces changes only with the tensors. A report has the table's digest, and the table where rank 0 may
+not have it; see `PieceTables`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from reprise.format.box import Box
 from reprise.format.layout import Layout
 from reprise.format.manifest import DIGEST_BYTES, WrittenPiece
 
-_HEAD = struct.Struct("<?QQQI")  # has failed, iteration, identity, bytes written, groups of replicas
+# Has failed, iteration, identity, bytes written, groups of replicas, digest and length of the table of pieces.
+_HEAD = struct.Struct("<?QQQIQI")
 _GROUP = struct.Struct("<QIQQ")
 _PIECE = struct.Struct("<IBQQI")
 
@@ -41,7 +48,9 @@ class RankReport:
             0 where its part failed.
         problem: the reason why this rank failed, or None.
         written_bytes: bytes written by this rank, without headers.
-        pieces: its pieces, in the form of `encode`.
+        pieces: digest of the table of its pieces, in the form of `encode`.
+        table: the table itself, compressed; empty if it is not sent.
+        digests: the digests of all blocks of its pieces, in the order of the table.
     """
 
     iteration: int
@@ -49,27 +58,44 @@ class RankReport:
     groups: tuple[GroupDigest, ...] = ()
     problem: str | None = None
     written_bytes: int = 0
-    pieces: bytes = b""
+    pieces: int = 0
+    table: bytes = b""
+    digests: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Return the serialized report."""
         has_failed = self.problem is not None
-        head = _HEAD.pack(has_failed, self.iteration, self.identity, self.written_bytes, len(self.groups))
+        head = _HEAD.pack(
+            has_failed,
+            self.iteration,
+            self.identity,
+            self.written_bytes,
+            len(self.groups),
+            self.pieces,
+            len(self.table),
+        )
         rows = b"".join(_GROUP.pack(row.ranks, row.size, row.boxes, row.content) for row in self.groups)
-        return head + rows + (self.pieces if self.problem is None else self.problem.encode())
+        return head + rows + (self.table + self.digests if self.problem is None else self.problem.encode())
 
     @staticmethod
     def from_bytes(data: bytes) -> RankReport:
         """Return the report in a message."""
-        has_failed, iteration, identity, written_bytes, count = _HEAD.unpack_from(data)
+        has_failed, iteration, identity, written_bytes, count, pieces, length = _HEAD.unpack_from(data)
         at = _HEAD.size + count * _GROUP.size
         groups = tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(data[_HEAD.size : at]))
-        problem = data[at:].decode() if has_failed else None
-        return RankReport(iteration, identity, groups, problem, written_bytes, b"" if has_failed else data[at:])
+        if has_failed:
+            return RankReport(iteration, identity, groups, data[at:].decode())
+        end = at + length
+        return RankReport(iteration, identity, groups, None, written_bytes, pieces, data[at:end], data[end:])
+
+
+def digest_of_table(table: bytes) -> int:
+    """Return the digest (xxh3-64) of a table of pieces."""
+    return xxhash.xxh3_64_intdigest(table)
 
 
 def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:
-    """Return per piece the tensor's number in the layout, dimensions, byte range, digests, box."""
+    """Return the table of pieces: the tensor's number in the layout, dimensions, byte range, count of blocks, box."""
     numbers = {name: number for number, name in enumerate(layout.places)}
     parts = []
     for piece in pieces:
@@ -77,20 +103,32 @@ def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:
         count = len(piece.digests) // DIGEST_BYTES
         parts.append(_PIECE.pack(numbers[piece.name], dims, piece.lo, piece.hi, count))
         parts.append(struct.pack(f"<{2 * dims}Q", *piece.box.offset, *piece.box.shape))
-        parts.append(piece.digests)
     return b"".join(parts)
 
 
-def decode(data: bytes, layout: Layout) -> list[WrittenPiece]:
-    """Return the pieces given to `encode`, for the same layout."""
+def decode(table: bytes, digests: bytes, layout: Layout) -> list[WrittenPiece]:
+    """Return the pieces given to `encode`, for the same layout, with the digests of all their blocks in order.
+
+    A piece lacks digests if there are too few.
+    """
     names = list(layout.places)
-    pieces, at = [], 0
-    while at < len(data):
-        number, dims, lo, hi, count = _PIECE.unpack_from(data, at)
+    pieces, at, begin = [], 0, 0
+    while at < len(table):
+        number, dims, lo, hi, count = _PIECE.unpack_from(table, at)
         at += _PIECE.size
-        numbers = struct.unpack_from(f"<{2 * dims}Q", data, at)
+        numbers = struct.unpack_from(f"<{2 * dims}Q", table, at)
         at += 16 * dims
-        digests = data[at : at + count * DIGEST_BYTES]
-        at += count * DIGEST_BYTES
-        pieces.append(WrittenPiece(names[number], Box(numbers[:dims], numbers[dims:]), lo, hi, digests))
+        end = begin + count * DIGEST_BYTES
+        pieces.append(WrittenPiece(names[number], Box(numbers[:dims], numbers[dims:]), lo, hi, digests[begin:end]))
+        begin = end
     return pieces
+
+
+def block_count_of(table: bytes) -> int:
+    """Return how many blocks the pieces of a table have."""
+    count, at = 0, 0
+    while at < len(table):
+        _, dims, _, _, blocks = _PIECE.unpack_from(table, at)
+        at += _PIECE.size + 16 * dims
+        count += blocks
+    return count

@@ -9,6 +9,7 @@ from pathlib import Path
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError
+from reprise.format import manifest
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.json_file import Document
@@ -74,7 +75,7 @@ def _write(
     require_room(attempt, documents, Retention())
     try:
         files.make_folder(partial)
-        tensors = finish.tensors_of(attempt, [write(partial)])
+        tensors = manifest.tile(attempt.layout, write(partial))
         finish.prepare(attempt, finish.json_files(attempt, tensors, documents=documents, aliases=aliases), lock=lock)
         finish.rename(attempt)
     finally:

@@ -17,6 +17,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.inventory import Inventory, SharedDigests
+from reprise.commit.piece_tables import PieceTables
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
@@ -51,8 +52,9 @@ class SaveJob:
         successor: the next attempt, which writes into the files of a checkpoint given up by retention: new memory of a
             tmpfs costs more than the copy into it. None makes all files anew.
         earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
-            `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
-            is past these attempts or has aborted them.
+            `run` removes them, each rank its own messages, once this attempt is committed: by then every rank is past
+            the earlier attempts or has aborted them.
+        tables: the tables of pieces that travelled with earlier attempts.
         committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
     """
 
@@ -70,6 +72,7 @@ class SaveJob:
     local: LocalSaves | None = None
     successor: Successor | None = None
     earlier: Sequence[tuple[int, str]] = ()
+    tables: PieceTables = field(default_factory=PieceTables)
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
     _digests: SharedDigests = field(init=False, default_factory=dict)
@@ -108,7 +111,7 @@ class SaveJob:
                 job has taken the folder over meanwhile.
         """
         attempt, local = self.attempt, self.local
-        arguments = (self.channel, attempt, self.shared, self)
+        arguments = (self.channel, attempt, self.shared, self, self.tables)
         commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
             commit.run()
@@ -122,7 +125,7 @@ class SaveJob:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
         finally:
-            self._remove_earlier(with_messages=commit.has_all_reports)
+            self._remove_earlier()
             self._remove_discarded()
         if self._is_durable:  # on leaders alone
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
@@ -237,25 +240,24 @@ class SaveJob:
         """Return whether other ranks write to this host's folder, and so look for its mark."""
         return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
 
-    def _remove_earlier(self, *, with_messages: bool) -> None:
-        """Remove what is left of the attempts before this attempt: folders on leaders, messages on rank 0.
+    def _remove_earlier(self) -> None:
+        """Remove what is left of the attempts before this attempt: folders on leaders, and this rank's messages.
 
         A leader other than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
-        folder = self.attempt.folder
-        is_first = self.channel.coordinates
-        if is_first or self.shared.current.outcome is Outcome.COMMITTED:
+        is_committed = self.shared.current.outcome is Outcome.COMMITTED
+        if self.channel.coordinates or is_committed:
             for iteration, name in self.earlier:
-                self._remove(folder.partial(iteration, name))
-            if not is_first:
-                self.earlier = ()
-        if with_messages and is_first:
+                self._remove(self.attempt.folder.partial(iteration, name))
+        if is_committed and self.channel.world_size > 1:
             try:
+                messages.delete_reports(self.channel, self.attempt)
                 for _, name in self.earlier:
                     messages.delete_messages(self.channel, name)
-                self.earlier = ()
             except LaunchError as error:
                 _log.error("messages of earlier saves stay in the store: %s", error)
+                return
+        self.earlier = () if is_committed else self.earlier
 
     def _remove_discarded(self) -> None:
         """Remove the files not taken over by this attempt, and those meant for an attempt never made."""

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.optim.adamw import build_optimizer
+from trainer.parallel.topology import Topology
 from trainer.run.dry_run import Simulated, boxes_at, holdings_of, simulate
 from trainer.run.state import ModelPart, TrainerState, checkpoint_specs
 
@@ -127,7 +128,7 @@ def measure(case: str) -> PlanningResult:
         rank = int(simulated.grid.ranks[0, 0])
         timed.append([time_planning(state, rank) for _ in range(_REPEATS)])
         result.collectives += count_collectives(state, rank)
-        plans = _plans(config, simulated, layout)
+        plans = [pieces for _, pieces in _pieces_of_stages(config, simulated, layout)]
         bytes_of_ranks += [sum(piece.hi - piece.lo for piece in pieces) for pieces in plans]
         entries |= _put_together(plans, layout, result)
     result.first = timed[0][0]
@@ -184,28 +185,34 @@ def _state_of_first_rank(config: Config, simulated: Simulated) -> TrainerState:
     return TrainerState(config.model, parts, simulated.grid)
 
 
-def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Piece]]:
-    """Return the pieces of every rank that holds these stages."""
-    plans = []
+def pieces_of_ranks(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[int, list[Piece]]]:
+    """Yield every rank of a topology with its pieces, stage by stage of the pipeline."""
+    for simulated in simulate(config, topology):
+        yield from _pieces_of_stages(config, simulated, layout)
+
+
+def _pieces_of_stages(config: Config, simulated: Simulated, layout: Layout) -> Iterator[tuple[int, list[Piece]]]:
+    """Yield every rank with these stages, and its pieces."""
     for dp, row in enumerate(simulated.grid.ranks):
         for tp, rank in enumerate(row):
             boxes = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
-            plans.append(pieces_of(holdings_of(config, boxes, layout, simulated.grid), int(rank)))
-    return plans
+            yield int(rank), pieces_of(holdings_of(config, boxes, layout, simulated.grid), int(rank))
 
 
 def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, result: PlanningResult) -> dict[str, TensorEntry]:
     """Check that the plans of a pipeline stage tile its tensors, and return the manifest's entries of these."""
     reports = []
     for pieces in plans:
-        report = encode([_as_if_written(piece) for piece in pieces], layout)
+        reported = [as_if_written(piece) for piece in pieces]
+        table, digests = encode(reported, layout), b"".join(piece.digests for piece in reported)
+        report_bytes = len(table) + len(digests)
         result.pieces += len(pieces)
         result.most_pieces = max(result.most_pieces, len(pieces))
-        result.report_bytes += len(report)
-        result.largest_report_bytes = max(result.largest_report_bytes, len(report))
-        reports.append(report)
+        result.report_bytes += report_bytes
+        result.largest_report_bytes = max(result.largest_report_bytes, report_bytes)
+        reports.append((table, digests))
     start = time.perf_counter()
-    pieces_of_stage = [piece for report in reports for piece in decode(report, layout)]
+    pieces_of_stage = [piece for table, digests in reports for piece in decode(table, digests, layout)]
     names = {piece.name for piece in pieces_of_stage}
     stage = Layout((), {name: place for name, place in layout.places.items() if name in names})
     entries = manifest.tile(stage, pieces_of_stage)
@@ -213,7 +220,8 @@ def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, result: Plan
     return entries
 
 
-def _as_if_written(piece: Piece) -> WrittenPiece:
+def as_if_written(piece: Piece) -> WrittenPiece:
+    """Return a piece with digests of zeros."""
     return WrittenPiece(
         piece.name, piece.box, piece.lo, piece.hi, bytes(block_count(piece.hi - piece.lo) * DIGEST_BYTES)
     )

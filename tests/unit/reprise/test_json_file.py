@@ -11,6 +11,7 @@ import pytest
 
 from reprise import json_file
 from reprise.errors import CheckpointError
+from reprise.format.manifest import digest_of
 from reprise.json_file import MAX_INTEGER, Json, dumps, finite_number, integer, step_count
 
 NAN, INF = math.nan, math.inf
@@ -155,3 +156,23 @@ def test_numbers_that_json_lacks_become_null_at_every_depth() -> None:
     text = dumps(value)
     assert json.loads(text) == {"a": None, "b": [1.5, [None, {"c": None}]], "d": True, "e": "NaN", "f": None}
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"format": "x"},
+        {
+            "format": "x",
+            "files": {},
+            "tensors": {'a\u00e9"': {"view": [1, 2], "digests": "00"}, "b": {}},
+            "hosts": ["h"],
+        },
+        {"host": None, "held": {"w": [0, 1], "v": []}},
+    ],
+)
+def test_a_sealed_file_is_the_text_of_its_body(body: json_file.Json) -> None:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))[:-1]
+    data = json_file.sealed(body)
+    assert data.startswith(text.encode())
+    assert json.loads(data) == {**body, "xxh3_64": digest_of(text.encode())}

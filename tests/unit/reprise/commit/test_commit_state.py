@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -568,12 +569,15 @@ def test_a_host_that_cannot_rename_completes_at_the_next_start(host: int, change
 
 
 PROBLEMS = (None, "no room")
+SETS_OF_RANKS = [
+    frozenset(ranks) for size in range(1, MOST_RANKS + 1) for ranks in itertools.combinations(range(MOST_RANKS), size)
+]
 EVENTS: st.SearchStrategy[Event] = st.sampled_from(
     [
         commit_state.Wrote(),
         commit_state.Failed("no room"),
         commit_state.ReportStored(),
-        *(commit_state.ReportArrived(rank, problem) for rank in range(MOST_RANKS) for problem in PROBLEMS),
+        *(commit_state.ReportsArrived(ranks, problem) for ranks in SETS_OF_RANKS for problem in PROBLEMS),
         commit_state.AskedToPrepare(),
         commit_state.ReadyToRename(),
         commit_state.AnswerStored(),
@@ -601,8 +605,8 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         match before.stage, event:
             case CommitStage.WRITING, commit_state.Wrote():
                 whole.add(rank)
-            case CommitStage.COLLECTING, commit_state.ReportArrived(sender, None):
-                whole.add(sender)
+            case CommitStage.COLLECTING, commit_state.ReportsArrived(senders, None):
+                whole |= senders
             case CommitStage.PREPARING, commit_state.ReadyToRename():
                 prepared.add(rank)
             case CommitStage.AWAITING_LEADERS, commit_state.AnswerArrived(sender, None):

@@ -42,7 +42,10 @@ def explained(*inventories: Inventory) -> str:
 
 def test_a_report_comes_back_as_it_was_sent() -> None:
     groups = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
-    for report in (RankReport(7, 2**64 - 1, groups, None, 5, b"pieces"), RankReport(0, 1, (), "a disk, broken")):
+    for report in (
+        RankReport(7, 2**64 - 1, groups, None, 5, 2**64 - 2, b"table", b"digests"),
+        RankReport(0, 1, (), "a disk, broken"),
+    ):
         assert RankReport.from_bytes(report.to_bytes()) == report
 
 

@@ -14,6 +14,7 @@ from reprise.commit.commit_state import Action
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.messages import Answer, DecisionMessage
+from reprise.commit.piece_tables import PieceTables
 from reprise.commit.protocol import Steps, TwoPhaseCommit
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.storage.files import Files
@@ -27,7 +28,7 @@ def test_only_folders_of_hosts_have_the_actions_of_hosts(tmp_path: Path) -> None
     layout = build_layout([SPEC], file_bytes=1 << 20)
     attempt = Attempt(7, "n-1", CheckpointFolder(tmp_path, Files()), layout)
     steps, local = cast("Steps", None), LocalSaves(FileExchange(), cast("Copying", None))
-    arguments = (single_rank_channel(), attempt, SharedCommitState(0, [0]), steps)
+    arguments = (single_rank_channel(), attempt, SharedCommitState(0, [0]), steps, PieceTables())
     plain, of_hosts = TwoPhaseCommit(*arguments), HostsCommit(*arguments, local=local)
     assert set(of_hosts._actions) == set(Action) - {Action.NOTHING, Action.END}
     assert set(plain._actions) == set(of_hosts._actions) - OF_HOSTS

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import Box
-from reprise.format.host_file import HostFile, attempt_of, from_bytes, missing, union, without, writers_of
-from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
+from reprise.format.host_file import HostFile, attempt_of, from_bytes, missing, union, without
+from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 
 WRITERS = {"a": (0, 1, 1), "b": (1,), "c": (0,)}
@@ -71,16 +70,6 @@ def test_sets_of_pieces_are_joined_and_subtracted() -> None:
     assert without({"a": (0, 1), "b": (0,)}, {"a": (1,), "b": (0,)}) == {"a": (0,)}
     assert missing(WRITERS, [FILE.held, {"b": (0,)}]) == {"a": (1, 2)}
     assert missing(WRITERS, [FILE.written_by(0), FILE.written_by(1)]) == {}
-
-
-def test_each_piece_belongs_to_the_host_whose_rank_wrote_it() -> None:
-    entry = TensorEntry((4, 2), ((0, 2, 4), (0, 2)), {0: (8,)}, bytes(24))
-    first, second = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
-    written = {
-        0: [WrittenPiece("w", first, 8, 16, bytes(8))],
-        1: [WrittenPiece("w", second, 0, 16, bytes(8)), WrittenPiece("w", first, 0, 8, bytes(8))],
-    }
-    assert writers_of({"w": entry}, {"w": 4}, written) == {"w": (1, 0, 1)}
 
 
 def test_an_attempt_is_known_by_manifest_and_host_file(tmp_path: Path) -> None:
