@@ -16,6 +16,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 # Ranks that tests launch take the cores they are given, whatever the user's shell has set.
 os.environ.pop("OMP_NUM_THREADS", None)
 
+# Threads of a product that wait for each other sleep: several processes share the cores, which spinning would take.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A store asks for the name of whoever connects. Where the name server is silent, that takes the resolver's five seconds
 # each time (see resolv.conf(5)); they are no part of any test.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
