@@ -1,9 +1,12 @@
 """Keeps torch to one thread in this process, and every process from waiting for names; orders the tests."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ROOT
 from tests.times import dealt
@@ -28,3 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the longest files, so that no process is left alone with one in the end."""
     places = dealt([item.path for item in items], config.rootpath, config.option.markexpr)
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """Give this process a process group of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
