@@ -4,9 +4,11 @@ PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Many tests mostly wait for processes: pytest-xdist deals their files out to three, or four of the slow ones, which wait
-# most. The longest by tests/times.json come first, so that all end together on files of many short tests.
-SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+# Many tests mostly wait for processes: pytest-xdist deals their files out to four. The longest by tests/times.json come
+# first, so that all end together on files of many short tests.
+SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --durations=10
+FAST := not slow and not soak
+SLOW := slow and not soak
 
 # Tests and benchmarks start many processes, which read the bytecode that the first of them wrote.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,14 +25,15 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-engines test-trackers test-soak test-cuda bench bench-cuda tables check docs format clean
+.PHONY: setup demo test test-slow test-all collect test-interop test-engines test-trackers test-soak test-cuda bench bench-cuda tables check lint docs format clean
 
 setup: $(STAMP)
 
-# An environment that is there is kept, with what its user has installed into it.
+# An environment that is there is kept, with what its user has installed into it. Python compiles a module at its first
+# import; pip would compile all 16,000.
 $(STAMP): pyproject.toml constraints.txt
 	@$(if $(PRESENT),$(if $(filter usable,$(PRESENT)),$(KEEP),$(error $(NOT_RUNNING))),$(call MAKE_VENV,$(or $(USABLE),$(error $(NONE_USABLE)))))
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check,docs]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,check,docs]'
 	touch $@
 
 KEEP = echo "$$($(BIN)/python -c '$(VERSION)') in $(VENV), which is there already (\`make clean\` removes it)"; \
@@ -41,11 +44,19 @@ demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not soak" --durations=10 -n 3 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "$(FAST)" $(SIDE_BY_SIDE)
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not soak" --durations=10 -n 4 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "$(SLOW)" $(SIDE_BY_SIDE)
+
+# Both in one go: the slow ones wait beside the fast ones.
+test-all: setup
+	$(BIN)/python -m pytest -m "not soak" $(SIDE_BY_SIDE)
+
+# The modules of the tests are compiled once, not by each of the processes that run them.
+collect: setup
+	$(BIN)/python -m pytest --collect-only --quiet --quiet >/dev/null
 
 # The newest release. It asks for Python 3.12, though its part that the tests run needs 3.11; so it has a folder of its
 # own, beside the older release that constraints.txt names.
@@ -96,11 +107,13 @@ bench: setup
 tables: setup
 	$(BIN)/python -m scripts.make_tables
 
-check: setup
+check: lint
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_documents.py
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_documents.py
 
 # The documents and the reference of the library's API as a site, in build/docs; a broken link or docstring fails.
 docs: setup

@@ -1,9 +1,12 @@
 """Keeps torch to one thread in this process, and every process from waiting for names; orders the tests."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ROOT
 from tests.times import dealt
@@ -16,6 +19,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 # Ranks that tests launch take the cores they are given, whatever the user's shell has set.
 os.environ.pop("OMP_NUM_THREADS", None)
 
+# Threads of a product that wait for each other sleep: several processes share the cores, which spinning would take.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A store asks for the name of whoever connects. Where the name server is silent, that takes the resolver's five seconds
 # each time (see resolv.conf(5)); they are no part of any test.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -25,3 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the longest files, so that no process is left alone with one in the end."""
     places = dealt([item.path for item in items], config.rootpath, config.option.markexpr)
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """Give this process a process group of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

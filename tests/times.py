@@ -1,4 +1,4 @@
-"""The measured times of test files, by which `make test` and `make test-slow` deal them to processes.
+"""The measured times of test files, by which `make test`, `make test-slow` and `make test-all` deal them to processes.
 
 `python -m tests.times FAST SLOW` writes them from the reports (`--junitxml`) of the two commands.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -23,9 +23,11 @@ def dealt(files: Sequence[Path], root: Path, selection: str) -> dict[Path, int]:
     Args:
         selection: of the tests by their marks, as given to pytest.
     """
-    seconds = json.loads(PATH.read_text())["slow" if selection.startswith("slow") else "fast"]
+    kinds = {"slow and not soak": ["slow"], "not soak": ["fast", "slow"]}.get(selection, ["fast"])
+    times = json.loads(PATH.read_text())
+    seconds = sum((Counter(times[kind]) for kind in kinds), Counter[str]())
     names = {file: file.relative_to(root).as_posix() for file in dict.fromkeys(files)}
-    ordered = sorted(names, key=lambda file: -seconds.get(names[file], 0))
+    ordered = sorted(names, key=lambda file: -seconds[names[file]])
     return {file: place for place, file in enumerate(ordered)}
 
 

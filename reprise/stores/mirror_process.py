@@ -14,6 +14,7 @@ from pathlib import Path
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
+from reprise.stores.child import child_environment
 from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 
@@ -71,11 +72,7 @@ class MirrorProcess:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={
-                "TOKIO_WORKER_THREADS": _TOKIO_THREADS,
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+            env={"TOKIO_WORKER_THREADS": _TOKIO_THREADS, **child_environment()},
             start_new_session=True,  # an interrupt of the terminal is for the program
             bufsize=0,
         )

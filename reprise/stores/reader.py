@@ -16,6 +16,7 @@ import threading
 from typing import Any
 
 from reprise.errors import CheckpointError
+from reprise.stores.child import child_environment
 from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 from reprise.stores.wire import CONNECTIONS, SLOT_BYTES, Message, receive, send
@@ -67,7 +68,7 @@ class _Process:
             [sys.executable, "-P", "-m", "reprise.stores.serve", start],
             pass_fds=[self._memory, *descriptors],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment(),
             start_new_session=True,  # an interrupt of the terminal is for the program
         )
         whole = memoryview(self._map)

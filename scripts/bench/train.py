@@ -99,8 +99,10 @@ def measure(
     size = SIZES[name]
     rates: dict[str, list[float]] = {side: [] for side in (OURS, THEIRS, EAGER)}
     with ExitStack() as ending:
-        sides = {side: ending.enter_context(_started(side, name, options)) for side in (OURS, THEIRS, EAGER)}
-        settings = [side.hear() for side in sides.values()]
+        sides, settings = dict[str, _Side](), list[Mapping[str, object]]()
+        for side in (OURS, THEIRS, EAGER):
+            sides[side] = ending.enter_context(_started(side, name, options))
+            settings.append(sides[side].hear())
         losses = {name: side.run()[1] for name, side in sides.items()}
         for number in range(options.rounds):
             for side in list(sides) if number % 2 else list(reversed(sides)):

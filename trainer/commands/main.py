@@ -55,7 +55,19 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand of the command line, and return the exit status."""
-    match list(sys.argv[1:] if arguments is None else arguments):
+    try:
+        try:
+            return _call(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has seen enough
+        sys.stdout = None
+    return _FINE
+
+
+def _call(words: list[str]) -> int:
+    match words:
         case [("-h" | "--help"), *_]:
             print(_help())
             return _FINE
@@ -78,13 +90,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(f"reprise {name} needs {' and '.join(missing)}; install with: {fix}", file=sys.stderr)
         return _NOT_INSTALLED
     try:
-        tool = import_module(COMMANDS[name].module)
-        status: int = tool.main(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has seen enough
-        sys.stdout = None
-        return _FINE
+        status: int = import_module(COMMANDS[name].module).main(arguments)
     except KeyboardInterrupt:
         print(f"reprise {name}: interrupted", file=sys.stderr)
         return _INTERRUPTED

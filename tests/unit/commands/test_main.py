@@ -164,7 +164,10 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "reprise doctor: interrupted\n"
 
 
-@pytest.mark.parametrize("words", [("train", "--help"), ("compare-loss", "--help")], ids=" ".join)
+HELP = [("--help",), ("--version",), ("train", "--help"), ("compare-loss", "--help")]
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
 def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
     line = "import sys; from trainer.commands.main import main; sys.stdin.read(); sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -21,15 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from reprise import AsyncSaver, RandomState, load, load_state_dict, save, save_state_dict
 from reprise.errors import MismatchError
 from reprise.saving.snapshot import Snapshot
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def trained(seed: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
