@@ -247,15 +247,15 @@ TOPOLOGIES = {"tp2": ["parallel=tp2"], "pp2": ["parallel=pp2"], "zero3": ["paral
 @pytest.mark.soak
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_merge_of_a_topology_has_the_bytes_of_one_rank(tmp_path: Path, topology: str) -> None:
-    command = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=2"]
-    run_ok(tmp_path / "1", [*command, "train.train_iters=4"])
-    for iteration in (2, 4):
+    command = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=3"]
+    run_ok(tmp_path / "1", [*command, "train.train_iters=6"])
+    for iteration in (3, 6):
         load = [f"checkpoint.load={tmp_path}/1/checkpoints/iter_{iteration:07d}", "checkpoint.reshard=true"]
-        schedule = [f"train.train_iters={iteration}", "schedule.lr_decay_iters=4"]
+        schedule = [f"train.train_iters={iteration}", "schedule.lr_decay_iters=6"]
         run_ok(tmp_path / f"2-{iteration}", [*command, *TOPOLOGIES[topology], *load, *schedule], ranks=2)
-    name = "iter_0000002"
-    shutil.copytree(tmp_path / "2-2/checkpoints" / name, tmp_path / "2-4/checkpoints" / name)
-    for run in ("1", "2-4"):
-        merge = ["merge", str(tmp_path / run), str(tmp_path / f"out{run}"), "--from", "2", "--to", "4"]
+    name = "iter_0000003"
+    shutil.copytree(tmp_path / "2-3/checkpoints" / name, tmp_path / "2-6/checkpoints" / name)
+    for run in ("1", "2-6"):
+        merge = ["merge", str(tmp_path / run), str(tmp_path / f"out{run}"), "--from", "3", "--to", "6"]
         assert main([*merge, "--weights", "minus-sqrt"]) == FINE
-    assert tensor_files(tmp_path / "out2-4/iter_0000004") == tensor_files(tmp_path / "out1/iter_0000004")
+    assert tensor_files(tmp_path / "out2-6/iter_0000006") == tensor_files(tmp_path / "out1/iter_0000006")
