@@ -97,3 +97,35 @@ def test_a_start_repeated_from_the_same_checkpoint_is_the_same(data: Path) -> No
         run_ok(data / "run", [*run_of(data, "b", 4), OTHER, START, "checkpoint.ckpt_step=3"])
         curves.append(curve(data / "run"))
     assert curves[0] == curves[1]
+
+
+def test_skipped_samples_are_passed_over_once(data: Path) -> None:
+    run = data / "run"
+    phases = [(3, ["2-5", "14-18"]), (5, ["14-18", "20-25", "40-41"]), (6, []), (7, ["3-4", "50-52"])]
+    texts = []
+    for iterations, ranges in phases:
+        skips = f"train.skip_samples=[{','.join(ranges)}]"
+        arguments = [str(run), *run_of(data, "a", iterations), skips]
+        ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
+        assert ended.ok, ended.text
+        texts.append("\n".join(line for line in ended.text.splitlines() if "train.skip_samples:" in line))
+    windows = [json.loads(line)[1] for line in (data / "windows").read_text().splitlines()]
+    passed = {2, 3, 4, 14, 15, 16, 17, 20, 21, 22, 23, 24, 50, 51}
+    taken = [position for position in range(100) if position not in passed][:40]
+    assert [len(rows) for rows in windows] == [4, 4, 4, 4, 8, 8, 8]
+    ids = [int(sample_ids(position, 1, epoch_size=SIZES["a"], seed=SEED)[0]) for position in taken]
+    assert list(chain(*windows)) == [random_tokens()["a"][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
+    assert texts == [
+        "",
+        "train.skip_samples: from position 19 on 20-25, 40-41 is passed over, before it was none",
+        "train.skip_samples: from position 36 on none is passed over, before it was 40-41",
+        "train.skip_samples: from position 44 on 50-52 is passed over, before it was none",
+    ]
+    arguments = [str(run), *run_of(data, "b", 8), OTHER, START, "train.skip_samples=[56-58]"]
+    ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
+    assert "is new at sample 54 of the run and begins at its first sample" in ended.text
+    ids = [int(sample_ids(n, 1, epoch_size=SIZES["b"], seed=SEED)[0]) for n in (0, 1, *range(4, 10))]
+    rows = json.loads((data / "windows").read_text().splitlines()[-1])[1]
+    assert rows == [random_tokens()["b"][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
+    state = json.loads((run / "checkpoints/iter_0000007/trainer_state.json").read_text())
+    assert (state["consumed_samples"], state["skipped"]) == (40, [[2, 5], [14, 18], [20, 25], [50, 52]])

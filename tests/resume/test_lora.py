@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
 from tests.harness import TINY, built, compose, curve, filled, launch, run_ok, tensor_files
+from trainer.commands import checkpoint as command
 from trainer.interop.open_model import open_model
 from trainer.launch.process_group import Cluster
 from trainer.run.build import Run
@@ -229,6 +231,16 @@ def test_the_base_is_found_in_a_run_that_went_on(
     model, folder = open_model(tuned, torch.device("cpu"), base)
     assert folder == tuned / FIRST
     assert model.config.n_layer == 2
+
+
+def test_merged_adapters_begin_a_run_on_their_base(bases: dict[str, Path], tuned: Path, tmp_path: Path) -> None:
+    assert command.main(["merge", str(tuned), str(tmp_path / "out"), "--from", "2", "--to", "4"]) == 0
+    base = f"checkpoint.base={bases['gpt2'].with_name('iter_0000002')}"
+    run = restored(tmp_path / "run", base, f"checkpoint.load={tmp_path / 'out'}", "checkpoint.finetune=true")
+    parts = [load_file(tuned / f"checkpoints/iter_{i:07d}/adapter_model.safetensors") for i in (2, 4)]
+    name = "base_model.model.transformer.h.0.attn.c_proj.lora_A.weight"
+    (shard,) = (shard for shard in run.state.shards() if shard.spec.name == name)
+    assert torch.equal(shard.local, ((parts[0][name].double() + parts[1][name].double()) / 2).float())
 
 
 def test_a_base_of_another_model_names_no_other_run(bases: dict[str, Path], tmp_path: Path) -> None:

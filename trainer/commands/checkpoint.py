@@ -1,4 +1,4 @@
-"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|gather|copy|mirror|prune`.
+"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|merge|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -20,6 +20,7 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import TrainerError
+from reprise.files import FILE_SYSTEM
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
 from trainer.commands.arguments import any_path, local_path, natural, positive
@@ -223,6 +224,25 @@ def gather(options: argparse.Namespace) -> int:
     return FINE
 
 
+def merge(options: argparse.Namespace) -> int:
+    """Write a weighted mean of the weights of a run's checkpoints as a checkpoint of the weights alone."""
+    from trainer.interop import average
+
+    report = average.merge(
+        options.run, options.out, first=options.first, last=options.last, rule=options.weights, files=FILE_SYSTEM
+    )
+    rows: list[Row] = [
+        {"checkpoint": shown_name(part), "share": share}
+        for part, share in zip(report.parts, report.shares, strict=True)
+    ]
+    if options.json:
+        print(dumps({"checkpoint": str(report.path), "of": rows}))
+    else:
+        print_rows(rows, as_json=False)
+        print(report.path)
+    return FINE
+
+
 def prune(options: argparse.Namespace) -> int:
     """Delete all but the newest checkpoints, those with a `hold` file, and every multiple of an interval."""
     report = reprise.prune(
@@ -306,6 +326,16 @@ def _parser() -> argparse.ArgumentParser:
         "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
     )
     gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
+    merged = command("merge", merge)
+    merged.add_argument("run", type=local_path, metavar="RUN", help="a run, or its checkpoints/weights for light saves")
+    merged.add_argument(
+        "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
+    )
+    merged.add_argument("--from", type=natural, required=True, dest="first", metavar="A", help="the first iteration")
+    merged.add_argument("--to", type=natural, required=True, dest="last", metavar="B", help="the last iteration")
+    merged.add_argument(
+        "--weights", default="mean", metavar="RULE", help="mean, ema:D, minus-sqrt, or W1,W2,... (%(default)s)"
+    )
     copied = command("copy", copy)
     copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL")
     copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write")

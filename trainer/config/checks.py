@@ -20,6 +20,7 @@ from trainer.config.parallel import PARALLEL_SIZES, parallel_problems
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection, train_problems
 from trainer.config.values import number_problems, path_problems, type_problems
+from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.parallel.lanes import invariant_ranks_problems
@@ -43,6 +44,7 @@ def validate(config: Config, world_size: int) -> None:
         *train_problems(config.train),
         *_data_needs(config),
         *_length_problems(config),
+        *_skip_problems(config.train),
         *_parallel_problems(config, world_size),
         *batch_problems(config, world_size, _first_known_position(config)),
         *optimizer_problems(config.optimizer),
@@ -169,6 +171,14 @@ def _length_problems(config: Config) -> list[str]:
             f"train.train_samples={train.train_samples}: must be at least the {sizes.at(0)} samples of one iteration"
         )
     return problems or schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
+
+
+def _skip_problems(train: TrainSection) -> list[str]:
+    try:
+        parse_ranges(train.skip_samples)
+    except ValueError as error:
+        return [f"train.skip_samples: {error}"]
+    return []
 
 
 def _parallel_problems(config: Config, world_size: int) -> list[str]:

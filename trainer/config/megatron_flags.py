@@ -64,7 +64,7 @@ FLAGS = {
     "--exit-signal": "",
     "--no-check-for-nan-in-loss-and-grad": "train.on_nonfinite",
     "--rerun-mode": "",
-    "--iterations-to-skip": "",
+    "--iterations-to-skip": "train.skip_samples",
     "--skip-train": "",
     "--lr": "optimizer.lr",
     "--min-lr": "schedule.min_lr",

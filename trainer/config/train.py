@@ -40,6 +40,8 @@ class TrainSection:
             `global_batch_size`, which is the size of evaluations. null keeps a single size.
         micro_batch_size: samples per forward pass on a data-parallel rank.
         seq_length: tokens per sample.
+        skip_samples: ranges of positions in the order of samples to pass over, as in `["120000-124000"]`, the last
+            position excluded. They count from the first sample of the run, passed over or not.
         freeze: shell patterns over the names of stored tensors, named as in transformers, such as
             `["transformer.h.0.*"]`: parameters with a matching name stay unchanged, without gradients and optimizer
             state.
@@ -79,6 +81,7 @@ class TrainSection:
     batch_schedule: str | None = None
     micro_batch_size: int = 4
     seq_length: int = 128
+    skip_samples: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     clip_grad: float = 1.0
     seed: int = 1234

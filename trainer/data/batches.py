@@ -13,6 +13,7 @@ from reprise.errors import DataError
 from trainer.data.blend import Blend
 from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
+from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile
 
 
@@ -171,6 +172,35 @@ class BlendedSamples:
         sources, index = self._blend.locate(positions - self._position)
         index = index + self._consumed[sources]
         return sources, sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
+
+
+class MappedSamples:
+    """Samples of which a run passes over some: it asks for them by their counts, in place of their positions."""
+
+    __slots__ = ("_borders", "_map", "_samples", "_totals")
+
+    def __init__(self, samples: Samples | BlendedSamples, position_map: PositionMap) -> None:
+        self._samples, self._map = samples, position_map
+        borders, totals = position_map.steps()
+        self._borders, self._totals = np.array(borders, np.int64), np.array(totals, np.int64)
+
+    @property
+    def sources(self) -> tuple[Samples, ...]:
+        """Return the samples of each source."""
+        return self._samples.sources
+
+    def mapped(self, position_map: PositionMap) -> MappedSamples | Samples | BlendedSamples:
+        """Return the same samples with another map."""
+        return MappedSamples(self._samples, position_map) if position_map.gaps else self._samples
+
+    def starting_at(self, position: int, consumed: Sequence[int]) -> MappedSamples:
+        """Return the same samples begun at a position, see `BlendedSamples.starting_at`."""
+        return MappedSamples(self._samples.starting_at(position, consumed), self._map)
+
+    def shuffled(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the windows of the samples with these counts from 0, int64 [n, seq_length + 1]."""
+        shifts = self._totals[np.searchsorted(self._borders, counts, side="right")]
+        return self._samples.shuffled(counts + shifts, seed)
 
 
 def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:

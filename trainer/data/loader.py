@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from trainer.data.batches import BlendedSamples, Samples, micro_batch_positions
+from trainer.data.batches import BlendedSamples, MappedSamples, Samples, micro_batch_positions
+from trainer.data.position_map import PositionMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class BatchLoader:
             iteration has the first of them.
     """
 
-    samples: Samples | BlendedSamples
+    samples: Samples | BlendedSamples | MappedSamples
     global_batch_size: int
     micro_batch_size: int
     numbers: Sequence[int]
@@ -30,6 +31,13 @@ class BatchLoader:
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
         return replace(self, samples=self.samples.starting_at(position, consumed))
+
+    def mapped(self, position_map: PositionMap) -> BatchLoader:
+        """Return the loader with other samples passed over."""
+        samples = self.samples
+        if isinstance(samples, MappedSamples):
+            return replace(self, samples=samples.mapped(position_map))
+        return replace(self, samples=MappedSamples(samples, position_map)) if position_map.gaps else self
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""

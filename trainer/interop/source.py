@@ -87,11 +87,11 @@ def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
     return adapters_of(checkpoint)
 
 
-def adapters_of(checkpoint: Checkpoint) -> StateSource:
-    """Return a checkpoint of ours, which may hold adapters alone, as a source.
+def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """Return a function from a stored name to a CPU tensor of the stored shape, verified block by block.
 
     Raises:
-        CheckpointError: if its state file or a header is damaged.
+        CheckpointError: if a header is damaged.
     """
     places = read_places(checkpoint)
 
@@ -103,6 +103,16 @@ def adapters_of(checkpoint: Checkpoint) -> StateSource:
         fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
         return memory.reshape(spec.shape)
 
+    return read
+
+
+def adapters_of(checkpoint: Checkpoint) -> StateSource:
+    """Return a checkpoint of ours, which may hold adapters alone, as a source.
+
+    Raises:
+        CheckpointError: if its state file or a header is damaged.
+    """
+    read = tensor_reader(checkpoint)
     model = saved_model(checkpoint.state, where=checkpoint.path)
     paths = {name: find_accessory(checkpoint, name) for name in TOKENIZER_FILES}
     tokenizer = {name: path for name, path in paths.items() if path is not None}

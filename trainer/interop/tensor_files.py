@@ -81,15 +81,15 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
     """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last shorter.
 
     Raises:
-        CheckpointError: for a tensor not of floating point, or a finite value beyond `dtype`.
+        CheckpointError: for a tensor of another dtype that is not of floating point, or a finite value beyond `dtype`.
     """
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and tensor.dtype is not dtype:
         raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)
     flat = tensor.detach().reshape(-1)
     count = BLOCK_BYTES // dtype.itemsize
     for lo in range(0, flat.numel(), count):
         values = flat[lo : lo + count]
-        cast = values.to(dtype).contiguous()
+        cast = _rounded(values, dtype).contiguous()
         if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
             raise CheckpointError(
                 "A number is out of a dtype's range",
@@ -99,3 +99,17 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
                 fix="Take bfloat16 or float32.",
             )
         yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in another dtype, rounded once.
+
+    torch rounds float64 to float32 on its way to 16 bits. So float32 is rounded to odd here: an inexact value is cut
+    off, and its last bit set, which decides every tie of the second rounding as the exact value does.
+    """
+    if values.dtype is not torch.float64 or dtype.itemsize >= torch.float32.itemsize:
+        return values.to(dtype)
+    near = values.to(torch.float32)
+    exact, bits = near.double(), near.view(torch.int32)
+    bits = torch.where(exact.abs() > values.abs(), bits - 1, bits)
+    return torch.where(exact != values, bits | 1, bits).view(torch.float32).to(dtype)

@@ -19,6 +19,7 @@ from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.schema import Config
 from trainer.data.documents import DocumentMarks
+from trainer.data.position_map import SKIPPED, parse_ranges
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
 from trainer.parallel.topology import Topology
 from trainer.record.data_origin import data_record
@@ -95,6 +96,7 @@ def describe(
         "schedule": schedule.record(),
         **settings_record(config.optimizer),
         "optimizer": optimizer_record(config.model, config.optimizer, frozen),
+        **({SKIPPED: parse_ranges(train.skip_samples).record()} if train.skip_samples else {}),
         **({"freeze": list(train.freeze)} if train.freeze else {}),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,

@@ -14,6 +14,7 @@ from trainer.config.schema import Config
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
+from trainer.data.position_map import parse_ranges
 from trainer.data.section import SampleCut
 from trainer.data.token_file import TokenFile
 from trainer.launch.process_group import Cluster
@@ -59,7 +60,7 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
 
     sources = [samples(source.files) for source in data.train]
     blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
-    training = loader(blended, max(batch_schedule_of(train).sizes))
+    training = loader(blended, max(batch_schedule_of(train).sizes)).mapped(parse_ranges(train.skip_samples))
     if not train.eval_interval:
         return training, ValidData()
     valid = loader(samples(data.valid), train.global_batch_size)

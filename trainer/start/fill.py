@@ -9,11 +9,13 @@ from functools import partial
 from models import families
 from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.json_file import Json, integer
 from reprise.live_tensors import local_of
 from reprise.reading import Checkpoint, open_checkpoint
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule
+from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.optim.adamw import apply_settings
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
@@ -22,6 +24,7 @@ from trainer.record.data_origin import new_source_lines, origin_after, sources_i
 from trainer.record.resume_rules import in_samples_of
 from trainer.run.build import Run
 from trainer.run.saves import SharedTarget
+from trainer.schedules.progress import Progress
 from trainer.start.base import with_base
 from trainer.start.decide import Start, note_beginning, require_batches
 from trainer.start.identity import note_lineage
@@ -73,7 +76,8 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
 
 def _with_data_origin(run: Run, checkpoint: Checkpoint) -> Run:
     """Return the run with its training data at the checkpoint's positions, and log where new sources begin."""
-    state, progress, position = checkpoint.state, run.state.progress, run.config.data.position
+    run, state, progress = _with_position_map(run, checkpoint)
+    position = run.config.data.position
     origin = origin_after(state, run.description, progress, where=checkpoint.path, position=position)
     files = [(source.path, source.count) for source in run.train_data.samples.sources]
     lines = new_source_lines(state, run.description, origin, progress.consumed_samples, files)
@@ -84,6 +88,32 @@ def _with_data_origin(run: Run, checkpoint: Checkpoint) -> Run:
     consumed = origin.of(list(sources_in(run.description)))
     data = run.train_data.starting_at(origin.position, consumed)
     return replace(run, train_data=data, description={**run.description, "blend": origin.record()})
+
+
+def _with_position_map(run: Run, checkpoint: Checkpoint) -> tuple[Run, Json, Progress]:
+    """Return the run with the gaps of the checkpoint behind it and those of its command ahead.
+
+    The state and the progress that are returned count positions in place of samples: the origin of the data does.
+    """
+    state, progress = checkpoint.state, run.state.progress
+    requested = parse_ranges(run.config.train.skip_samples)
+    if SKIPPED not in state and not requested.gaps:
+        return run, state, progress
+    try:
+        saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
+        lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "A state file has no map of its samples", where=checkpoint.path, found=repr(error)
+        ) from error
+    resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
+    for line in resumed.lines if run.cluster.rank == 0 else ():
+        _log.warning(line)
+    description = {name: value for name, value in run.description.items() if name != SKIPPED}
+    if resumed.map.gaps:
+        description[SKIPPED] = resumed.map.record()
+    run = replace(run, train_data=run.train_data.mapped(resumed.map), description=description)
+    return run, {**state, "consumed_samples": saved.end(count)}, replace(progress, consumed_samples=resumed.position)
 
 
 def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:

@@ -1,0 +1,211 @@
+"""A weighted mean of checkpoints of a run, written as a checkpoint of the weights alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from reprise import savers
+from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.files import Files
+from reprise.folder import INDEX, INTERIM, STATE, WEIGHTS, CheckpointFolder
+from reprise.json_file import Document, Json
+from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, WrittenPiece, build_layout
+from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_file, read_places
+from trainer.interop.source import tensor_reader
+from trainer.interop.tensor_files import write_tensor_files
+
+MERGED = "merged"  # the member of trainer_state.json
+_KINDS = (TensorKind.MODEL, TensorKind.ADAPTER)
+_AVERAGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ITEMS = 1 << 20  # multiplied at once
+_RULES = "mean, ema:D with 0 < D < 1, minus-sqrt, or a number for each checkpoint, joined by commas"
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """A mean of checkpoints, and its parts from the oldest on.
+
+    Args:
+        path: the folder of the checkpoint.
+        shares: the share of each part; their sum is 1.
+    """
+
+    path: Path
+    parts: tuple[Path, ...]
+    shares: tuple[float, ...]
+
+
+def factors_of(rule: str, count: int) -> list[float]:
+    """Return the factors of `count` checkpoints, from the oldest on; their sum need not be 1.
+
+    Args:
+        rule: `mean`; `ema:D`, a moving average with decay D that begins with the oldest; `minus-sqrt`, by which the
+            updates between the checkpoints shrink as with a rate that decays from 1 to 0 as `1 - sqrt`; or the factors,
+            joined by commas.
+
+    Raises:
+        ConfigError: for another rule, another number of factors, or a sum of 0.
+    """
+    try:
+        factors = _factors(rule, count)
+    except ValueError:
+        raise ConfigError("There is no such rule of weights", expected=_RULES, found=rule) from None
+    if len(factors) != count:
+        raise ConfigError(
+            "A merge needs a factor for each of its checkpoints", expected=f"{count} of them", found=len(factors)
+        )
+    if not math.isfinite(math.fsum(factors)) or math.fsum(factors) == 0:
+        raise ConfigError("The factors of a merge must be finite, with a sum other than 0", found=rule)
+    return factors
+
+
+def _factors(rule: str, count: int) -> list[float]:
+    name, _, value = rule.partition(":")
+    if rule == "mean":
+        return [1.0] * count
+    if rule == "minus-sqrt":
+        return [math.sqrt((i + 1) / count) - math.sqrt(i / count) for i in range(count)]
+    if name == "ema":
+        decay = float(value)
+        if not 0 < decay < 1:
+            raise ValueError
+        return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
+    return [float(factor) for factor in rule.split(",")]
+
+
+def merge(run: Path, out: Path, *, first: int, last: int, rule: str, files: Files) -> MergeReport:
+    """Write the mean of a run's checkpoints from iteration `first` to `last` into `out`, under the newest's number.
+
+    The tensors are weights or adapters, without the optimizer's. Each is summed in float64 from the oldest checkpoint
+    on, divided by the sum of the factors, and rounded once to its dtype; two tensors are in memory. Tensors not of
+    floating point are the newest's.
+
+    Args:
+        run: the folder of a run, or of its checkpoints; `checkpoints/weights` in it for the saves of weights alone.
+        out: the checkpoint folder to write to, which is made if it is missing.
+        rule: see `factors_of`.
+
+    Raises:
+        ConfigError: for a wrong rule, or an `out` that is a folder of the run.
+        MismatchError: if the checkpoints hold other models or bases.
+        CheckpointError: if there are less than two checkpoints, one is damaged or holds the tensors of a state dict,
+            or the output cannot be written.
+    """
+    parts = _parts(run, out, first, last, files)
+    factors = factors_of(rule, len(parts))
+    specs = _specs(parts)
+    newest, sum_of_factors = parts[-1], math.fsum(factors)
+    readers = [tensor_reader(part) for part in parts]
+    layout = build_layout(specs, file_bytes=DEFAULT_FILE_BYTES)
+
+    def read(name: str) -> torch.Tensor:
+        if layout.places[name].spec.dtype not in _AVERAGED:
+            return readers[-1](name)
+        return weighted_mean([partial(read, name) for read in readers], factors)
+
+    def write(target: Path) -> list[WrittenPiece]:
+        return write_tensor_files(target, files, layout, read)
+
+    shares = [factor / sum_of_factors for factor in factors]
+    aliases = {name: stored for name, stored in newest.manifest.aliases.items() if stored in layout.places}
+    folder = CheckpointFolder(out, files)
+    documents = _documents(parts, shares, rule)
+    path = savers.write_checkpoint(folder, newest.iteration, layout, write, documents=documents, aliases=aliases)
+    return MergeReport(path, tuple(part.path for part in parts), tuple(shares))
+
+
+def weighted_mean(reads: Sequence[Callable[[], torch.Tensor]], factors: Sequence[float]) -> torch.Tensor:
+    """Return the sum of tensors times factors, in this order, divided by the sum of the factors, in float64.
+
+    Args:
+        reads: return the tensors, of one shape, each called once; one of the tensors is in memory at a time.
+    """
+    total = reads[0]().double().mul_(factors[0])
+    sums = total.view(-1)
+    for read, factor in zip(reads[1:], factors[1:], strict=True):
+        _add(sums, read().reshape(-1), factor)
+    return total.div_(math.fsum(factors))
+
+
+def _add(sums: torch.Tensor, values: torch.Tensor, factor: float) -> None:
+    for lo in range(0, sums.numel(), _ITEMS):
+        sums[lo : lo + _ITEMS].add_(values[lo : lo + _ITEMS].double().mul_(factor))
+
+
+def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Checkpoint]:
+    """Return the checkpoints to merge, from the oldest on."""
+    if not run.is_dir():
+        raise no_folder(run)
+    folder = CheckpointFolder(LoadSource.named(run).path, files)
+    if out.resolve() in (path.resolve() for path in (run, folder.root, folder.root / WEIGHTS)):
+        raise ConfigError("The output is a folder of the run", where=out, fix="Name another folder.")
+    committed = folder.committed()
+    iterations = [iteration for iteration in committed if first <= iteration <= last]
+    if len(iterations) < 2:
+        raise CheckpointError(
+            "A merge needs two checkpoints or more",
+            where=folder.root,
+            expected=f"iterations from {first} to {last}",
+            found=", ".join(map(str, committed)) or "none",
+            fix="Correct --from and --to.",
+        )
+    return [open_checkpoint(folder.iteration(iteration), files) for iteration in iterations]
+
+
+def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
+    """Return the tensors that the checkpoints have in common, in the order of the newest's files."""
+    places = [place for place in read_places(parts[-1]).values() if place.spec.kind is not TensorKind.OPTIMIZER]
+    specs = [place.spec for place in sorted(places, key=lambda place: (place.file, place.offset))]
+    if strange := [spec.name for spec in specs if spec.kind not in _KINDS]:
+        raise CheckpointError(
+            "A checkpoint holds the tensors of a state dict, which have no mean",
+            where=parts[-1].path,
+            found=strange[0],
+            fix="Merge checkpoints of weights, with or without an optimizer.",
+        )
+    for part in parts[:-1]:
+        _require_same(part, parts[-1], specs)
+    return specs
+
+
+def _require_same(part: Checkpoint, newest: Checkpoint, specs: Sequence[TensorSpec]) -> None:
+    for member in ("model", "base"):
+        if part.state.get(member) != newest.state.get(member):
+            raise _mismatch(part, newest, f"`{member}` in {STATE}")
+    saved = {place.spec.name: place.spec for place in read_places(part).values() if place.spec.kind in _KINDS}
+    for name in saved.keys() ^ {spec.name for spec in specs}:
+        raise _mismatch(part, newest, f"tensor {name}")
+    for spec in specs:
+        if saved[spec.name] != spec:
+            raise _mismatch(part, newest, f"tensor {spec.name}")
+
+
+def _mismatch(part: Checkpoint, newest: Checkpoint, difference: str) -> MismatchError:
+    return MismatchError(
+        "Two checkpoints to merge hold different models",
+        where=part.path,
+        expected=f"that of {newest.path.name}",
+        found=f"another {difference}",
+        fix="Correct --from and --to.",
+    )
+
+
+def _documents(parts: Sequence[Checkpoint], shares: Sequence[float], rule: str) -> dict[str, Document]:
+    """Return the newest's files without tensors, with a state that names the parts of the mean."""
+    newest = parts[-1]
+    names = [name for name, entry in newest.manifest.files.items() if not entry.is_tensor_file]
+    documents: dict[str, Document] = {name: read_file(newest, name) for name in names if name not in (INDEX, STATE)}
+    members: list[Json] = [
+        {"iteration": part.iteration, "share": share, "manifest_xxh3_64": part.digest}
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    state = {name: value for name, value in newest.state.items() if name not in (INTERIM, "owes_evaluation")}
+    if "valid_loss" in state:
+        state["valid_loss"] = None  # that of other weights
+    return {**documents, STATE: {**state, MERGED: {"weights": rule, "of": members}}}
