@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reported_runs import steady_run
+from tests.reported_runs import steady_run, twice_killed_run
 from trainer.commands.report import write_report
 
 pytest.importorskip("playwright")
 pytestmark = pytest.mark.slow
 
+PICTURES = Path(__file__).parents[2] / "docs/pictures"
 LOSSES = [5 / math.sqrt(n) + 0.05 * math.sin(n) for n in range(1, 501)]
 TOOLTIP = """() => {
   const texts = [];
@@ -74,8 +75,21 @@ class OpenPage:
 
         from PIL import Image
 
-        picture = Image.open(BytesIO(self.tab.locator(f"#chart-{chart}").screenshot())).convert("RGB")
+        picture = Image.open(BytesIO(self.picture(chart))).convert("RGB")
         return len(picture.getcolors(1 << 24) or ())
+
+    def picture(self, chart: str) -> bytes:
+        """Return a picture of a chart."""
+        return bytes(self.tab.locator(f"#chart-{chart}").screenshot())
+
+    def drag(self, chart: str, begin: float, end: float) -> None:
+        """Drag the pointer between two shares of the width of a chart, which zooms."""
+        box = self.tab.locator(f"#chart-{chart}").bounding_box()
+        y = box["y"] + box["height"] / 2
+        self.tab.mouse.move(box["x"] + box["width"] * begin, y)
+        self.tab.mouse.down()
+        self.tab.mouse.move(box["x"] + box["width"] * end, y, steps=5)
+        self.tab.mouse.up()
 
     def hover(self, chart: str, share: float) -> str:
         """Return the text beside the pointer at a share of the width of a chart."""
@@ -89,23 +103,54 @@ class OpenPage:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    write_report([steady_run(folder / "run", LOSSES)], folder / "report.html")
+    runs = [twice_killed_run(folder / "killed"), steady_run(folder / "other", [1.01 * loss for loss in LOSSES])]
+    write_report(runs, folder / "report.html")
     return folder / "report.html"
 
 
 def test_hovering_shows_the_value_of_the_log(browser: Any, page: Path) -> None:
     opened = OpenPage(browser, page)
-    lines = opened.hover("loss", 0.5).splitlines()
-    iteration = int(lines[1].removeprefix("iteration "))
-    records = [json.loads(line) for line in (page.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert float(lines[2].removeprefix("loss ")) == records[iteration - 1]["loss"]
+    name, iteration, loss = opened.hover("loss", 0.5).splitlines()[:3]
+    log = page.parent / name.strip() / "metrics.jsonl"
+    records = {
+        record["iteration"]: record for record in map(json.loads, log.read_text().splitlines()) if "loss" in record
+    }
+    assert float(loss.removeprefix("loss ")) == records[int(iteration.removeprefix("iteration "))]["loss"]
     assert opened.problems == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_curves_are_drawn_and_fit_the_screen(browser: Any, page: Path, width: int, scheme: str) -> None:
+def test_charts_are_drawn_and_fit_the_screen(browser: Any, page: Path, width: int, scheme: str) -> None:
     opened = OpenPage(browser, page, width=width, scheme=scheme)
-    assert opened.colours("loss") > 20
+    for chart in ("loss", "difference", "grad_norm", "life-0", "goodput", "speed"):
+        assert opened.colours(chart) > 20, chart
     assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width
     assert opened.problems == []
+
+
+def test_a_reader_changes_the_axes_and_zooms(browser: Any, page: Path) -> None:
+    opened = OpenPage(browser, page)
+    controls = opened.tab.locator("#controls-loss")
+    pictures = [opened.picture("loss")]
+    changes: list[Callable[[], object]] = [
+        lambda: controls.get_by_label("logarithmic").check(),
+        lambda: controls.get_by_label("x axis").select_option("hours"),
+        lambda: controls.get_by_label("smoothing").select_option("100"),
+        lambda: controls.get_by_label("other", exact=True).uncheck(),
+        lambda: opened.drag("loss", 0.3, 0.6),
+    ]
+    for change in changes:
+        change()
+        opened.tab.wait_for_timeout(200)  # until it is drawn
+        pictures.append(opened.picture("loss"))
+    assert len(set(pictures)) == len(pictures)
+    assert opened.problems == []
+
+
+def test_the_pictures_of_the_documents_are_made(browser: Any, page: Path) -> None:
+    opened = OpenPage(browser, page, width=1000)
+    for chart, name in (("loss", "report_loss"), ("life-0", "report_life")):
+        picture = opened.tab.locator("section", has=opened.tab.locator(f"#chart-{chart}")).screenshot()
+        (PICTURES / f"{name}.png").write_bytes(picture)
+        assert len(picture) < 100_000

@@ -14,7 +14,7 @@ from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM, replace_file
 from trainer.commands.arguments import local_path
 from trainer.compare.table import name_runs
-from trainer.report.build import curve_sections
+from trainer.report.build import report_sections
 from trainer.report.history import read_history
 from trainer.report.page import render
 
@@ -54,7 +54,7 @@ def make_page(runs: Sequence[Path], *, reload_s: float = 0.0) -> str:
     """
     names = name_runs([str(run) for run in runs])
     histories = [(name, read_history(run)) for name, run in zip(names, runs, strict=True)]
-    return render(f"Report: {', '.join(names)}", curve_sections(histories), reload_s=reload_s)
+    return render(f"Report: {', '.join(names)}", report_sections(histories), reload_s=reload_s)
 
 
 def _parser() -> argparse.ArgumentParser:

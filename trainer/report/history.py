@@ -17,8 +17,8 @@ from reprise.errors import DataError
 from reprise.files import read_regular
 from reprise.json_file import Json
 from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.metrics.launch_log import LAUNCHES
 
-LAUNCHES = "launches.jsonl"
 _CHUNK_LINES = 4096  # parsed by a single call, which takes half the time of a call for each
 Floats = NDArray[numpy.float64]
 
@@ -129,6 +129,15 @@ class History:
         return float(numpy.round(numpy.nanmedian(tokens)))
 
 
+def run_folder(path: str | Path) -> Path:
+    """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
+    path = Path(path)
+    if not path.is_dir():
+        return path.parent
+    is_of_checkpoints = not (path / METRICS_FILE).exists() and (path.parent / METRICS_FILE).exists()
+    return path.parent if is_of_checkpoints else path
+
+
 def read_history(path: str | Path) -> History:
     """Read the history of a run.
 
@@ -138,10 +147,7 @@ def read_history(path: str | Path) -> History:
     Raises:
         DataError: the log cannot be read or holds no iteration; the message has the file and the line.
     """
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    if path.name == "checkpoints" and not (path / METRICS_FILE).exists():
-        folder = path.parent
+    folder = run_folder(path)
     log = _read_log(folder / METRICS_FILE)
     if not log.columns.iteration.size:
         raise DataError("There is no iteration in the log of a run", where=folder / METRICS_FILE)
@@ -250,7 +256,7 @@ def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan,
     for number, (began, record, first) in enumerate(starts):
         end = ends.get(record.get("launch")) if record else None
         inside = times[borders[number] : borders[number + 1]]
-        last = max([began, *(float(line["time"]) for line in (record, end) if line), *inside[-1:]])
+        last = max([began, *(float(line["time"]) for line in (record, end) if line), *inside[-1:].tolist()])
         start = _start_seconds(first) if first else float(record["time"]) - began
         launches.append(LaunchSpan(began, last, start, record, end, first))
     return tuple(launches)

@@ -48,7 +48,7 @@
       this.curves = spec.curves.map((curve) => ({
         ...curve, isShown: true,
         levels: curve.levels.map((level) => ({
-          x: all(level.x), y: unpacked(level.y), iteration: unpacked(level.iteration), smooth: all(level.smooth),
+          x: all(level.x), y: unpacked(level.y), smooth: all(level.smooth),
         })),
       }));
       let next = 0;
@@ -87,7 +87,7 @@
         if (colour) {
           const swatch = document.createElement("span");
           swatch.className = "swatch";
-          swatch.style.background = colour;
+          swatch.style.background = swatch.style.borderColor = colour;
           label.append(swatch);
         }
         label.append(text);
@@ -150,17 +150,17 @@
             high = Math.max(high, y[i]);
           }
         }
-        return { x, y, mean, iteration: level.iteration.subarray(from, to) };
+        return { x, y, mean, iteration: level.x.iteration.subarray(from, to) };
       });
       if (low > high) [low, high] = [this.isLog ? 0.1 : 0, 1];
       if (low === high) [low, high] = this.isLog ? [low / 2, high * 2] : [low - 0.5, high + 0.5];
       const factor = (high / low) ** 0.05, margin = (high - low) * 0.05;
       const [floor, top] = this.isLog ? [low / factor, high * factor] : [low - margin, high + margin];
       this.figure.y_range.setv({ start: floor, end: top });
-      this.curves.forEach((curve, number) => this.fill(curve, parts[number], floor));
+      this.curves.forEach((curve, number) => this.fill(curve, parts[number], low));
     }
 
-    fill(curve, part, floor) {
+    fill(curve, part, low) {
       const [raw, mean, gaps] = curve.renderers.map((renderer) => renderer.data_source);
       if (part === null) {
         for (const source of [raw, mean, gaps]) source.data = { x: [], y: [], iteration: [], text: [] };
@@ -174,7 +174,7 @@
       mean.data = part.mean ? { x, y: part.mean, iteration, text: Array.from(part.mean, String) }
         : { x: [], y: [], iteration: [], text: [] };
       const odd = [...part.y.keys()].filter((i) => !Number.isFinite(part.y[i]));
-      gaps.data = { x: odd.map((i) => x[i]), y: odd.map(() => floor), iteration: odd.map((i) => iteration[i]),
+      gaps.data = { x: odd.map((i) => x[i]), y: odd.map(() => low), iteration: odd.map((i) => iteration[i]),
         text: odd.map((i) => String(part.y[i])) };
     }
   }
@@ -186,6 +186,15 @@
       figures.push(figure);
       paint(figure);
       if (spec.curves) new CurveChart(spec, figure);
+      for (const [text, colour, isHollow] of spec.legend ?? []) {
+        const entry = document.createElement("span"), swatch = document.createElement("span");
+        entry.className = "entry";
+        swatch.className = "swatch";
+        swatch.style.background = isHollow ? "transparent" : colour;
+        swatch.style.borderColor = colour;
+        entry.append(swatch, text);
+        document.getElementById(`controls-${spec.key}`).append(entry);
+      }
     }
     dark.addEventListener("change", () => figures.forEach(paint));
     document.documentElement.dataset.state = "drawn";

@@ -35,7 +35,7 @@ def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
     (curve,) = charts(make_page([steady_run(tmp_path / "run", LOSSES)]))["loss"]["curves"]
     (level,) = curve["levels"]
     assert unpacked(level["y"]) == LOSSES
-    assert unpacked(level["iteration"]) == list(range(1, 200))
+    assert unpacked(level["x"]["iteration"]) == list(range(1, 200))
 
 
 def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
