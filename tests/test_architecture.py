@@ -92,7 +92,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.run.run_data",
         "trainer.record.run_record",
     ),
-    ("trainer.publish",),
+    ("trainer.publish", "trainer.report"),
     ("trainer.run.state",),
     (
         "trainer.run.batch_loaders",

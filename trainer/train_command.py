@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _EXIT_GRACE_S = 1.0
 # The longest time that a failing rank waits for a hung store host or a disk.
 _LEAVE_WITHIN_S = 40.0
+_MOST_REASON = 400  # characters of an error in the record of launches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,7 +175,8 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
 @contextmanager
 def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Run]:
     """Yield a run with its open log, on rank 0. It is closed at the end; an error only removes the progress bar."""
-    from trainer.run.build import build_log
+    from trainer.metrics.launch_log import LaunchOutcome
+    from trainer.run.build import build_log, launch_record
 
     if run.cluster.rank != 0:
         yield run
@@ -183,10 +185,15 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
     owes_evaluation = progress.owes_evaluation
     try:
         log.open(progress.iteration, config_text, owes_evaluation=owes_evaluation, began_elsewhere=began_elsewhere)
+        log.launched(run.cluster.nonce, progress.iteration, run.start_times.began(), launch_record(run))
         yield replace(run, logs=(log,))
-    except BaseException:
+    except BaseException as error:
+        log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
         log.close_bar()
         raise
+    is_finished = run.state.progress.iteration >= run.train_iters
+    outcome = LaunchOutcome.finished if is_finished else LaunchOutcome.stopped
+    log.ended(run.state.progress.iteration, outcome, "" if is_finished else run.control.reason())
     log.close()
 
 

@@ -44,6 +44,7 @@ OF_A_LINE = {
     "resumed": "tells of a start",
     "start": "tells of a start, with its times",
     "versions": "tells of a start",
+    "launch": "names a start",
 }
 EVENTS = ("evaluation",)  # `start` and the saves tell of starts and attempts, with their times
 UNREAD = {

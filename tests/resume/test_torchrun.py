@@ -147,6 +147,7 @@ def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.yaml",
+        "launches.jsonl",
         "lock",
         "metrics.jsonl",
         "run.json",

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -20,12 +21,15 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM
+from reprise.files import FILE_SYSTEM, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
 from trainer.commands.arguments import any_path, local_path, natural, positive
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
+from trainer.compare.read import METRICS_FILE
 from trainer.config.terms import LOCAL
+from trainer.report.goodput import measure_goodput
+from trainer.report.history import read_history, run_folder
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 _PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pieces lie on other hosts
@@ -75,7 +79,23 @@ def list_run(options: argparse.Namespace) -> int:
         )
     if len(options.runs) == 1:
         rows = without_columns(rows, "folder")
-    return _report(options, rows, summaries)
+    status = _report(options, rows, summaries)
+    for run in () if options.json else options.runs:
+        _print_goodput(run, name=f"{run}: " if len(options.runs) > 1 else "")
+    return status
+
+
+def _print_goodput(run: Path, *, name: str) -> None:
+    """Print where the time of a run went; nothing for a folder without a log."""
+    if is_url(str(run)) or not (run_folder(run) / METRICS_FILE).exists():
+        return
+    try:
+        goodput = measure_goodput(read_history(run))
+    except TrainerError as error:
+        _log.warning("%s", error)
+        return
+    if goodput is not None:
+        print(f"{name}{goodput}")
 
 
 def verify(options: argparse.Namespace) -> int:

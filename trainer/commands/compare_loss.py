@@ -16,7 +16,7 @@ from dataclasses import replace
 from reprise.errors import DataError, TrainerError
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
-from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
+from trainer.compare.curves import TOLERANCES, Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
 from trainer.compare.evaluations import Series, evaluation_table, read_evaluations
 from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
@@ -123,10 +123,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threshold", type=amount, default=None, metavar="X", help="absolute tolerance in any dtype")
     parser.add_argument(
-        "--threshold-fp32", type=amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"
+        "--threshold-fp32",
+        type=amount,
+        default=TOLERANCES["float32"],
+        metavar="X",
+        help="absolute tolerance in float32 (%(default)g)",
     )
     parser.add_argument(
-        "--threshold-bf16", type=amount, default=1e-2, metavar="X", help="absolute tolerance in bfloat16 (%(default)g)"
+        "--threshold-bf16",
+        type=amount,
+        default=TOLERANCES["bfloat16"],
+        metavar="X",
+        help="absolute tolerance in bfloat16 (%(default)g)",
     )
     parser.add_argument(
         "--rtol", type=amount, default=0.0, metavar="R", help="tolerance relative to BASE, added to it (%(default)g)"

@@ -46,6 +46,7 @@ COMMANDS = {
     "publish": Command(
         "trainer.commands.publish", "send a run's metrics to W&B, SwanLab, MLflow, trackio or TensorBoard", _COMPOSITION
     ),
+    "report": Command("trainer.commands.report", "write a page about runs: curves, life, goodput, settings"),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),
     "compare-speed": Command(
         "trainer.commands.compare_speed", "compare the speed of runs, and the cost of their saves"

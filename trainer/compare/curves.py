@@ -11,6 +11,7 @@ from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
 from trainer.compare.text_table import format_table
 
 __all__ = [
+    "TOLERANCES",
     "Comparison",
     "Curve",
     "CurveDifference",
@@ -23,8 +24,13 @@ __all__ = [
     "fits_float32",
     "read_curve",
     "report",
+    "tolerance_of",
     "ulp_distance",
 ]
+
+
+# Absolute, by dtype.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,11 @@ class Comparison:
             return f"DIFFERENT: {len(different)} of {total} iterations, first at {different[0]}"
         relation = "bit-identical" if self.bit_identical else f"equal within {self.tolerance}"
         return f"{relation}: {self.compared}/{total} iterations"
+
+
+def tolerance_of(base: Curve, test: Curve) -> Tolerance:
+    """Return the default tolerance of two curves, that of their common dtype; without a dtype, that of float32."""
+    return Tolerance(TOLERANCES[common_dtype(base, test) or "float32"])
 
 
 def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_missing_prefix: bool = False) -> Comparison:

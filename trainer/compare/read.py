@@ -113,7 +113,7 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     file, text, is_metrics = read_run_file(path, what="a loss curve")
     if is_metrics:
         curve = parse_metrics(text, source=str(file))
-        return replace(curve, dtype=_read_dtype(file.parent / CONFIG_FILE))
+        return replace(curve, dtype=read_dtype(file.parent / CONFIG_FILE))
     return parse_log(text, source=str(file), last_wins=last_wins)
 
 
@@ -233,7 +233,7 @@ def _begins_with_record(text: str) -> bool:
     return isinstance(record, dict) and "iteration" in record
 
 
-def _read_dtype(config: Path) -> str | None:
+def read_dtype(config: Path) -> str | None:
     """Find `dtype` directly under `train:` in a config.yaml; None if it is missing or unknown."""
     try:
         text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")

@@ -66,6 +66,7 @@ class StartTimes:
     def __init__(self, began: float | None = None, *, clock: Callable[[], float] = since_boot) -> None:
         self._clock = clock
         self._last = clock() if began is None else began
+        self._began = self._last
         self._seconds = dict.fromkeys(Phase, 0.0)
 
     @staticmethod
@@ -84,6 +85,10 @@ class StartTimes:
         launcher, process = started_at(os.getppid()), started_at(os.getpid())
         if launcher is not None and process is not None:
             self._seconds[Phase.torchrun] = max(0.0, process - launcher)
+
+    def began(self) -> float:
+        """Return the time of the launch, torchrun's start included, in Unix time."""
+        return time.time() - (self._clock() - self._began) - self._seconds[Phase.torchrun]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of all phases as `seconds`, then those of each; torchrun's only if it started the run."""

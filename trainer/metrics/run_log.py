@@ -12,11 +12,13 @@ from statistics import median
 from typing import Any
 
 from reprise.files import FILE_SYSTEM, Files, make_folders, replace_file
+from reprise.json_file import Json
 from reprise.savers import SaveReport
 from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_sink import METRICS, JsonlSink
+from trainer.metrics.launch_log import LaunchLog, LaunchOutcome
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
 from trainer.metrics.slow_ranks import SlowestRank
@@ -56,6 +58,7 @@ class IterationRecord:
     Args:
         seconds: duration of the iteration, without `checkpoint_seconds`.
         checkpoint_seconds: time during which a save blocked training.
+        data_seconds: time in which rank 0 loaded its data; part of `seconds`.
         global_batch_size: samples of the iteration, in runs where they change.
         is_skipped: whether the parameters were not updated, because of a nonfinite loss or gradient.
     """
@@ -68,6 +71,7 @@ class IterationRecord:
     tokens: int = figure("tokens_per_second", curve="train/tokens_per_second", digits=1)
     seconds: float = figure(digits=6)
     checkpoint_seconds: float = figure(curve="checkpoint/blocked_seconds", digits=6)
+    data_seconds: float | None = figure(digits=6, is_optional=True)
     global_batch_size: int | None = figure(curve="train/global_batch_size", is_optional=True)
     is_skipped: bool = False
 
@@ -153,6 +157,7 @@ class RunLog:
         self._publish = publish
         self._sinks = list[GuardedSink]()
         self._bar: RunBar | None = None
+        self._launch: LaunchLog | None = None
         # Members of the next iteration's line: whether it is the first after a resume, and the seconds of the start.
         self._first: dict[str, object] = {}
 
@@ -194,6 +199,30 @@ class RunLog:
             self._start_publishing(self._publish, position)
         self._first = {"resumed": True} if iteration > 0 else {}
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self.train_iters)
+
+    def launched(self, name: str, iteration: int, began: float, description: Json) -> None:
+        """Record the begin of this launch; its name is also in the line of its next iteration.
+
+        Args:
+            name: a random name.
+            iteration: the last iteration before.
+            began: when its processes started, in Unix time.
+            description: its topology, settings and environment.
+
+        Raises:
+            TrainerError: if the run's folder cannot be written.
+        """
+        try:
+            self._launch = LaunchLog(self._folder, name)
+        except OSError as error:
+            raise run_folder_failed(self._folder, error) from error
+        self._launch.begin(iteration, began, description)
+        self._first["launch"] = name
+
+    def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
+        """Record the end of this launch."""
+        if self._launch is not None:
+            self._launch.end(iteration, outcome, reason)
 
     def _start_publishing(self, tracker: str, position: RunPosition) -> None:
         """Start the process beside the run; it is the first sink, as `metrics.jsonl` is the last."""

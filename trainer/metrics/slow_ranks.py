@@ -30,12 +30,15 @@ class OwnTime:
 
     On an accelerator the work is measured by events of its stream. The host never waits for them: work that the stream
     has not ended counts for the next line.
+
+    Attributes:
+        last_load_s: seconds of the last block that loaded data.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._events: list[tuple[Any, Any]] = []
-        self._seconds = self._data_seconds = 0.0
+        self._seconds = self._data_seconds = self.last_load_s = 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -60,6 +63,7 @@ class OwnTime:
         seconds = time.perf_counter() - start
         self._seconds += seconds
         self._data_seconds += seconds
+        self.last_load_s = seconds
 
     def take(self) -> RankTime:
         """Return the times since the last call."""

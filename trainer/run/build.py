@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,19 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
         exit_on_save_failure=section.exit_on_save_failure,
     )
     return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
+
+
+def launch_record(run: Run) -> Json:
+    """Return the description of a launch: its topology, settings, environment and software, and rank 0's host."""
+    saved_config, description = run.saved_config, run.description
+    return {
+        "host": platform.node(),
+        "topology": description["topology"],
+        "environment": description["environment"],
+        "config": saved_config["config"],
+        "versions": saved_config["versions"],
+        "commit": saved_config["commit"],
+    }
 
 
 def build_log(run: Run) -> RunLog:

@@ -177,6 +177,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
                 tokens=samples * run.config.train.seq_length,
                 seconds=seconds,
                 checkpoint_seconds=blocked_s,
+                data_seconds=run.own_time.last_load_s,
                 global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
                 is_skipped=result.skipped is not None,
             ),

@@ -13,6 +13,7 @@ from reprise.channel import single_rank_channel
 from reprise.folder import FORMAT, MANIFEST, STATE, FolderLock
 from reprise.savers import Checkpointer, SavePolicy
 from tests.fakes import lone_contents
+from tests.reported_runs import steady_run
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 
 VALUES = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}
@@ -229,3 +230,9 @@ def test_prune_deletes_nothing_if_only_damaged_ones_would_stay(
         main(["prune", str(folder), "--keep", "0"])
     with pytest.raises(SystemExit):
         main(["prune", str(folder), "--keep", "1", "--retain-interval", "-1"])
+
+
+def test_a_list_ends_with_the_goodput_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(steady_run(tmp_path, [1.0] * 8), [5])
+    assert main(["ls", str(tmp_path)]) == FINE
+    assert capsys.readouterr().out.splitlines()[-1] == "goodput 80.0% of 10.0 s: started 20.0%"

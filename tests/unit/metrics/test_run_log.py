@@ -31,6 +31,7 @@ from trainer.compare.speed import read_timing
 from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics import jsonl_file
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
+from trainer.metrics.launch_log import LaunchOutcome
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
@@ -423,3 +424,20 @@ def test_the_last_save_is_told_from_the_last_iteration(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"iteration": 3}\n{"iteration": 3, "event": "weights_save"}\n{"iteration": 3, "event": "save"}')
     assert last_saved_iteration(path) == 2
+
+
+def test_a_launch_records_its_begin_and_its_end(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
+    log.open(2, "")
+    log.launched("a1b2", 2, 5.0, {"topology": {"world_size": 4}})
+    log.iteration(iteration_record(3))
+    log.iteration(iteration_record(4))
+    log.ended(4, LaunchOutcome.stopped, "SIGTERM")
+    log.close()
+    begin, end = (json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines())
+    assert (begin["event"], begin["launch"], begin["iteration"], begin["began"]) == ("begin", "a1b2", 2, 5.0)
+    assert begin["topology"] == {"world_size": 4}
+    assert (end["event"], end["launch"], end["iteration"]) == ("end", "a1b2", 4)
+    assert (end["outcome"], end["reason"]) == ("stopped", "SIGTERM")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("launch") for record in records] == ["a1b2", None]

@@ -1,0 +1,61 @@
+"""The page as a text, and what its charts hold; `tests/browser` opens it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.reported_runs import steady_run
+from trainer.commands.report import main, make_page
+
+LOSSES = [5 / n + 0.01 * math.sin(n) for n in range(1, 200)]
+KINDS = {"i4": numpy.int32, "f4": numpy.float32, "f8": numpy.float64}
+
+
+def charts(page: str) -> dict[str, Any]:
+    """Return the documents of a page's charts by their keys."""
+    match = re.search(r'<script type="application/json" id="charts">(.*)</script>', page)
+    assert match is not None
+    return {chart["key"]: chart for chart in json.loads(match[1])}
+
+
+def unpacked(packed: dict[str, str]) -> list[float]:
+    data = numpy.frombuffer(base64.b64decode(packed["data"]), dtype=KINDS[packed["type"]])
+    return [float(value) for value in data]
+
+
+def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
+    (curve,) = charts(make_page([steady_run(tmp_path / "run", LOSSES)]))["loss"]["curves"]
+    (level,) = curve["levels"]
+    assert unpacked(level["y"]) == LOSSES
+    assert unpacked(level["x"]["iteration"]) == list(range(1, 200))
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    page = make_page([steady_run(tmp_path / "run", LOSSES)])
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?!data:)", page)
+    assert len(page) < 1_600_000
+
+
+def test_a_name_of_a_run_is_no_markup(tmp_path: Path) -> None:
+    page = make_page([steady_run(tmp_path / "<script>alert(1)<", LOSSES)])
+    assert "<script>alert" not in page
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "page.html"
+    assert main([str(steady_run(tmp_path / "run", LOSSES)), "--output", str(output)]) == 0
+    assert output.read_text().startswith("<!doctype html>")
+    assert str(output) in capsys.readouterr().out
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--output", str(tmp_path / "page.html")]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.reported_runs import steady_run
+from trainer.compare.curves import compare, read_curve, tolerance_of
+from trainer.report.differences import difference_of
+from trainer.report.history import read_history
+
+BASE = [1.0, 2.0, math.nan, math.inf, 5.0]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        BASE,
+        [1.0, 2.0 + 1e-7, math.nan, math.inf, 5.0],
+        [1.0, 2.5, math.nan, math.inf, 5.0],
+        [1.0, 2.0, 3.0, math.inf, 5.0],
+        [1.0, 2.0],
+    ],
+)
+def test_the_verdict_is_that_of_compare_loss(tmp_path: Path, losses: list[float]) -> None:
+    base, test = steady_run(tmp_path / "base", BASE), steady_run(tmp_path / "test", losses)
+    curves = read_curve(base), read_curve(test)
+    difference = difference_of(read_history(base), read_history(test))
+    assert difference.verdict == compare(*curves, tolerance=tolerance_of(*curves)).verdict
+    assert difference.sizes.size == len(losses)
+
+
+def test_a_value_that_is_finite_in_one_run_differs_without_bound(tmp_path: Path) -> None:
+    runs = [read_history(steady_run(tmp_path / str(loss), [1.0, loss])) for loss in (1.0, math.nan)]
+    assert difference_of(*runs).sizes.tolist() == [0.0, math.inf]

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.reported_runs import event, steady_run, twice_killed_run, write
+from trainer.report.history import read_history
+from trainer.report.life import life_of, progress_lines
+
+
+def test_a_life_has_kills_resumes_and_saves_in_order(tmp_path: Path) -> None:
+    events = life_of(read_history(twice_killed_run(tmp_path)))
+    assert [(event.kind, event.iteration) for event in events if event.kind != "evaluation"] == [
+        ("launch", 0), ("save", 100), ("save", 200), ("kill", 260),
+        ("launch", 200), ("save", 300), ("kill", 340),
+        ("launch", 300), ("save", 400), ("save", 500), ("end", 500),
+    ]  # fmt: skip
+    launches = [event.text for event in events if event.kind == "launch"]
+    assert launches[0] == "launch 1 on 1 rank, started in 30.0 s, from the beginning"
+    assert launches[1] == "launch 2 on 2 ranks dp=2, started in 30.0 s, resumed from iteration 200, 60 iterations back"
+    saves = {event.text for event in events if event.kind == "save"}
+    assert saves == {"elsewhere, 2.00 GB, 8.00 s, blocked 0.500 s"}
+    assert events[-1].text.startswith("finished after ")
+
+
+def test_iterations_that_a_kill_took_are_a_course_of_their_own(tmp_path: Path) -> None:
+    lines = progress_lines(read_history(twice_killed_run(tmp_path)), most=10)
+    assert [(y[0], y[-1], is_given_up) for _, y, is_given_up in lines] == [
+        (1, 200, False), (201, 300, False), (301, 500, False), (201, 260, True), (301, 340, True),
+    ]  # fmt: skip
+
+
+def test_a_save_of_a_branch_that_was_given_up_says_so(tmp_path: Path) -> None:
+    write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", [event("save", 2, 9.0, written_bytes=10)])
+    (save,) = (event for event in life_of(read_history(tmp_path)) if event.kind == "save")
+    assert save.state == "given up"
+
+
+def test_measurements_of_followers_stand_at_their_saves(tmp_path: Path) -> None:
+    folder = twice_killed_run(tmp_path)
+    write(folder / "follow.jsonl", [{"iteration": 100, "metric": "accuracy", "value": 0.5, "branches": []}])
+    events = life_of(read_history(folder))
+    (measurement,) = (event for event in events if event.kind == "measurement")
+    (save,) = (event for event in events if event.kind == "save" and event.iteration == 100)
+    assert (measurement.time, measurement.text) == (save.time, "accuracy 0.5")

@@ -1,0 +1,74 @@
+"""Write a page about runs: `reprise report RUN [RUN ...] [--output report.html]`.
+
+The page is one file that opens without a network. The exit status is 0, or 2 when a run cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reprise.errors import TrainerError
+from reprise.files import FILE_SYSTEM, replace_file
+from trainer.commands.arguments import local_path
+from trainer.compare.table import name_runs
+from trainer.report.build import report_sections
+from trainer.report.history import read_history
+from trainer.report.page import render
+
+FINE, UNUSABLE = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        write_report(options.runs, options.output)
+    except TrainerError as error:
+        print(f"reprise report: {error}", file=sys.stderr)
+        return UNUSABLE
+    print(f"wrote {options.output}")
+    return FINE
+
+
+def write_report(runs: Sequence[Path], output: Path) -> None:
+    """Write the page about runs.
+
+    Raises:
+        TrainerError: a run cannot be read, a library is missing, or the file cannot be written.
+    """
+    page = make_page(runs)
+    try:
+        replace_file(FILE_SYSTEM, output, page.encode())
+    except OSError as error:
+        raise TrainerError("Cannot write the report", where=output, found=error.strerror) from error
+
+
+def make_page(runs: Sequence[Path], *, reload_s: float = 0.0) -> str:
+    """Return the page about runs as HTML.
+
+    Raises:
+        TrainerError: as `write_report`.
+    """
+    names = name_runs([str(run) for run in runs])
+    histories = [(name, read_history(run)) for name, run in zip(names, runs, strict=True)]
+    return render(f"Report: {', '.join(names)}", report_sections(histories), reload_s=reload_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="reprise report", description="Write one page about runs that opens without a network."
+    )
+    parser.add_argument(
+        "runs", type=local_path, nargs="+", metavar="RUN", help="folders of runs, or their metrics.jsonl"
+    )
+    parser.add_argument(
+        "--output", type=local_path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The report of runs: a self-contained page, and where the time of a run went."""

@@ -1,0 +1,302 @@
+"""Chooses what a report shows of runs: the charts of all runs, then the life of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy
+
+from reprise.json_file import Json
+from trainer.compare.speed import SKIPPED, Spread
+from trainer.record.compatibility import flattened
+from trainer.report.charts import (
+    COLOURS,
+    MARKS,
+    Chart,
+    CurveLine,
+    LifeMark,
+    Values,
+    bar_document,
+    curve_document,
+    life_document,
+)
+from trainer.report.differences import difference_of
+from trainer.report.goodput import PART_TEXTS, Goodput, duration, measure_goodput
+from trainer.report.history import History, LogColumns, seconds_of
+from trainer.report.life import LifeEvent, life_of, life_rows, measured, progress_lines, topology_text
+from trainer.report.page import PageSection
+
+ROWS = 40  # of the table of a curve, beside the values that are not finite
+EVENTS = 1_000  # of the table of a run's life, the newest
+POINTS = 1_000  # of the course of a launch
+_MISSING = "-"
+
+Runs = Sequence[tuple[str, History]]
+
+
+def report_sections(runs: Runs) -> list[PageSection]:
+    """Return the parts of the page about runs."""
+    goodputs = [(name, measure_goodput(history)) for name, history in runs]
+    measurements = _measurement_chart(runs)
+    return [
+        _summary(runs, dict(goodputs)),
+        _curve_section(_loss_chart(runs)),
+        *(_curve_section(_difference_chart(runs)) for _ in runs[1:2]),
+        *(_curve_section(chart) for chart in measurements),
+        _curve_section(_column_chart(runs, "grad_norm", "Gradient norm", "gradient norm")),
+        *(_life_section(number, name, history) for number, (name, history) in enumerate(runs)),
+        *_goodput_section([(name, goodput) for name, goodput in goodputs if goodput is not None]),
+        _curve_section(_speed_chart(runs)),
+        *(section for name, history in runs for section in _changes(name, history)),
+        _machine_section(runs),
+    ]
+
+
+def x_of(history: History, columns: LogColumns) -> dict[str, Values]:
+    """Return the places of iterations on each x axis; NaN where the log lacks them."""
+    start = history.launches[0].began if history.launches else math.nan
+    return {
+        "iteration": columns.iteration,
+        "tokens": columns.samples * history.tokens_per_sample,
+        "hours": (columns.time - start) / 3600,
+    }
+
+
+def _summary(runs: Runs, goodputs: dict[str, Goodput | None]) -> PageSection:
+    head = ["run", "iterations", "last loss", "best valid loss", "tokens", "launches", "wall time", "goodput"]
+    rows = [head]
+    for name, history in runs:
+        columns, goodput = history.log.columns, goodputs[name]
+        losses = [loss for _, loss in _valid_losses(history) if math.isfinite(loss)]
+        rows.append(
+            [
+                name,
+                f"{int(columns.iteration[-1]):,}",
+                f"{columns.loss[-1]:.6g}",
+                f"{min(losses):.6g}" if losses else _MISSING,
+                f"{columns.samples[-1] * history.tokens_per_sample:,.0f}",
+                str(len(history.launches)),
+                duration(goodput.wall) if goodput else _MISSING,
+                f"{goodput.share:.1%}" if goodput else _MISSING,
+            ]
+        )
+    return PageSection("Runs", table=rows)
+
+
+def _valid_losses(history: History) -> list[tuple[int, float]]:
+    losses = dict[int, float]()
+    for event in history.log.events:
+        if event.get("event") == "evaluation":
+            text = event.get("valid_loss_hex")
+            losses[event["iteration"]] = (
+                float.fromhex(text) if isinstance(text, str) else seconds_of(event, "valid_loss")
+            )
+    return sorted(losses.items())
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _loss_chart(runs: Runs) -> Chart:
+    lines = _lines(runs, "loss")
+    for number, (name, history) in enumerate(runs):
+        losses = dict(_valid_losses(history))
+        if losses:
+            lines.append(_series_line(f"{name}, validation", history, losses, _colour(len(runs) + number)))
+    return Chart("loss", "Loss", "loss", lines, curve_table(lines, "loss"), _thinning_notes(runs), points=36_000)
+
+
+def _series_line(name: str, history: History, series: dict[int, float], colour: str) -> CurveLine:
+    """Return the line of values at some iterations, in place on each axis."""
+    columns = history.log.columns
+    iterations = numpy.array(sorted(series), dtype=float)
+    places = numpy.clip(numpy.searchsorted(columns.iteration, iterations), 0, columns.iteration.size - 1)
+    x = {axis: values[places] for axis, values in x_of(history, columns).items()} | {"iteration": iterations}
+    return CurveLine(name, x, numpy.array([series[int(n)] for n in iterations]), colour, is_dotted=True)
+
+
+def _thinning_notes(runs: Runs) -> list[str]:
+    most = max(history.log.columns.iteration.size for _, history in runs)
+    if most <= 2_000:
+        return []
+    return [
+        "Where a curve is thinned, each section keeps its least and greatest value, and a mark where one is not finite."
+    ]
+
+
+def _lines(runs: Runs, column: str) -> list[CurveLine]:
+    return [
+        CurveLine(name, x_of(history, history.log.columns), getattr(history.log.columns, column), _colour(number))
+        for number, (name, history) in enumerate(runs)
+    ]
+
+
+def _column_chart(runs: Runs, column: str, title: str, unit: str) -> Chart:
+    lines = _lines(runs, column)
+    return Chart(column, title, unit, lines, curve_table(lines, unit))
+
+
+def _difference_chart(runs: Runs) -> Chart:
+    (base_name, base), *tests = runs
+    lines, notes = list[CurveLine](), list[str]()
+    for number, (name, history) in enumerate(tests, start=1):
+        difference = difference_of(base, history)
+        columns = LogColumns(*(column[difference.common] for column in history.log.columns))
+        if difference.sizes.size:
+            lines.append(CurveLine(name, x_of(history, columns), difference.sizes, _colour(number)))
+        notes.append(f"{name}: {difference.verdict}")
+    unit = "absolute difference of the loss"
+    return Chart(
+        "difference", f"Differences from {base_name}", unit, lines, curve_table(lines, unit), notes, is_log=True
+    )
+
+
+def _measurement_chart(runs: Runs) -> Iterator[Chart]:
+    lines = [
+        _series_line(f"{run}: {name}", history, series, _colour(number))
+        for number, (run, history) in enumerate(runs)
+        for name, series in measured(history.folder).items()
+    ]
+    if lines:
+        yield Chart("measured", "Measured by followers", "value", lines, curve_table(lines, "value"))
+
+
+def _speed_chart(runs: Runs) -> Chart:
+    rows = [["run", "launch", "iterations", "median tokens/s", "p10", "p25", "p75", "p90"]]
+    for name, history in runs:
+        columns = history.log.columns
+        borders = [launch.began for launch in history.launches] + [math.inf]
+        for number, (begin, end) in enumerate(pairwise(borders), start=1):
+            speeds = columns.speed[(columns.time >= begin) & (columns.time < end)][SKIPPED:]
+            if speeds.size:
+                spread = Spread(*numpy.quantile(speeds, (0.5, 0.1, 0.9, 0.25, 0.75)).tolist())
+                values = (spread.median, spread.p10, spread.p25, spread.p75, spread.p90)
+                rows.append([name, str(number), f"{speeds.size:,}", *(f"{value:,.1f}" for value in values)])
+    note = f"The table has the spread of each launch without its first {SKIPPED} iterations."
+    return Chart("speed", "Speed", "tokens/s", _lines(runs, "speed"), rows, [note])
+
+
+def _life_section(number: int, name: str, history: History) -> PageSection:
+    events = life_of(history)
+    spans = [
+        (
+            launch.began,
+            launch.ended,
+            f"launch {place} on {topology_text(launch)}, {duration(launch.ended - launch.began)}",
+        )
+        for place, launch in enumerate(history.launches, start=1)
+    ]
+    lines = progress_lines(history, most=POINTS)
+    marks = [mark for event in events for mark in _marks(event)]
+    document = life_document(f"life-{number}", spans, lines, marks)
+    kills = sum(event.kind == "kill" for event in events)
+    notes = [
+        f"Launches: {len(history.launches)}, killed: {kills}. A dashed course was given up by the launch after it."
+    ]
+    return PageSection(f"Life of {name}", notes, document, life_rows(events, most=EVENTS))
+
+
+def _marks(event: LifeEvent) -> Iterator[LifeMark]:
+    styles = {"light save": "weights", "local save": "local"}
+    style = event.kind
+    if event.kind == "save":
+        state = event.state
+        style = next((name for name, word in styles.items() if word == state), state)
+        style = "kept" if state.startswith("kept") else "damaged" if state == "unreadable" else style
+    if style in MARKS:
+        yield LifeMark(event.time, event.iteration, style, event.text)
+
+
+def _goodput_section(goodputs: Sequence[tuple[str, Goodput]]) -> list[PageSection]:
+    if not goodputs:
+        return []
+    bars = [
+        [
+            (
+                PART_TEXTS[part],
+                100 * seconds / (goodput.wall or 1.0),
+                f"{duration(seconds)}, {seconds / (goodput.wall or 1.0):.2%}",
+            )
+            for part, seconds in goodput.parts().items()
+        ]
+        for _, goodput in goodputs
+    ]
+    head = ["part", *(f"{name}, {unit}" for name, _ in goodputs for unit in ("s", "%"))]
+    rows = [
+        [text, *(cell for _, goodput in goodputs for cell in _cells(goodput.parts()[part], goodput.wall))]
+        for part, text in PART_TEXTS.items()
+    ]
+    total = ["wall time", *(cell for _, goodput in goodputs for cell in _cells(goodput.wall, goodput.wall))]
+    document = bar_document("goodput", bars, [name for name, _ in goodputs])
+    return [
+        PageSection("Goodput", ["The share of the wall time that trained forward."], document, [head, *rows, total])
+    ]
+
+
+def _cells(seconds: float, wall: float) -> tuple[str, str]:
+    return f"{seconds:.1f}", f"{100 * seconds / wall:.2f}" if wall else _MISSING
+
+
+def _changes(name: str, history: History) -> Iterator[PageSection]:
+    """Yield the settings and versions that changed between launches, side by side."""
+    records = [flattened(_described(launch.record)) for launch in history.launches if launch.record]
+    numbers = [number for number, launch in enumerate(history.launches, start=1) if launch.record]
+    keys = dict.fromkeys(key for record in records for key in record)
+    rows = []
+    for key in keys:
+        values = [_cell(record.get(key)) for record in records]
+        if len(set(values)) > 1:
+            rows.append([key.removeprefix("config."), *values])
+    if len(records) > 1:
+        notes = [] if rows else ["No setting, version or machine changed between the launches."]
+        table = [["setting", *(f"launch {number}" for number in numbers)], *rows] if rows else ()
+        yield PageSection(f"What changed between launches of {name}", notes, table=table)
+
+
+def _described(record: Json) -> Json:
+    names = ("host", "topology", "config", "environment", "versions", "commit")
+    return {name: record[name] for name in names if name in record}
+
+
+def _machine_section(runs: Runs) -> PageSection:
+    """Return the machine and the versions of the last launch of each run."""
+    columns = []
+    for _, history in runs:
+        record = history.launches[-1].record if history.launches else {}
+        first = history.launches[-1].first if history.launches else None
+        described = {name: value for name, value in _described(record).items() if name != "config"}
+        columns.append(flattened(described or {"versions": (first or {}).get("versions", {})}))
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(_cell(column.get(key)) for column in columns)] for key in keys]
+    return PageSection("Machine and versions", table=[["", *(name for name, _ in runs)], *rows])
+
+
+def _cell(value: object) -> str:
+    return _MISSING if value is None else str(value)
+
+
+def curve_table(lines: Sequence[CurveLine], unit: str) -> list[list[str]]:
+    """Return some iterations of curves as rows, the last and those without a finite value among them."""
+    if not lines:
+        return []
+    iterations = numpy.unique(numpy.concatenate([line.x["iteration"] for line in lines]))
+    even = numpy.linspace(0, len(iterations) - 1, min(ROWS, len(iterations))).round().astype(int)
+    gaps = [line.x["iteration"][~numpy.isfinite(line.y)][:ROWS] for line in lines]
+    rows = [
+        [str(int(iteration)), *(_value_at(line, iteration) for line in lines)]
+        for iteration in numpy.unique(numpy.concatenate([iterations[even], *gaps])).tolist()
+    ]
+    return [["iteration", *(f"{unit} of {line.name}" for line in lines)], *rows]
+
+
+def _value_at(line: CurveLine, iteration: float) -> str:
+    place = int(numpy.searchsorted(line.x["iteration"], iteration))
+    is_there = place < line.y.size and line.x["iteration"][place] == iteration
+    return repr(float(line.y[place])) if is_there else ""
+
+
+def _curve_section(chart: Chart) -> PageSection:
+    return PageSection(chart.title, chart.notes, curve_document(chart), chart.table)

@@ -1,0 +1,264 @@
+"""Charts of a report: bokeh's figures, with curves that the page fills for the part that it shows."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from reprise.errors import TrainerError
+from reprise.json_file import Json
+from trainer.report.thin import levels, smoothed
+
+# Of Okabe and Ito's colours, those that are told apart on white and on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+WINDOWS = (10, 100, 1_000)  # iterations of a running mean
+X_KINDS = {"iteration": "i4", "tokens": "f8", "hours": "f4"}  # as numpy names them
+X_LABELS = {"iteration": "iteration", "tokens": "tokens", "hours": "hours since the first start"}
+POINTS = 8_000  # of the finest levels of all curves of a chart, 48 bytes each in the page
+FEWEST_POINTS = 400  # of a curve among many
+HEIGHT = 320  # of a chart, in pixels
+
+# Of the parts of a bar, the first is the share that counts.
+PART_COLOURS = ("#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#0072b2", "#909090", "#c9c9c9")
+# The marker, the colour, the size and the filling of each kind of mark.
+MARKS = {
+    "evaluation": ("circle", "#56b4e9", 5, True),
+    "kept": ("triangle", "#009e73", 10, True),
+    "pruned": ("triangle", "#009e73", 10, False),
+    "elsewhere": ("triangle", "#0072b2", 10, False),
+    "given up": ("triangle", "#909090", 10, False),
+    "damaged": ("triangle", "#d00000", 12, True),
+    "light save": ("inverted_triangle", "#e69f00", 8, True),
+    "local save": ("inverted_triangle", "#cc79a7", 8, True),
+    "measurement": ("diamond", "#cc79a7", 10, True),
+    "kill": ("x", "#d00000", 12, True),
+}
+
+Values = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CurveLine:
+    """A curve of a chart.
+
+    Args:
+        x: by the names of `X_LABELS`, in ascending order.
+        y: its values; those that are not finite are marked at the lower edge.
+        is_dotted: whether it is drawn as points on a thin line, as few values are.
+    """
+
+    name: str
+    x: dict[str, Values]
+    y: Values
+    colour: str
+    is_dotted: bool = False
+
+
+class LifeMark(NamedTuple):
+    """An event in the chart of a run's life; `style` is a key of `MARKS`, `time` is in Unix time."""
+
+    time: float
+    iteration: int
+    style: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of curves, and a table of it.
+
+    Args:
+        key: its name in the page.
+        notes: sentences below its title.
+        table: rows of cells, the first is the head.
+        is_log: whether its y axis is logarithmic until a reader changes it.
+        points: of the finest levels of all its curves.
+    """
+
+    key: str
+    title: str
+    unit: str
+    lines: Sequence[CurveLine]
+    table: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    is_log: bool = False
+    points: int = POINTS
+
+
+def library() -> Any:
+    """Return bokeh's module of figures.
+
+    Raises:
+        TrainerError: bokeh or tsdownsample is not installed.
+    """
+    try:
+        import tsdownsample  # noqa: F401 - thins curves
+        from bokeh import plotting
+    except ImportError as error:
+        raise TrainerError(
+            "A report needs bokeh and tsdownsample", fix="Install them with: pip install 'torch-reprise[report]'"
+        ) from error
+    return plotting
+
+
+def new_figure(title: str, **settings: Any) -> Any:
+    """Return an empty figure as wide as the page, with tools that zoom along the x axis alone."""
+    tools = "xpan,xwheel_zoom,xbox_zoom,reset"
+    figure = library().figure(
+        sizing_mode="stretch_width",
+        height=HEIGHT,
+        min_width=240,
+        tools=tools,
+        active_drag="xbox_zoom",
+        toolbar_location="above",
+        output_backend="canvas",
+        title=None,
+        name=title,
+        **settings,
+    )
+    figure.toolbar.logo = None
+    figure.xaxis.axis_label_text_font_style = figure.yaxis.axis_label_text_font_style = "normal"
+    return figure
+
+
+def curve_document(chart: Chart) -> Json:
+    """Return a chart for the page: bokeh's document, the points of its curves at every level, and its settings."""
+    from bokeh.embed import json_item
+    from bokeh.models import ColumnDataSource, HoverTool, LinearScale, LogScale, NumeralTickFormatter, Range1d
+
+    figure = new_figure(chart.key, x_range=Range1d(0, 1), y_range=Range1d(0, 1))
+    figure.tags = [LinearScale(), LogScale(), *_axis_parts(is_log=False), *_axis_parts(is_log=True)]
+    figure.yaxis.axis_label = chart.unit
+    figure.xaxis.formatter = NumeralTickFormatter(format="0.[000]a")
+    hovered = []
+    for line in chart.lines:
+        raw, mean, gaps = (ColumnDataSource({"x": [], "y": [], "iteration": [], "text": []}) for _ in range(3))
+        figure.line("x", "y", source=raw, color=line.colour, line_width=1.2, name=line.name)
+        figure.line("x", "y", source=mean, color=line.colour, line_width=2, name=line.name)
+        marker = "circle" if line.is_dotted else "x"
+        edge = figure.scatter("x", "y", source=gaps, marker=marker, color="#d00000", size=8, name=line.name)
+        hovered += [figure.renderers[-3], edge]
+        if line.is_dotted:
+            figure.scatter("x", "y", source=raw, color=line.colour, size=6, name=line.name)
+    html = f"<b>$name</b><br>iteration @iteration{{0}}<br>{chart.unit} @text"
+    figure.add_tools(HoverTool(renderers=hovered, tooltips=html, mode="vline", line_policy="nearest"))
+    budget = max(FEWEST_POINTS, chart.points // max(1, len(chart.lines)))
+    return {
+        "key": chart.key,
+        "item": json_item(figure, f"chart-{chart.key}"),
+        "isLog": chart.is_log,
+        "labels": X_LABELS,
+        "curves": [_packed_line(line, budget) for line in chart.lines],
+    }
+
+
+def _axis_parts(*, is_log: bool) -> list[Any]:
+    from bokeh.models import BasicTicker, BasicTickFormatter, LogTicker
+
+    ticker = LogTicker(desired_num_ticks=6) if is_log else BasicTicker()
+    return [ticker, BasicTickFormatter(power_limit_high=7)]
+
+
+def _packed_line(line: CurveLine, budget: int) -> Json:
+    windows = WINDOWS if not line.is_dotted else ()
+    means = smoothed(line.y, windows)
+    parts = []
+    for indices in levels(line.y, most=budget):
+        x = {name: _packed(line.x[name][indices], kind) for name, kind in X_KINDS.items()}
+        smooth = {str(window): _packed(mean[indices], "f4") for window, mean in means.items()}
+        parts.append({"x": x, "y": _packed(line.y[indices], "f8"), "smooth": smooth})
+    return {"name": line.name, "colour": line.colour, "isDotted": line.is_dotted, "levels": parts}
+
+
+def _packed(values: Values, kind: str) -> Json:
+    data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+    return {"type": kind, "data": base64.b64encode(data).decode()}
+
+
+def bar_document(key: str, bars: Sequence[Sequence[tuple[str, float, str]]], names: Sequence[str]) -> Json:
+    """Return a chart of stacked bars for the page.
+
+    Args:
+        bars: for each name its parts, as text, length and details.
+        names: of the bars, from top to bottom.
+    """
+    from bokeh.embed import json_item
+    from bokeh.models import FactorRange, HoverTool
+
+    figure = new_figure(key, x_range=(0, 100), y_range=FactorRange(*reversed(names)))
+    figure.height = 120 + 44 * len(names)
+    figure.xaxis.axis_label = "% of the wall time"
+    figure.ygrid.visible = False
+    kinds = list(dict.fromkeys(text for parts in bars for text, _, _ in parts))
+    for number, kind in enumerate(kinds):
+        columns: dict[str, list[Any]] = {"y": [], "left": [], "right": [], "text": []}
+        for name, parts in zip(names, bars, strict=True):
+            left = 0.0
+            for text, length, details in parts:
+                if text == kind:
+                    for column, value in zip(columns.values(), (name, left, left + length, details), strict=True):
+                        column.append(value)
+                left += length
+        colour = PART_COLOURS[number % len(PART_COLOURS)]
+        figure.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=columns, name=kind)
+    figure.add_tools(HoverTool(tooltips="<b>$name</b><br>@text"))
+    legend = [[kind, PART_COLOURS[number % len(PART_COLOURS)]] for number, kind in enumerate(kinds)]
+    return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}
+
+
+def life_document(
+    key: str,
+    spans: Sequence[tuple[float, float, str]],
+    lines: Sequence[tuple[list[float], list[float], bool]],
+    marks: Sequence[LifeMark],
+) -> Json:
+    """Return the chart of a run's life for the page: iterations over the time of the day.
+
+    Args:
+        spans: begin, end and text of each launch, in Unix time.
+        lines: times and iterations of the course, and whether these were given up.
+        marks: events.
+    """
+    from bokeh.embed import json_item
+    from bokeh.models import HoverTool, NumeralTickFormatter
+
+    figure = new_figure(key, x_axis_type="datetime")
+    figure.yaxis.axis_label, figure.xaxis.axis_label = "iteration", "time (UTC)"
+    figure.xaxis.ticker.desired_num_ticks = 4
+    figure.y_range.start = 0
+    figure.yaxis.formatter = NumeralTickFormatter(format="0.[000]a")
+    top = max([1.0, *(max(y) for _, y, _ in lines)])
+    quads = {
+        "left": [began * 1e3 for began, _, _ in spans],
+        "right": [ended * 1e3 for _, ended, _ in spans],
+        "text": [text for _, _, text in spans],
+    }
+    figure.quad(
+        left="left", right="right", bottom=0, top=top * 1.06, source=quads, color="#0072b2", alpha=0.09, name="launch"
+    )
+    for times, iterations, is_given_up in lines:
+        colour, dash = ("#909090", "dashed") if is_given_up else ("#0072b2", "solid")
+        figure.line([time * 1e3 for time in times], iterations, color=colour, line_dash=dash, line_width=1.6)
+    hovered = list(figure.renderers[:1])
+    for style in MARKS:
+        columns = {
+            "x": [mark.time * 1e3 for mark in marks if mark.style == style],
+            "y": [mark.iteration for mark in marks if mark.style == style],
+            "text": [mark.text for mark in marks if mark.style == style],
+        }
+        if columns["x"]:
+            marker, colour, size, is_filled = MARKS[style]
+            fill = {"fill_color": colour} if is_filled else {"fill_alpha": 0.0}
+            glyph = figure.scatter(
+                "x", "y", source=columns, marker=marker, line_color=colour, size=size, name=style, **fill
+            )
+            hovered.append(glyph)
+    figure.add_tools(HoverTool(renderers=hovered, tooltips="<b>$name</b> @y{0}<br>@text"))
+    used = {mark.style for mark in marks}
+    legend = [[style, colour, not is_filled] for style, (_, colour, _, is_filled) in MARKS.items() if style in used]
+    return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}

@@ -1,0 +1,277 @@
+"""Reads all that the folder of a run records of it: iterations as columns, events, and the launches."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from reprise.errors import DataError
+from reprise.files import read_regular
+from reprise.json_file import Json
+from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.metrics.launch_log import LAUNCHES
+
+_CHUNK_LINES = 4096  # parsed by a single call, which takes half the time of a call for each
+Floats = NDArray[numpy.float64]
+
+
+class LogColumns(NamedTuple):
+    """The iterations of a log, a value each, in the order of their lines; NaN for a value without a record.
+
+    Attributes:
+        blocked: seconds during which a save blocked training.
+        data: seconds of the wait for data.
+        time: the end of the iteration, in Unix time.
+    """
+
+    iteration: Floats
+    loss: Floats
+    grad_norm: Floats
+    lr: Floats
+    samples: Floats
+    speed: Floats
+    seconds: Floats
+    blocked: Floats
+    data: Floats
+    time: Floats
+
+    def where(self, mask: NDArray[numpy.bool_]) -> LogColumns:
+        """Return the iterations under a mask."""
+        return LogColumns(*(column[mask] for column in self))
+
+
+_KEYS = (
+    "iteration",
+    "loss",
+    "grad_norm",
+    "lr",
+    "consumed_samples",
+    "tokens_per_second",
+    "seconds",
+    "checkpoint_seconds",
+    "data_seconds",
+    "time",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The lines of a `metrics.jsonl`, or of a branch that was abandoned.
+
+    Attributes:
+        events: records of evaluations, saves and samples.
+        starts: records of the first iteration after each start.
+    """
+
+    columns: LogColumns
+    events: tuple[Json, ...]
+    starts: tuple[Json, ...]
+
+    def times(self) -> Floats:
+        """Return the times of all lines, in order."""
+        events = [event["time"] for event in self.events if _is_number(event.get("time"))]
+        times = numpy.concatenate([self.columns.time, numpy.array(events, dtype=float)])
+        return numpy.sort(times[numpy.isfinite(times)])
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpan:
+    """One start of the program.
+
+    Attributes:
+        began, ended: in Unix time; the end of a killed launch is the time of its last line.
+        start_seconds: from the start of its processes to its first iteration.
+        record: its line in `launches.jsonl`; empty for a run of an older version.
+        end: the line of its end; None for a launch that is running or was killed.
+        first: the record of its first iteration; None for a launch without one.
+    """
+
+    began: float
+    ended: float
+    start_seconds: float
+    record: Json
+    end: Json | None
+    first: Json | None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the folder of a run records.
+
+    Attributes:
+        log: the iterations of the run, each once.
+        abandoned: lines of iterations that a later launch has repeated, or left.
+        launches: in order of time; empty where the log has no times.
+    """
+
+    folder: Path
+    log: Log
+    abandoned: tuple[Log, ...]
+    launches: tuple[LaunchSpan, ...]
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """The sequence length, from the speed and the samples of iterations; NaN for a log without them."""
+        columns = self.log.columns
+        samples = numpy.diff(columns.samples)
+        follows = (numpy.diff(columns.iteration) == 1) & (samples > 0)
+        if not follows.any():
+            return math.nan
+        tokens = (columns.speed * columns.seconds)[1:][follows] / samples[follows]
+        return float(numpy.round(numpy.nanmedian(tokens)))
+
+
+def run_folder(path: str | Path) -> Path:
+    """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
+    path = Path(path)
+    if not path.is_dir():
+        return path.parent
+    is_of_checkpoints = not (path / METRICS_FILE).exists() and (path.parent / METRICS_FILE).exists()
+    return path.parent if is_of_checkpoints else path
+
+
+def read_history(path: str | Path) -> History:
+    """Read the history of a run.
+
+    Args:
+        path: the folder of the run, or its metrics.jsonl.
+
+    Raises:
+        DataError: the log cannot be read or holds no iteration; the message has the file and the line.
+    """
+    folder = run_folder(path)
+    log = _read_log(folder / METRICS_FILE)
+    if not log.columns.iteration.size:
+        raise DataError("There is no iteration in the log of a run", where=folder / METRICS_FILE)
+    sides = sorted(folder.glob(f"{Path(METRICS_FILE).stem}.abandoned-*.jsonl"))
+    abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
+    records = _launch_records(folder / LAUNCHES)
+    return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
+
+
+def _read_log(path: Path, *, is_abandoned: bool = False) -> Log:
+    arrays = [array("d") for _ in _KEYS]
+    adders = [(column.append, key) for column, key in zip(arrays, _KEYS, strict=True)]
+    events, starts = list[Json](), list[Json]()
+    for record in _records(path, is_abandoned=is_abandoned):
+        if "event" in record:
+            events.append(record)
+            continue
+        if "loss" not in record or not _is_number(record.get("iteration")):
+            continue
+        if "start" in record or "resumed" in record:
+            starts.append(record)
+        for add, key in adders:
+            value = record.get(key)
+            add(value if type(value) is float or type(value) is int else _odd_number(record, key))
+    columns = LogColumns(*(numpy.frombuffer(column, dtype=float) if column else numpy.empty(0) for column in arrays))
+    return Log(columns, tuple(events), tuple(starts))
+
+
+def _odd_number(record: Json, key: str) -> float:
+    """Return the value of a number that JSON cannot hold: its hex form, or NaN for a missing one."""
+    text = record.get(f"{key}_hex")
+    try:
+        return float.fromhex(text) if isinstance(text, str) else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _records(path: Path, *, is_abandoned: bool) -> Iterator[Json]:
+    """Yield the records of a log, few in memory at a time. A torn last line is left out.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON object; such lines of abandoned branches are left out.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as lines:
+            first = 1
+            while chunk := _chunk(lines):
+                yield from _parsed(chunk, f"{path}, from line {first} on", skips=is_abandoned)
+                first += len(chunk)
+    except OSError as error:
+        expected = f"a run folder with {METRICS_FILE}"
+        raise DataError("Cannot read the log of a run", where=path, expected=expected, found=error.strerror) from error
+
+
+def _chunk(lines: Iterable[str]) -> list[str]:
+    chunk = list[str]()
+    for line in lines:
+        if line.endswith("\n"):
+            chunk.append(line)
+        if len(chunk) == _CHUNK_LINES:
+            break
+    return chunk
+
+
+def _parsed(lines: Sequence[str], source: str, *, skips: bool) -> list[Json]:
+    try:
+        records = json.loads(f"[{','.join(line for line in lines if line.strip())}]")
+        if all(type(record) is dict for record in records):
+            return list(records)
+    except (ValueError, RecursionError):
+        pass
+    if not skips:
+        return [record for _, record in parse_records("".join(lines), source=source)[0]]
+    records = list[Any]()
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _launch_records(path: Path) -> list[Json]:
+    if not path.exists():
+        return []
+    records, _ = parse_records(read_regular(path).decode(errors="replace"), source=str(path))
+    return [record for _, record in records if _is_number(record.get("time"))]
+
+
+def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan, ...]:
+    """Join the records of launches with the lines of the logs, which alone tell the launches of older versions."""
+    firsts = [record for log in logs for record in log.starts if _is_number(record.get("time"))]
+    ends = {record.get("launch"): record for record in records if record.get("event") == "end"}
+    begins = {record.get("launch"): record for record in records if _is_number(record.get("began"))}
+    of_launch = {record.get("launch"): record for record in firsts if record.get("launch") in begins}
+    starts = [(float(record["began"]), record, of_launch.get(name)) for name, record in begins.items()]
+    starts += [(_began(record), {}, record) for record in firsts if record.get("launch") not in begins]
+    starts.sort(key=lambda start: start[0])
+    times = numpy.sort(numpy.concatenate([log.times() for log in logs]))
+    borders = numpy.searchsorted(times, [*(began for began, _, _ in starts), math.inf])
+    launches = list[LaunchSpan]()
+    for number, (began, record, first) in enumerate(starts):
+        end = ends.get(record.get("launch")) if record else None
+        inside = times[borders[number] : borders[number + 1]]
+        last = max([began, *(float(line["time"]) for line in (record, end) if line), *inside[-1:].tolist()])
+        start = _start_seconds(first) if first else float(record["time"]) - began
+        launches.append(LaunchSpan(began, last, start, record, end, first))
+    return tuple(launches)
+
+
+def _began(first: Json) -> float:
+    """Return the time at which a launch began, from its first iteration."""
+    return float(first["time"]) - _start_seconds(first) - seconds_of(first, "seconds", "checkpoint_seconds")
+
+
+def _start_seconds(first: Json) -> float:
+    start = first.get("start")
+    return seconds_of(start, "seconds") if isinstance(start, dict) else 0.0
+
+
+def seconds_of(record: Json, *keys: str) -> float:
+    """Return the sum of the numbers of a record under some keys."""
+    return float(sum(record[key] for key in keys if _is_number(record.get(key))))

@@ -1,0 +1,211 @@
+"""The life of a run as events: launches, kills, saves, evaluations, and what followers measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+
+import reprise
+from reprise import CheckpointStatus
+from reprise.errors import TrainerError
+from reprise.json_file import Json
+from trainer.compare.evaluations import Series, read_evaluations
+from trainer.report.goodput import duration
+from trainer.report.history import History, LaunchSpan, seconds_of
+
+SAVES = ("save", "local_save", "weights_save")
+
+
+class LifeEvent(NamedTuple):
+    """An event of a run.
+
+    Args:
+        time: in Unix time.
+        kind: `launch`, `end`, `kill`, `save`, `evaluation` or `measurement`.
+        state: of a save, such as `kept` or `pruned`; empty for other events.
+    """
+
+    time: float
+    kind: str
+    iteration: int
+    text: str
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoints:
+    """The states and the sizes of the checkpoints that a run's folder has, by iteration; `gone` of all others."""
+
+    states: dict[int, str]
+    sizes: dict[int, int]
+    gone: str = "pruned"
+
+    @staticmethod
+    def of(folder: Path) -> RunCheckpoints:
+        """Look into the folder of a run; tensors are not read."""
+        try:
+            summaries = [s for s in reprise.list(folder) if s.iteration is not None and not s.is_superseded]
+        except (TrainerError, OSError):  # of a run without saves, or with saves in another folder
+            summaries = []
+        states, sizes = dict[int, str](), dict[int, int]()
+        for summary in summaries:
+            iteration = int(summary.iteration or 0)
+            sizes[iteration] = summary.total_bytes
+            match summary.status:
+                case CheckpointStatus.WHOLE:
+                    states[iteration] = "kept, held" if summary.is_pinned else "kept"
+                case CheckpointStatus.PART:
+                    states[iteration] = "kept in part"
+                case CheckpointStatus.DAMAGED:
+                    states[iteration] = "damaged"
+                case CheckpointStatus.UNREADABLE:
+                    states[iteration] = "unreadable"
+        return RunCheckpoints(states, sizes, "pruned" if states else "elsewhere")
+
+
+def life_of(history: History) -> list[LifeEvent]:
+    """Return the events of a run in order of time."""
+    checkpoints = RunCheckpoints.of(history.folder)
+    kept = [_save_event(event, checkpoints) for event in history.log.events if event.get("event") in SAVES]
+    given_up = [
+        _save_event(event, RunCheckpoints({}, {}, "given up"))
+        for log in history.abandoned
+        for event in log.events
+        if event.get("event") in SAVES
+    ]
+    logs = [history.log, *history.abandoned]
+    evaluations = [
+        LifeEvent(seconds_of(event, "time"), "evaluation", _iteration(event), f"valid loss {event.get('valid_loss')}")
+        for log in logs
+        for event in log.events
+        if event.get("event") == "evaluation"
+    ]
+    events = [*_launch_events(history), *kept, *given_up, *evaluations]
+    events += _measurements(history.folder, {save.iteration: save.time for save in kept})
+    return sorted((event for event in events if event.time > 0), key=lambda event: event.time)
+
+
+def _save_event(event: Json, checkpoints: RunCheckpoints) -> LifeEvent:
+    iteration, kind = _iteration(event), event["event"]
+    blocked = seconds_of(event, "blocked_seconds", "waited_seconds")
+    state = checkpoints.states.get(iteration, checkpoints.gone) if kind == "save" else kind.removesuffix("_save")
+    size = checkpoints.sizes.get(iteration) or int(seconds_of(event, "written_bytes"))
+    text = f"{state}, {megabytes(size)}, {seconds_of(event, 'seconds'):.2f} s, blocked {blocked:.3f} s"
+    return LifeEvent(seconds_of(event, "time"), "save", iteration, text, state)
+
+
+def megabytes(size: int) -> str:
+    """Return a size in words."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+def _iteration(event: Json) -> int:
+    value = event.get("iteration")
+    return value if isinstance(value, int) else 0
+
+
+def _launch_events(history: History) -> Iterator[LifeEvent]:
+    reached = 0
+    for number, launch in enumerate(history.launches, start=1):
+        after = first_iteration(launch)
+        back = f", {reached - after} iterations back" if after < reached else ""
+        texts = [f"launch {number} on {topology_text(launch)}", f"started in {launch.start_seconds:.1f} s"]
+        begin = "from the beginning" if after == 0 else f"resumed from iteration {after}{back}"
+        yield LifeEvent(launch.began, "launch", after, ", ".join([*texts, begin]))
+        reached = last_iteration(history, launch)
+        is_last = number == len(history.launches)
+        yield LifeEvent(launch.ended, *_end_of(launch, reached, is_running=is_last and is_locked(history.folder)))
+
+
+def _end_of(launch: LaunchSpan, reached: int, *, is_running: bool) -> tuple[str, int, str]:
+    lasted = f"after {duration(launch.ended - launch.began)}"
+    if launch.end is not None:
+        reason = launch.end.get("reason")
+        return "end", reached, f"{launch.end.get('outcome')} {lasted}" + (f": {reason}" if reason else "")
+    if is_running:
+        return "end", reached, f"is running, or was killed, {lasted}"
+    if not launch.record:  # of an older version, which recorded no ends
+        return "end", reached, f"last line {lasted}"
+    return "kill", reached, f"killed {lasted}"
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a run may write to a folder: it holds the lock, or was killed with it."""
+    locks = (folder / "lock", folder / "checkpoints" / "lock")
+    return any(lock.is_file() and lock.stat().st_size > 0 for lock in locks)
+
+
+def first_iteration(launch: LaunchSpan) -> int:
+    """Return the last iteration before a launch."""
+    if launch.record:
+        return _iteration(launch.record)
+    return _iteration(launch.first) - 1 if launch.first else 0
+
+
+def last_iteration(history: History, launch: LaunchSpan) -> int:
+    """Return the last iteration of a launch, or the last before it."""
+    last = first_iteration(launch)
+    for log in (history.log, *history.abandoned):
+        times = log.columns.time
+        inside = log.columns.iteration[(times >= launch.began) & (times <= launch.ended + 0.002)]
+        last = max([last, *map(int, inside[-1:].tolist())])
+    return last
+
+
+def topology_text(launch: LaunchSpan) -> str:
+    """Return the ranks of a launch and its axes in words."""
+    topology = launch.record.get("topology")
+    if not isinstance(topology, dict):
+        return "ranks not recorded"
+    ranks = topology.get("world_size", 1)
+    axes = [f"{name}={topology[name]}" for name in ("dp", "tp", "pp", "vpp") if topology.get(name, 1) != 1]
+    zero = [f"zero_stage={topology['zero_stage']}"] if topology.get("dp", 1) != 1 and "zero_stage" in topology else []
+    return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
+
+
+def _measurements(folder: Path, saved_at: dict[int, float]) -> Iterator[LifeEvent]:
+    for name, series in measured(folder).items():
+        for iteration, value in series.items():
+            yield LifeEvent(saved_at.get(iteration, 0.0), "measurement", iteration, f"{name} {value:.6g}")
+
+
+def measured(folder: Path) -> dict[str, Series]:
+    """Return what followers of a run have measured, by the name of the metric."""
+    return {name: series for name, series in read_evaluations(folder).items() if name != "valid_loss"}
+
+
+def life_rows(events: Sequence[LifeEvent], *, most: int) -> list[list[str]]:
+    """Return the last events as rows of a table, the first the head."""
+    head = ["time (UTC)", "event", "iteration", "details"]
+    return [head, *([clock(event.time), event.kind, str(event.iteration), event.text] for event in events[-most:])]
+
+
+def clock(time: float) -> str:
+    """Return a date and a time of day."""
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def progress_lines(history: History, *, most: int) -> list[tuple[list[float], list[float], bool]]:
+    """Return the course of a run: for each launch times and iterations, and whether its iterations were given up.
+
+    Args:
+        most: points of a line; those between are left out.
+    """
+    lines = []
+    for number, log in enumerate((history.log, *history.abandoned)):
+        columns = log.columns.where(numpy.isfinite(log.columns.time))
+        for launch in history.launches:
+            inside = numpy.flatnonzero((columns.time >= launch.began) & (columns.time <= launch.ended + 0.002))
+            if inside.size:
+                even = numpy.unique(numpy.linspace(0, inside.size - 1, min(most, inside.size)).astype(int))
+                chosen = inside[even]
+                lines.append((columns.time[chosen].tolist(), columns.iteration[chosen].tolist(), number > 0))
+    return lines

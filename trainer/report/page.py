@@ -1,0 +1,91 @@
+"""Assembles the page of a report: one file with the library, the charts, their points and the tables in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+from reprise.json_file import Json, dumps
+from trainer.report.charts import library
+
+_LONG = 40  # characters of a cell that may break into lines
+
+Rows = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A part of the page.
+
+    Args:
+        title: its headline.
+        notes: sentences below the headline.
+        chart: the document of its chart for `page.js`; None for a section without one.
+        table: rows of cells, the first is the head; it is folded below a chart.
+    """
+
+    title: str
+    notes: Sequence[str] = ()
+    chart: Json | None = None
+    table: Rows = ()
+
+
+def render(title: str, sections: Sequence[PageSection], *, reload_s: float = 0.0) -> str:
+    """Return the page as HTML.
+
+    Args:
+        reload_s: seconds after which an open page loads itself again; 0 for never.
+    """
+    library()
+    from bokeh.resources import Resources
+
+    scripts = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw
+    charts = [section.chart for section in sections if section.chart is not None]
+    folder = files("trainer.report")
+    style, program = ((folder / name).read_text() for name in ("page.css", "page.js"))
+    refresh = f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else ""
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<link rel="icon" href="data:,">{refresh}<title>{escape(title)}</title><style>{style}</style></head>',
+            f"<body><h1>{escape(title)}</h1>",
+            *map(_section, sections),
+            f'<script type="application/json" id="charts">{_script_safe(dumps(charts))}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            f"<script>{program}</script></body></html>",
+        ]
+    )
+
+
+def _section(section: PageSection) -> str:
+    parts = [f"<section><h2>{escape(section.title)}</h2>", *(f"<p>{escape(note)}</p>" for note in section.notes)]
+    table = _table(section.table) if section.table else ""
+    if section.chart is not None:
+        key = escape(section.chart["key"])
+        parts.append(f'<div class="controls" id="controls-{key}"></div>')
+        parts.append(f'<div class="chart" id="chart-{key}" role="img" aria-label="{escape(section.title)}"></div>')
+        table = table and f"<details><summary>Table</summary>{table}</details>"
+    return "".join([*parts, table, "</section>"])
+
+
+def _table(rows: Rows) -> str:
+    head, *body = rows
+    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    lines = ["".join(map(_cell, row)) for row in body]
+    return (
+        f'<div class="table"><table><thead><tr>{cells}</tr></thead><tbody>'
+        f"{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table></div>"
+    )
+
+
+def _cell(text: str) -> str:
+    kind = ' class="text"' if len(text) > _LONG else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _script_safe(text: str) -> str:
+    """Return JSON without a character that ends a script."""
+    return text.replace("<", "\\u003c")
