@@ -121,9 +121,12 @@ def operand(tensor: torch.Tensor) -> torch.Tensor:
 
     A kernel may add in another order at another address or stride.
     """
-    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_operand(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_operand(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the form of one of its own, see `operand`."""
+    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
 
 
 def join_tokens(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -26,8 +25,8 @@ from models import families
 from models.layers import Conv1D, Dropout, Embedding, FusedConv1D, OutputLayer, Site
 from models.network import Model
 from models.spec import Cut
-from reprise.live_tensors import is_dtensor
-from trainer.parallel.shard_sums import Shards, join_tokens, operand, stacked
+from trainer.parallel.shard_products import Part, local_part, parts_of, product
+from trainer.parallel.shard_sums import Shards, join_tokens, stacked
 
 # A parameter by its module and its name there.
 _Place = tuple[nn.Module, str]
@@ -122,7 +121,35 @@ def _replace(module: nn.Module, forward: Any) -> None:
     module.forward = MethodType(call, module)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Projection:
+    """The product of a projection with one shard's part of its weight, which `use` sets."""
+
+    module: nn.Module
+    cut: Cut
+    weight: Part | None = None
+    bias: torch.Tensor | None = None
+
+    def parts(self, count: int, dtype: torch.dtype) -> list[tuple[Part, torch.Tensor | None]]:
+        """Return the weight of each shard, and its bias where that is cut too."""
+        dimensions = _dimensions(self.module, self.cut)
+        columns = [
+            parts_of(getattr(self.module, name), count, dimension, dtype) for name, dimension in dimensions.items()
+        ]
+        return [(weight, bias[0].tensor.flatten() if bias else None) for weight, *bias in zip(*columns, strict=True)]
+
+    def use(self, weight: Part | None, bias: torch.Tensor | None) -> None:
+        """Set the tensors of the next product."""
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        is_transposed = isinstance(self.module, FusedConv1D | Conv1D)
+        output = product(x, self.weight, self.bias, is_transposed=is_transposed)
+        shape = self.weight.tensor.shape
+        return output.view(*x.shape[:-1], *shape[1:]) if isinstance(self.module, FusedConv1D) else output
+
+
 class _ShardedModule:
     """Attention or an MLP: its own forward pass once for each shard of the rank, then the sum over all shards.
 
@@ -132,52 +159,46 @@ class _ShardedModule:
         parts: the projections and head norms of the module.
     """
 
-    module: nn.Module
-    parts: Mapping[nn.Module, Cut]
-    shards: Shards
-
-    def __post_init__(self) -> None:
-        for part, cut in self.parts.items():
-            if cut is Cut.rows and isinstance(part, Conv1D):
-                _replace(part, partial(_product_without_bias, part))
-        residual = self._dropout(Site.attention_residual, Site.mlp_residual)
-        if residual is not None:
-            _replace(residual, _unchanged)
+    def __init__(self, module: nn.Module, parts: Mapping[nn.Module, Cut], shards: Shards) -> None:
+        self._module, self._shards = module, shards
+        self._projections = [_Projection(part, cut) for part, cut in parts.items() if cut in (Cut.columns, Cut.rows)]
+        self._head_norms = [part for part, cut in parts.items() if cut is Cut.head_norm]
+        self._biased = [part for part, cut in parts.items() if cut is Cut.rows and isinstance(part, Conv1D)]
+        dropouts = {child.site: child for child in module.children() if isinstance(child, Dropout)}
+        self._attention_dropout = dropouts.pop(Site.attention, None)
+        self._residual_dropout = next(iter(dropouts.values()), None)
+        for projection in self._projections:
+            _replace(projection.module, projection)
+        if self._residual_dropout is not None:
+            _replace(self._residual_dropout, _unchanged)
 
     def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        shards = self.shards
-        attention = self._dropout(Site.attention)
-        places, tensors = self._weights(x.dtype)
+        shards = self._shards
+        weights = [projection.parts(shards.share, x.dtype) for projection in self._projections]
+        places = [(norm, "weight") for norm in self._head_norms]
+        norms: Sequence[Sequence[torch.Tensor]] = [()] * shards.share
+        if places:
+            norms = shards.copies([_weight(norm) for norm in self._head_norms], shards.share, over_ranks=True)
         outputs = []
-        for number, (hidden, weights) in enumerate(zip(shards.fork(x), tensors, strict=True)):
-            if attention is not None:
-                attention.shard = shards.first + number
-            with _exchanged(places, weights):
-                outputs.append(type(self.module).forward(self.module, hidden, *args))
+        for number, (hidden, uses) in enumerate(zip(shards.fork(x), norms, strict=True)):
+            if self._attention_dropout is not None:
+                self._attention_dropout.shard = shards.first + number
+            for projection, parts in zip(self._projections, weights, strict=True):
+                projection.use(*parts[number])
+            with _exchanged(places, uses):
+                outputs.append(type(self._module).forward(self._module, hidden, *args))
+        for projection in self._projections:
+            projection.use(None, None)
         return self._residual(shards.join(outputs), args[-1] if args else None)
 
-    def _weights(self, dtype: torch.dtype) -> tuple[list[_Place], list[list[torch.Tensor]]]:
-        """Return the places of the parameters of a shard, and for each shard of this rank its tensors."""
-        shards, places, columns = self.shards, list[_Place](), list[Sequence[torch.Tensor]]()
-        for part, cut in self.parts.items():
-            for name, dimension in _dimensions(part, cut).items():
-                places.append((part, name))
-                columns.append(_parts(getattr(part, name), shards.share, dimension, dtype))
-            if cut is Cut.head_norm:
-                uses = shards.copies([cast(torch.Tensor, part.weight)], shards.share, over_ranks=True)
-                places.append((part, "weight"))
-                columns.append([use for (use,) in uses])
-        return places, [list(tensors) for tensors in zip(*columns, strict=True)]
-
     def _residual(self, x: torch.Tensor, key: int | None) -> torch.Tensor:
-        dropout = self._dropout(Site.attention_residual, Site.mlp_residual)
+        shards, dropout = self._shards, self._residual_dropout
         drops = dropout is not None and key is not None and dropout.p > 0
-        biases = [part.bias for part, cut in self.parts.items() if cut is Cut.rows and isinstance(part, Conv1D)]
-        if not (biases or drops):
+        if not (self._biased or drops):
             return x
-        shards = self.shards
         blocks = shards.tokens(x)
-        if biases:
+        if self._biased:
+            biases = [part.bias for part in self._biased]
             uses = shards.copies(biases, len(blocks), over_ranks=shards.is_sequence_parallel)
             blocks = [block + bias.to(block.dtype) for block, (bias,) in zip(blocks, uses, strict=True)]
         if drops:
@@ -186,14 +207,6 @@ class _ShardedModule:
                 dropout.shard = shards.first_block + number
                 blocks[number] = Dropout.forward(dropout, block, key)
         return join_tokens(blocks)
-
-    def _dropout(self, *sites: Site) -> Dropout | None:
-        dropouts = (module for module in self.module.children() if isinstance(module, Dropout))
-        return next((dropout for dropout in dropouts if dropout.site in sites), None)
-
-
-def _product_without_bias(projection: Conv1D, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, projection.weight.to(x.dtype).t())
 
 
 def _unchanged(x: torch.Tensor, key: int | None) -> torch.Tensor:
@@ -242,7 +255,7 @@ class _VocabularyEmbedding:
     stays_whole: bool
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        table, shards = _local(self.embedding.weight), self.shards
+        table, shards = local_part(self.embedding.weight), self.shards
         rows = tokens - shards.first // shards.share * table.shape[0]
         is_elsewhere = (rows < 0) | (rows >= table.shape[0])
         vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), table)
@@ -260,15 +273,15 @@ class _VocabularyOutput:
 
     def __call__(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
         shards = self.shards
-        weights = _parts(self.output.weight if table is None else table, shards.share, 0, x.dtype)
-        rows = weights[0].shape[0]
+        weights = parts_of(self.output.weight if table is None else table, shards.share, 0, x.dtype)
+        rows = weights[0].tensor.shape[0]
         logits = []
         for number, (hidden, weight) in enumerate(zip(shards.fork(x), weights, strict=True)):
             padding = min(rows, max(0, (shards.first + number + 1) * rows - self.output.vocab_size))
             mask = None
             if padding:
                 mask = torch.cat((hidden.new_zeros(rows - padding), hidden.new_full((padding,), -torch.inf)))
-            logits.append(F.linear(hidden, weight, mask))
+            logits.append(product(hidden, weight, mask, is_transposed=False))
         return stacked(logits).permute(1, 2, 0, 3)
 
 
@@ -346,12 +359,5 @@ def _exchanged(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> Ite
             module._parameters[name] = parameter
 
 
-def _parts(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the parts of a parameter for each shard of this rank, as tensors of their own in a dtype."""
-    local = _local(parameter)
-    parts = torch.split(local, local.shape[dimension] // count, dimension)
-    return [operand(part.to(dtype)) for part in parts]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, parameter.to_local()) if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
+def _weight(norm: nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, norm.weight)
