@@ -1,4 +1,6 @@
-"""Train on one rank, train again and get killed, resume on two ranks, and compare the two curves.
+"""Train on one rank, train again and get killed, resume twice on two ranks, and compare the two curves.
+
+The first resume is tensor parallel, the second data parallel.
 
 The exit status is 0 if the two loss curves have equal bits, else not 0.
 """
@@ -21,6 +23,9 @@ from trainer.compare.curves import compare, read_curve, report
 from trainer.compare.plot import plot_comparison
 
 KILL_AFTER = 49
+MOVE_AFTER = 80
+# With `invariant_ranks` of the experiment: the same bits at tensor parallelism too.
+SHARDS = ("parallel.invariant_tensor_ranks=2", "model.pad_vocab_multiple=2")
 ONE_RANK = (sys.executable, "-m", "trainer")
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer")
 
@@ -31,16 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=local_path, default=Path("runs/demo"), help="deleted first, then created")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of the configuration of both runs")
     options = parser.parse_args(arguments)
-    folder, overrides = options.folder, ["experiment=demo", *options.overrides]
+    folder, overrides = options.folder, ["experiment=demo", *SHARDS, *options.overrides]
     shutil.rmtree(folder, ignore_errors=True)
     unbroken, killed = folder / "unbroken", folder / "killed"
     say("1. a run of 100 iterations on one rank, undisturbed")
     subprocess.run([*ONE_RANK, *overrides, f"run.dir={unbroken}"], check=True)
     say(f"2. the same in another folder, killed (SIGKILL) inside iteration {KILL_AFTER + 1}")
     last = kill_inside_iteration([*ONE_RANK, *overrides, f"run.dir={killed}"], killed / "metrics.jsonl")
-    say("3. the killed run is resumed on two ranks")
-    subprocess.run([*TWO_RANKS, *overrides, f"run.dir={killed}", "checkpoint.reshard=true"], check=True)
-    say("4. both curves compared")
+    resumed = [*TWO_RANKS, *overrides, f"run.dir={killed}", "checkpoint.reshard=true"]
+    say(f"3. the killed run is resumed on two tensor-parallel ranks, up to iteration {MOVE_AFTER}")
+    subprocess.run([*resumed, "parallel=tp2_sp", f"train.exit_interval={MOVE_AFTER}"], check=True)
+    say("4. and from there on two data-parallel ranks")
+    subprocess.run(resumed, check=True)
+    say("5. both curves compared")
     return compare_runs(unbroken, killed, last, folder / "overlay.png")
 
 

@@ -275,6 +275,47 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
         ["parallel=pp2", "parallel.invariant_ranks=1", "train.global_batch_size=16"],
         ["must be 0, 2 or 4: ", "the 2 data-parallel ranks"],
     ),
+    *(
+        (
+            1,
+            [f"parallel.invariant_tensor_ranks={count}", "parallel.invariant_ranks=1", "model.pad_vocab_multiple=4"],
+            [f"parallel.invariant_tensor_ranks={count}: must be 0, 1, 2 or 4: ", "model.n_head=4"],
+        )
+        for count in (-1, -2, 3, 6, 8, 1 << 40)
+    ),
+    (
+        2,
+        ["parallel=tp2", "parallel.invariant_tensor_ranks=1", "parallel.invariant_ranks=1"],
+        ["must be 0: ", "the padding of model.pad_vocab_multiple=257", "parallel.tensor_model_parallel_size=2"],
+    ),
+    (
+        2,
+        [
+            "parallel=tp2_sp",
+            "parallel.invariant_tensor_ranks=4",
+            "parallel.invariant_ranks=1",
+            "train.seq_length=6",
+            "model.pad_vocab_multiple=4",
+        ],
+        ["must be 0 or 2: ", "train.seq_length=6"],
+    ),
+    (
+        1,
+        [
+            "model=llama3_tiny",
+            "model.n_kv_head=2",
+            "model.pad_vocab_multiple=4",
+            "parallel.invariant_ranks=1",
+            "parallel.invariant_tensor_ranks=4",
+        ],
+        ["must be 0, 1 or 2: ", "model.n_kv_head=2"],
+    ),
+    (1, ["parallel.invariant_tensor_ranks=1"], ["parallel.invariant_tensor_ranks=1: needs parallel.invariant_ranks"]),
+    (
+        1,
+        ["parallel.invariant_tensor_ranks=1", "parallel.invariant_ranks=1", "train.compile=true"],
+        ["parallel.invariant_tensor_ranks=1: not with train.compile"],
+    ),
     (1, ["model.n_head=3"], ["model.n_head=3", "model.n_embd=128"]),
     (1, ["model=llama3_tiny", "model.n_kv_head=3"], ["model.n_kv_head=3", "model.n_head=4"]),
     (1, ["model.n_kv_head=2"], ["model.n_kv_head=2", "gpt2 needs it equal"]),

@@ -1,5 +1,7 @@
 """Measure what `parallel.invariant_ranks` costs: `python -m scripts.bench.invariant [SIZE ...] [--rounds N]`.
 
+With `--shards M ...`, what `parallel.invariant_tensor_ranks` costs beside it, on one rank and on M cut ones.
+
 Runs with and without the key take turns: a round times some iterations of each, while the ranks of the other wait. The
 tables give the ratio of the times, the bytes that a rank sends to reduce gradients, and the growth of the peak memory
 of rank 0 beside that in `train.dry_run`.
@@ -73,8 +75,24 @@ SIZES: Mapping[str, Workload] = {
     "gpt2_124m": Workload(12, 12, 768, 50257, micro_batch_size=1, seq_length=512, steps=1),
     "tiny": Workload(2, 2, 16, 64, micro_batch_size=1, seq_length=16, steps=1),
 }
-# Ranks and ZeRO stages.
-WAYS = ((1, 0), (2, 0), (2, 1), (2, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTopology:
+    """A topology, with the virtual shards of its second side; both sides have them in turn, or the lanes if 0."""
+
+    ranks: int
+    zero_stage: int = 0
+    tp: int = 1
+    shards: int = 0
+
+    @property
+    def sides(self) -> tuple[tuple[int, int], ...]:
+        """Return the lanes and the virtual shards of both sides."""
+        return ((LANES, 0), (LANES, self.shards)) if self.shards else ((0, 0), (LANES, 0))
+
+
+WAYS = (MeasuredTopology(1), MeasuredTopology(2), MeasuredTopology(2, 1), MeasuredTopology(2, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +109,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the named sizes, print the results and return 0."""
     options = _parser().parse_args(arguments)
     print("\n".join(describe(Path(tempfile.gettempdir()))))
-    header = ("ranks", "zero_stage", "off", "on", "on / off", "sent", "of reduce-scatter", "memory", "dry run")
+    ways = [
+        way
+        for count in options.shards
+        for way in (MeasuredTopology(1, shards=count), MeasuredTopology(count, tp=count, shards=count))
+    ]
+    header = (
+        "ranks",
+        "tp",
+        "shards",
+        "zero_stage",
+        "off",
+        "on",
+        "on / off",
+        "sent",
+        "of reduce-scatter",
+        "memory",
+        "dry run",
+    )
     for name in options.sizes or ["small", "gpt2_124m"]:
-        rows = [_row(SIZES[name], ranks, stage, options) for ranks, stage in WAYS]
+        rows = [_row(SIZES[name], way, options) for way in ways or WAYS]
         lines = format_table([header, *rows], align=">")
         print("\n".join([f"\n{name}, {options.dtype}, {options.threads} threads a rank", *lines]), flush=True)
     return 0
 
 
-def _row(size: Workload, ranks: int, stage: int, options: argparse.Namespace) -> list[str]:
-    off, on = measure(size, ranks, stage, options)
+def _row(size: Workload, way: MeasuredTopology, options: argparse.Namespace) -> list[str]:
+    off, on = measure(size, way, options)
     ratios = [b / a for a, b in zip(off.seconds, on.seconds, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    sides = [config_of(size, ranks, stage, options, lanes=lanes, folder=Path()) for lanes in (0, LANES)]
-    least, most = (working_bytes_of(config, topology_of(config, ranks)) for config in sides)
+    sides = [config_of(size, way, options, side=side, folder=Path()) for side in way.sides]
+    least, most = (working_bytes_of(config, topology_of(config, way.ranks)) for config in sides)
     return [
-        str(ranks),
-        str(stage),
+        str(way.ranks),
+        str(way.tp),
+        str(way.shards or "-"),
+        str(way.zero_stage),
         f"{statistics.median(off.seconds):.3f} s",
         f"{statistics.median(on.seconds):.3f} s",
         f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
         f"{on.sent_bytes / 1e6:.1f} MB",
-        "-" if ranks == 1 else f"{on.sent_bytes / on.least_bytes:.4f}",
+        "-" if way.ranks == way.tp else f"{on.sent_bytes / on.least_bytes:.4f}",
         f"{(on.peak_bytes - off.peak_bytes) / 1e6:+.0f} MB",
         f"{(most - least) / 1e6:+.0f} MB",
     ]
 
 
-def measure(size: Workload, ranks: int, stage: int, options: argparse.Namespace) -> tuple[Ended, Ended]:
+def measure(size: Workload, way: MeasuredTopology, options: argparse.Namespace) -> tuple[Ended, Ended]:
     """Return the figures without and with the key."""
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
         tokens = default_rng(1).integers(size.vocab_size, size=1 << 16)
         write_token_file(folder / "train.bin", [tokens], dtype=np.uint32)
-        sides = [
-            ending.enter_context(
-                _started(config_of(size, ranks, stage, options, lanes=lanes, folder=folder), ranks, size.steps)
-            )
-            for lanes in (0, LANES)
-        ]
+        configs = [config_of(size, way, options, side=side, folder=folder) for side in way.sides]
+        sides = [ending.enter_context(_started(config, way.ranks, size.steps)) for config in configs]
         for side in sides:
             side.run()  # warm up
         seconds: list[list[float]] = [[], []]
@@ -141,25 +174,31 @@ def measure(size: Workload, ranks: int, stage: int, options: argparse.Namespace)
 
 
 def config_of(
-    size: Workload, ranks: int, stage: int, options: argparse.Namespace, *, lanes: int, folder: Path
+    size: Workload, way: MeasuredTopology, options: argparse.Namespace, *, side: tuple[int, int], folder: Path
 ) -> Config:
-    """Return the configuration of a side."""
+    """Return the configuration of a side, given by its lanes and virtual shards."""
+    lanes, shards = side
     model = gpt2_config(size.n_layer, size.n_head, size.n_embd, size.vocab_size, pad_vocab_multiple=128)
     train = TrainSection(
         dtype=Dtype(options.dtype),
         micro_batch_size=size.micro_batch_size,
         global_batch_size=LANES * size.micro_batch_size,
-        seq_length=size.seq_length,
+        seq_length=options.seq_length or size.seq_length,
         threads=options.threads,
         eval_interval=0,
     )
     return Config(
         model,
-        run=RunSection(dir=str(folder / f"run{lanes}")),
+        run=RunSection(dir=str(folder / f"run{lanes}-{shards}")),
         data=DataSection(kind=DataKind.token_file, train=str(folder / "train.bin")),
         train=train,
         optimizer=OptimizerSection(lr=1e-3),
-        parallel=ParallelSection(zero_stage=stage, invariant_ranks=lanes),
+        parallel=ParallelSection(
+            tensor_model_parallel_size=way.tp,
+            zero_stage=way.zero_stage,
+            invariant_ranks=lanes,
+            invariant_tensor_ranks=shards,
+        ),
         checkpoint=CheckpointSection(save=None),
         logging=LoggingSection(tensorboard=False),
     )
@@ -249,6 +288,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_invariant", description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("sizes", nargs="*", choices=list(SIZES), metavar="SIZE", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed rounds of each side (%(default)d)")
+    parser.add_argument("--shards", type=int, nargs="*", default=[], metavar="M", help="virtual shards to measure")
+    parser.add_argument("--seq-length", type=int, default=0, metavar="N", help="tokens of a micro batch's sample")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank (%(default)d)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     return parser

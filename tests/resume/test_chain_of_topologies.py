@@ -27,6 +27,12 @@ RUN = (
     "checkpoint.reshard=true",
 )
 PP2 = "parallel.pipeline_model_parallel_size=2"
+SHARDS = (
+    *RUN,
+    "model.n_head=4",
+    "model.pad_vocab_multiple=4",
+    "parallel.invariant_tensor_ranks=4",
+)
 
 
 def evaluations(folder: Path) -> list[tuple[int, str]]:
@@ -47,6 +53,26 @@ def test_killed_and_moved_twice_it_equals_the_run_on_one_rank(tmp_path: Path) ->
     assert "iteration 20 from" in last.outputs[0]
     assert "topology.pp: saved 1, now 2" in last.text
 
+    assert_equal(moved, whole)
+
+
+def test_moved_over_tensor_ranks_it_equals_the_run_on_one_rank(tmp_path: Path) -> None:
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    run_ok(whole, SHARDS)
+    legs = [
+        (4, ["parallel.tensor_model_parallel_size=4", "parallel.sequence_parallel=true"], 10),
+        (4, ["parallel.tensor_model_parallel_size=2", PP2], 20),
+    ]
+    for ranks, topology, saved in legs:
+        killed = launch(moved, [*SHARDS, *topology], ranks=ranks, kill_after=saved + 2, saved=saved)
+        assert set(killed.statuses) == {-9}, killed.text
+    last = run_ok(moved, [*SHARDS, "parallel.zero_stage=3"], ranks=2)
+    assert "iteration 20 from" in last.outputs[0]
+    assert "topology.tp: saved 2, now 1; weights and moments stay bitwise, and so does the loss curve" in last.text
+    assert_equal(moved, whole)
+
+
+def assert_equal(moved: Path, whole: Path) -> None:
     assert [row[0] for row in curve(whole)] == list(range(1, 31))
     assert curve(moved) == curve(whole)
     assert [iteration for iteration, _ in evaluations(whole)] == [5, 10, 15, 20, 25, 30]

@@ -1,4 +1,4 @@
-"""`make demo`, with a smaller model: killed on one rank and resumed on two, the run has the same bits."""
+"""`make demo`, with a smaller model: killed on one rank, resumed on two of each kind, the run has the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytes
     assert demo.main(["--folder", str(folder), *SMALL]) == 0
     text = capfd.readouterr().out
     assert text.endswith("\nbit-identical: 100/100 iterations\n")
-    assert "topology.world_size: saved 1, now 2" in text
+    assert (
+        "topology.tp: saved 1, now 2; weights and moments stay bitwise, and so does the loss curve: same bits" in text
+    )
+    assert (
+        "topology.dp: saved 1, now 2; weights and moments stay bitwise, and so does the loss curve: same bits" in text
+    )
     unbroken, killed = folder / "unbroken", folder / "killed"
     states = [json.loads((run / LAST / "trainer_state.json").read_text()) for run in (unbroken, killed)]
     assert [state["topology"]["dp"] for state in states] == [1, 2]

@@ -23,7 +23,7 @@ from trainer.config.values import number_problems, path_problems, type_problems
 from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
-from trainer.parallel.lanes import invariant_ranks_problems
+from trainer.parallel.lanes import invariant_ranks_problems, listed
 from trainer.parallel.topology import ACCELERATORS, Topology
 from trainer.schedules.lr import problems as schedule_problems
 
@@ -201,10 +201,43 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
+    problems += _invariant_tensor_problems(config)
     if pp * vpp > max(1, model.n_layer):
         problems.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
     if vpp > 1 and pp == 1:
         problems.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
+    return problems
+
+
+def _invariant_tensor_problems(config: Config) -> list[str]:
+    """Return the problems of `parallel.invariant_tensor_ranks`, with the possible numbers."""
+    parallel, model, train = config.parallel, config.model, config.train
+    count, tp = parallel.invariant_tensor_ranks, parallel.tensor_model_parallel_size
+    if count == 0:
+        return []
+    sizes = {
+        "model.n_head": model.n_head,
+        "model.n_kv_head": model.n_kv_head,
+        "model.intermediate_size": model.intermediate_size,
+        "model.vocab_size with the padding of model.pad_vocab_multiple": model.padded_vocab_size,
+    }
+    if parallel.sequence_parallel:
+        sizes["train.seq_length"] = train.seq_length
+    powers = [1 << power for power in range(model.n_head.bit_length())]
+    counts = [power for power in powers if power % tp == 0 and not any(size % power for size in sizes.values())]
+    key, problems = f"parallel.invariant_tensor_ranks={count}", list[str]()
+    if count not in counts:
+        divided = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        problems.append(
+            f"{key}: must be {listed([0, *counts])}: 0 is off, the others are powers of two that divide {divided} and "
+            f"are multiples of parallel.tensor_model_parallel_size={tp}"
+        )
+    if parallel.invariant_ranks == 0:
+        problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro batches and ranks")
+    if train.compile:
+        problems.append(f"{key}: not with train.compile, which fuses what the shards keep apart")
+    if is_adapted(model):
+        problems.append(f"{key}: not with model.lora.rank={model.lora.rank}")
     return problems
 
 

@@ -20,6 +20,9 @@ class ParallelSection:
         invariant_ranks: the largest number of data-parallel ranks up to which losses and checkpoints have the same
             bits, at any ZeRO stage and with any pipeline; a power of two that divides the micro batches of an
             iteration. 0 leaves the order of sums to the topology.
+        invariant_tensor_ranks: the largest number of tensor-parallel ranks up to which losses and checkpoints have the
+            same bits, with and without sequence parallelism; a power of two. Needs `invariant_ranks`. 0 leaves the
+            products to the topology.
     """
 
     tensor_model_parallel_size: int = 1
@@ -28,6 +31,7 @@ class ParallelSection:
     num_virtual_stages_per_pipeline_rank: int = 1
     zero_stage: int = 1
     invariant_ranks: int = 0
+    invariant_tensor_ranks: int = 0
 
 
 # The keys that are a number of ranks, or of stages of one.
@@ -36,6 +40,8 @@ PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
 )
+# The keys that keep bits across topologies.
+INVARIANT = ("invariant_ranks", "invariant_tensor_ranks")
 
 
 def parallel_problems(parallel: ParallelSection) -> list[str]:

@@ -66,6 +66,7 @@ _PARALLEL = {
     "vpp": "num_virtual_stages_per_pipeline_rank",
     "zero_stage": "zero_stage",
     "invariant_ranks": "invariant_ranks",
+    "invariant_tensor_ranks": "invariant_tensor_ranks",
 }
 
 

@@ -252,19 +252,18 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def row_squares(shares: Iterable[tuple[nn.Parameter, int, int]], device: torch.device) -> torch.Tensor:
+def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> torch.Tensor:
     """Return the squares of this rank's rows of gradients, float32 [rows], see `exact_sum.row_squares`.
 
-    Args:
-        shares: parameters, each with the number of this rank among the ranks with the same rows, and their count. These
-            ranks divide the rows among them, since no division changes an exact sum.
+    Ranks with the same rows divide them among themselves, since no division changes an exact sum.
     """
     rows = list[torch.Tensor]()
-    for parameter, index, count in shares:
-        for gradient in _gradients([parameter]):
-            share = -(-gradient.shape[0] // count)
-            rows_of_rank = gradient[index * share : (index + 1) * share]
-            rows += [exact_sum.row_squares(rows_of_rank)] if rows_of_rank.shape[0] else []
+    for share in shares:
+        for gradient in _gradients([share.parameter]):
+            count = -(-gradient.shape[0] // share.count)
+            rows_of_rank = gradient[share.index * count : (share.index + 1) * count]
+            parts = rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]
+            rows += [exact_sum.row_squares(part) for part in parts if part.shape[0]]
     return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 

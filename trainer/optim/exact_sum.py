@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 _LIMB_BITS = 32  # with int64 limbs, 2^31 ranks can be added
 _LIMBS = 19
@@ -21,6 +23,25 @@ COLUMNS = _LIMBS + 3
 _BINS, _BIN_OF_0 = 277, 148
 _SIGNIFICAND_BITS = 24
 _CHUNK = 1 << 18  # elements that are squared at a time, so that they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class NormShare:
+    """A rank's parameter in the gradient norm.
+
+    Args:
+        index: the number of this rank among the ranks with the same rows.
+        count: the number of these ranks.
+        shards: the virtual shards of tensor parallelism on this rank, 0 without any. Their parts of a row are added
+            apart: a rank of another topology has them alone.
+        dimension: in which they cut the parameter.
+    """
+
+    parameter: nn.Parameter
+    index: int
+    count: int
+    shards: int = 0
+    dimension: int = 0
 
 
 def limbs(numbers: torch.Tensor) -> torch.Tensor:

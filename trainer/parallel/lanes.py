@@ -88,12 +88,11 @@ def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> l
     divided = f"the {micro_batches} micro batches of an iteration (train.global_batch_size / train.micro_batch_size)"
     if counts:
         rule = f"0 is off, the others are powers of two that divide {divided} and are multiples of the"
-        return [
-            f"parallel.invariant_ranks={count}: must be {_listed([0, *counts])}: {rule} {ranks} data-parallel ranks"
-        ]
-    rule = f"ranks that divide it can have a power of two that divides {divided}: {_listed(powers)}"
+        return [f"parallel.invariant_ranks={count}: must be {listed([0, *counts])}: {rule} {ranks} data-parallel ranks"]
+    rule = f"ranks that divide it can have a power of two that divides {divided}: {listed(powers)}"
     return [f"parallel.invariant_ranks={count}: must be 0 (off) on {ranks} data-parallel ranks; {rule}"]
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """Return numbers as "1, 2 or 4"."""
     return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))

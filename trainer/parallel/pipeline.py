@@ -53,6 +53,7 @@ class BatchShape:
         sequence: this rank's part of `seq_length`.
         width: n_embd.
         rows: this rank's rows of the padded vocabulary.
+        shards: the virtual shards that the rows are divided into, 0 without any.
     """
 
     micro_batches: int
@@ -62,6 +63,7 @@ class BatchShape:
     width: int
     rows: int
     dtype: torch.dtype
+    shards: int = 0
 
 
 class Pipeline:
@@ -184,8 +186,11 @@ def _input(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tenso
 
 def _output(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
     if stage.last:
-        size = (shape.micro_batch_size, shape.seq_length, shape.rows)
-        return torch.empty(size, dtype=shape.dtype, device=device, requires_grad=True)
+        tokens = (shape.micro_batch_size, shape.seq_length)
+        if shape.shards:
+            by_shard = torch.empty(shape.shards, *tokens, shape.rows // shape.shards, dtype=shape.dtype, device=device)
+            return by_shard.permute(1, 2, 0, 3).requires_grad_()
+        return torch.empty(*tokens, shape.rows, dtype=shape.dtype, device=device, requires_grad=True)
     return _hidden(shape, device)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from reprise.json_file import Json
 from trainer.config.checkpoint import CheckpointSection
+from trainer.config.parallel import INVARIANT
 from trainer.optim.table import SECTIONS
 from trainer.record.compatibility import Difference, Rule, Verdict, flattened
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
@@ -41,6 +42,13 @@ RULES: tuple[Rule, ...] = (
     Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
+    Rule(
+        "topology.invariant_tensor_ranks",
+        Verdict.FLAG,
+        "checkpoint.reshard",
+        says=_MASKS,
+        hint="within rounding, other dropout masks",
+    ),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.seq_length", Verdict.FLAG, "checkpoint.override_batch_size", _LENGTH),
     Rule(
@@ -114,6 +122,8 @@ RULES: tuple[Rule, ...] = (
 
 # With `parallel.invariant_ranks`, no bit of an iteration depends on these.
 _OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage"))
+# With `parallel.invariant_tensor_ranks`, nor on these.
+_OF_NO_TENSOR_BIT = frozenset({"topology.tp", "topology.sp"})
 # No iteration depends on the fields of these rules.
 _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation"})
 
@@ -147,8 +157,8 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
     `adam`. A member of the optimizer missing in the saved state is removed from both. Other patterns of `freeze` for
-    the same trained parameters are no difference. A missing `invariant_ranks` is 0. Saved counts of samples are
-    converted to samples of the current length.
+    the same trained parameters are no difference. A missing `invariant_ranks` or `invariant_tensor_ranks` is 0. Saved
+    counts of samples are converted to samples of the current length.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
@@ -173,7 +183,9 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
 def _with_invariant_ranks(state: Json) -> Json:
     topology = state.get("topology", {})
-    return {**state, "topology": {"invariant_ranks": 0, **topology}} if isinstance(topology, Mapping) else state
+    return (
+        {**state, "topology": {**dict.fromkeys(INVARIANT, 0), **topology}} if isinstance(topology, Mapping) else state
+    )
 
 
 def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
@@ -187,11 +199,13 @@ def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) 
         saved: the state of the checkpoint.
         current: the run's own state.
     """
-    affecting = [d for d in differing if d.field not in _OF_NO_BIT and d.rule.field not in _OUTSIDE_ITERATIONS]
-    is_on = current["topology"].get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
+    topology = current["topology"]
+    of_no_bit = _OF_NO_BIT | (_OF_NO_TENSOR_BIT if topology.get("invariant_tensor_ranks", 0) > 0 else frozenset())
+    affecting = [d for d in differing if d.field not in of_no_bit and d.rule.field not in _OUTSIDE_ITERATIONS]
+    is_on = topology.get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
     if affecting or not is_on or not _is_known(saved, current):
         return list(differing)
-    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in _OF_NO_BIT}
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in of_no_bit}
     return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
 
 

@@ -17,6 +17,7 @@ from reprise.json_file import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
+from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
 from trainer.data.documents import DocumentMarks
 from trainer.data.position_map import SKIPPED, parse_ranges
@@ -74,7 +75,7 @@ def describe(
             "sp": topology.sp,
             "dp": topology.dp,
             "zero_stage": config.parallel.zero_stage,
-            **({"invariant_ranks": config.parallel.invariant_ranks} if config.parallel.invariant_ranks else {}),
+            **{key: getattr(config.parallel, key) for key in INVARIANT if getattr(config.parallel, key)},
         },
         "batch": {
             "global_batch_size": train.global_batch_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from trainer.config.schema import Config
 from trainer.data.documents import window_form
 from trainer.launch.process_group import Cluster
 from trainer.optim.adamw import stored_names
+from trainer.optim.exact_sum import NormShare
 from trainer.parallel import data, pipeline
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
@@ -33,6 +35,9 @@ from trainer.parallel.pipeline import tied_parameters
 from trainer.parallel.reduction import GradientReduction, MeanReduction
 from trainer.parallel.topology import Topology
 from trainer.run.state import TrainerState
+
+if TYPE_CHECKING:
+    from trainer.parallel.shard_sums import Shards
 
 
 def build_models(config: Config, device: torch.device, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
@@ -59,16 +64,22 @@ def build_stage(
     with torch.device("meta"):
         model = build_model(config.model, stage=stage, compute_dtype=dtype)
     model.activation_checkpointing = config.train.activation_checkpointing
-    if mesh is not None and topology.tp > 1:
+    tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
+    if config.parallel.invariant_tensor_ranks:
+        from trainer.parallel import virtual_shards
+
+        virtual_shards.shard(model, _shards(config, tensor_mesh), tensor_mesh)
+        model.tie_weights()
+    elif tensor_mesh is not None:
         from trainer.parallel import tensor
 
-        tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
+        tensor.shard(model, tensor_mesh, sequence_parallel=topology.sp)
         model.tie_weights()
     _freeze(model, frozen_names(config.model, config.train.freeze))
     if is_adapted(config.model):
         from trainer.parallel.adapters import add_adapters
 
-        add_adapters(model, mesh["tp"] if mesh is not None and topology.tp > 1 else None)
+        add_adapters(model, tensor_mesh)
     blocks = list(model.blocks.values())
     if config.train.compile:
         for block in blocks:
@@ -83,6 +94,16 @@ def build_stage(
     for parameter in model.parameters():
         local_of(parameter).zero_()
     return model
+
+
+def _shards(config: Config, mesh: DeviceMesh | None) -> Shards:
+    """Return the virtual shards of `parallel.invariant_tensor_ranks`, over a tensor-parallel mesh or on one rank."""
+    from trainer.parallel.shard_sums import Shards
+
+    parallel = config.parallel
+    return Shards(
+        parallel.invariant_tensor_ranks, None if mesh is None else mesh.get_group(), parallel.sequence_parallel
+    )
 
 
 def _freeze(model: Model, names: Collection[str]) -> None:
@@ -107,7 +128,7 @@ def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, to
     dtype = compute_dtype(config)
     if config.parallel.invariant_ranks == 0:
         return dtype, dtype
-    casts_at_use = topology.tp > 1 or config.train.compile
+    casts_at_use = topology.tp > 1 or config.parallel.invariant_tensor_ranks > 0 or config.train.compile
     return torch.float32 if casts_at_use else dtype, torch.float32
 
 
@@ -123,20 +144,21 @@ def build_context(
 ) -> ParallelContext:
     """Return the parallel context of a run. A collective call."""
     place = topology.coordinate(cluster.rank)
-    loss = _loss(config, mesh if topology.tp > 1 else None)
+    tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
+    loss = _loss(config, tensor_mesh)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
     dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
     return ParallelContext(
         reduction=_build_reduction(config, state, topology, dp_mesh, embedding_group),
         lanes=lanes_of(config),
-        is_tensor_parallel=topology.tp > 1,
+        needs_loss_parallel=topology.tp > 1 and config.parallel.invariant_tensor_ranks == 0,
         loss=loss,
-        gather_logits=_gather_logits(config, mesh if topology.tp > 1 else None),
+        gather_logits=_gather_logits(config, tensor_mesh),
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
-        grad_norm_shares=_grad_norm_shares(state, cluster.rank),
+        grad_norm_shares=_grad_norm_shares(config, state, topology, cluster.rank),
         form=window_form(config.data),
         waits_in_passes=topology.tp * topology.pp > 1 or (dp_mesh is not None and config.parallel.zero_stage > 0),
     )
@@ -161,19 +183,27 @@ def _build_reduction(
 
 
 def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    if config.parallel.invariant_tensor_ranks:
+        from trainer.parallel import virtual_shards
+
+        return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
     if mesh is None:
         return token_loss
     from trainer.parallel import tensor
 
-    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=config.model.padded_vocab_size)
 
 
 def _gather_logits(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.parallel.invariant_tensor_ranks:
+        from trainer.parallel import virtual_shards
+
+        return functools.partial(virtual_shards.gather_logits, shards=_shards(config, mesh))
     if mesh is None:
         return lambda logits: logits
     from trainer.parallel import tensor
 
-    return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+    return functools.partial(tensor.gather_logits, mesh=mesh, rows=config.model.padded_vocab_size)
 
 
 def _build_pipeline(
@@ -192,6 +222,7 @@ def _build_pipeline(
         sequence=train.seq_length // (topology.tp if topology.sp else 1),
         width=config.model.n_embd,
         rows=hi - lo,
+        shards=config.parallel.invariant_tensor_ranks // topology.tp,
         dtype=compute_dtype(config),
     )
     parts = [part.model for part in state.parts]
@@ -207,16 +238,20 @@ def _build_pipeline(
     )
 
 
-def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Parameter, int, int]]:
-    """Return this rank's parameters with its number among the holders of the same box, and their count.
-
-    The last stage's copy of a tied parameter does not count.
-    """
+def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, rank: int) -> list[NormShare]:
+    """Return this rank's parameters in the gradient norm. The last stage's copy of a tied parameter does not count."""
     replicas = {
         tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False) if not tensor.is_copy
     }
+    shards = config.parallel.invariant_tensor_ranks // topology.tp
+    cuts = dict[torch.nn.Parameter, int]()
+    if shards:
+        from trainer.parallel.virtual_shards import cut_parameters
+
+        for part in state.parts:
+            cuts |= {getattr(module, name): at for (module, name), at in cut_parameters(part.model).items()}
     return [
-        (parameter, replicas[name].index(rank), len(replicas[name]))
+        NormShare(parameter, replicas[name].index(rank), len(replicas[name]), shards, cuts.get(parameter, 0))
         for part in state.parts
         for parameter, name in stored_names(part.model).items()
         if name in replicas and parameter.requires_grad

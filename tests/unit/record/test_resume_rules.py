@@ -270,6 +270,37 @@ def test_equal_tensor_parallelism_keeps_the_bits() -> None:
     )
 
 
+SHARDS = "parallel.invariant_tensor_ranks=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "fields"),
+    [
+        (["parallel=tp2"], 2, {"tp", "world_size"}),
+        (["parallel=tp2_sp", "parallel.zero_stage=3"], 4, {"tp", "sp", "dp", "world_size", "zero_stage"}),
+    ],
+)
+def test_tensor_parallelism_keeps_the_bits_with_virtual_shards(
+    overrides: list[str], ranks: int, fields: set[str]
+) -> None:
+    keys = [LANES, SHARDS, "model.pad_vocab_multiple=2"]
+    saved, current = description(*keys), description(*keys, *overrides, ranks=ranks)
+    for changed in (effects(saved, current), effects(current, saved)):
+        assert {d.field.removeprefix("topology.") for d in changed.values()} == fields
+        assert {(d.rule.says, d.rule.verdict, d.rule.hint) for d in changed.values()} == {
+            (SAME, Verdict.FLAG, "same bits")
+        }
+
+
+@pytest.mark.parametrize(("saved", "current"), [(0, 2), (1, 2), (2, 0)])
+def test_other_virtual_shards_draw_other_masks(saved: int, current: int) -> None:
+    keys = [LANES, "model.pad_vocab_multiple=2"]
+    states = (description(*keys, f"parallel.invariant_tensor_ranks={count}") for count in (saved, current))
+    (difference,) = effects(*states).values()
+    assert difference.field == "topology.invariant_tensor_ranks"
+    assert (difference.rule.says, difference.rule.flag) == (MASKS, "checkpoint.reshard")
+
+
 @pytest.mark.parametrize(("saved", "current"), [(0, 4), (4, 8), (4, 0)])
 def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
     states = (description(f"parallel.invariant_ranks={count}") for count in (saved, current))

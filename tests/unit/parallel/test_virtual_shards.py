@@ -1,0 +1,154 @@
+"""Virtual shards compute the model, in the products, blocks and sums that as many tensor-parallel ranks would have."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.config import Stage
+from models.layers import token_loss
+from tests.harness import TINY, compose
+from tests.unit.model_samples import fill, random_values
+from trainer.config.schema import Config
+from trainer.parallel import shard_sums, virtual_shards
+from trainer.parallel.shard_sums import Shards, join_tokens, operand, tree_sum
+from trainer.parallel.topology import Topology
+from trainer.run.parallelize import build_stage
+
+FAMILIES = {
+    "gpt2": ["model=gpt2_tiny", "model.n_embd=24"],
+    "llama3": ["model=llama3_tiny", "model.n_embd=24", "model.n_kv_head=4"],
+    "qwen3": ["model=qwen3_tiny", "model.n_embd=24", "model.n_kv_head=4", "model.head_dim=6"],
+}
+SHARDS = "parallel.invariant_tensor_ranks=4"
+
+
+def config_of(family: str, *overrides: str) -> Config:
+    sizes = ["model.n_head=4", "model.pad_vocab_multiple=4", "parallel.invariant_ranks=1"]
+    return compose([*TINY, *FAMILIES[family], *sizes, *overrides])
+
+
+def gradients_of(config: Config, *, key: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of a batch and the gradients by name."""
+    stage, topology = Stage.whole(config.model.n_layer), Topology(1, 1, 1)
+    model = build_stage(config, torch.device("cpu"), stage=stage, topology=topology, mesh=None)
+    torch.manual_seed(7)
+    fill(model, random_values(config.model))
+    tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(3))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 3] = -100
+    logits = model(inputs, dropout_key=key)
+    count = config.parallel.invariant_tensor_ranks
+    loss = virtual_shards.cross_entropy(logits, targets, shards=Shards(count)) if count else token_loss(logits, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_compute_the_model(family: str) -> None:
+    loss, gradients = gradients_of(config_of(family))
+    shard_loss, shard_gradients = gradients_of(config_of(family, SHARDS))
+    torch.testing.assert_close(shard_loss, loss, rtol=1e-6, atol=0)
+    assert shard_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(shard_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_each_number_of_shards_has_masks_of_its_own() -> None:
+    losses = [
+        gradients_of(config_of("gpt2", "model.dropout=0.1", f"parallel.invariant_tensor_ranks={count}"), key=5)[0]
+        for count in (1, 2, 4)
+    ]
+    assert all(abs(a - b) > 1e-4 for a, b in pairwise(losses))
+
+
+def test_a_forward_pass_restores_the_parameters() -> None:
+    config = config_of("gpt2", SHARDS)
+    stage = Stage.whole(config.model.n_layer)
+    model = build_stage(config, torch.device("cpu"), stage=stage, topology=Topology(1, 1, 1), mesh=None)
+    parameters = dict(model.named_parameters())
+    model(torch.zeros(1, 16, dtype=torch.int64))
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    with pytest.raises(IndexError):
+        model(torch.full((1, 16), 260))
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+
+
+def test_the_tree_adds_pairs_of_neighbors() -> None:
+    big = 2.0**24  # of which the next number is 2 more
+    values = [torch.tensor(value) for value in (big, 1.0, 1.0, 1.0)]
+    assert tree_sum(values).item() == big + 2
+    assert sum(values[1:], values[0]).item() == big
+    assert tree_sum(values[:3]).item() == big
+    assert tree_sum(values[:1]) is values[0]
+
+
+def test_sums_over_shards_follow_the_tree_forward_and_backward() -> None:
+    shards, factors = Shards(4), (2.0**24, 1.0, 1.0, 1.0)
+    x = torch.zeros(1, 4, 1, requires_grad=True)
+    parts = shards.fork(x)
+    shards.join([part * factor for part, factor in zip(parts, factors, strict=True)]).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [2.0**24 + 2]
+    weight = torch.ones(1, requires_grad=True)
+    uses = shards.copies([weight], 4, over_ranks=False)
+    torch.stack([use * factor for (use,), factor in zip(uses, factors, strict=True)]).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(torch.as_tensor(weight.grad), x.grad[0, 0])
+
+
+def test_operands_are_contiguous_and_aligned() -> None:
+    memory = torch.arange(64.0)
+    assert operand(memory) is memory
+    for part in (memory[1:17], memory.view(8, 8)[:, :4], memory.view(8, 8)[1:, :4]):
+        copy = operand(part)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0
+        assert torch.equal(copy, part)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_blocks_of_tokens_divide_any_sequence(length: int) -> None:
+    x = torch.arange(2.0 * length).view(2, length, 1).requires_grad_()
+    blocks = Shards(4).tokens(x)
+    assert len({block.shape[1] for block in blocks[:-1]}) <= 1
+    assert len(blocks) <= 4
+    joined = join_tokens([block * 2 for block in blocks])
+    assert torch.equal(joined, x * 2)
+    (joined * x.detach()).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(torch.as_tensor(x.grad), 2 * x.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_the_cross_entropy(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, 5, 12, generator=generator).to(dtype)
+    logits[..., -2:] = -torch.inf  # padding
+    targets = torch.randint(10, (2, 5), generator=generator)
+    targets[1, 2] = -100
+    whole, cut = logits.clone().requires_grad_(), logits.unflatten(-1, (4, 3)).requires_grad_()
+    expected, loss = token_loss(whole, targets), virtual_shards.cross_entropy(cut, targets, shards=Shards(4))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for value in (expected, loss):
+        (value * 3).backward()  # type: ignore[no-untyped-call]
+    gradient = torch.as_tensor(cut.grad).flatten(2)
+    torch.testing.assert_close(
+        gradient, torch.as_tensor(whole.grad), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-8
+    )
+    assert not gradient[..., -2:].any()
+    assert virtual_shards.gather_logits(cut[:, 0].detach(), Shards(4)).equal(logits[:, 0])
+
+
+def test_a_batch_without_targets_has_no_loss() -> None:
+    loss = virtual_shards.cross_entropy(torch.zeros(1, 2, 2, 3), torch.full((1, 2), -100), shards=Shards(2))
+    assert loss.isnan()
+
+
+def test_a_table_s_other_rows_add_nothing() -> None:
+    """Ranks add their vectors: those of other ranks' tokens are -0.0, which keeps the sign of every zero."""
+    vectors = torch.tensor([0.0, -0.0, 1e-45, -2.0])
+    assert torch.equal((vectors + -0.0).view(torch.int32), vectors.view(torch.int32))
+    assert shard_sums.tree_sum([vectors, torch.full((4,), -0.0)]).view(torch.int32).equal(vectors.view(torch.int32))
+    assert F.embedding(torch.tensor([0]), vectors[None]).view(torch.int32)[0].equal(vectors.view(torch.int32))

@@ -1,0 +1,363 @@
+"""The same bits at any tensor parallelism up to M ranks: every product that M ranks would have, wherever they are.
+
+Attention, MLP, and output layer run once for each virtual shard, on the shard's heads, inner width, or rows of the
+vocabulary. A rank runs a contiguous block of the M shards, on tensors of the shapes, strides and alignment that M ranks
+would have, and sums over shards are a tree (`shard_sums`). Between these products, whatever adds over tokens or draws a
+mask works on one of M blocks of tokens at a time. Elements of one operation by element, and rows of a norm, could be
+rounded differently in tensors of other shapes, so these run by shard or block too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models import families
+from models.layers import Conv1D, Dropout, Embedding, FusedConv1D, OutputLayer, Site
+from models.network import Model
+from models.spec import Cut
+from trainer.parallel.shard_products import Part, local_part, parts_of, product
+from trainer.parallel.shard_sums import Shards, join_tokens, stacked
+
+# A parameter by its module and its name there.
+_Place = tuple[nn.Module, str]
+
+
+def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
+    """Let a model, or a stage of it, compute by virtual shards; with a mesh, cut its weights over the ranks.
+
+    Logits become [B, T, shards of this rank, rows of a shard], see `cross_entropy`. The caller must tie weights again.
+    """
+    spec, modules = families.spec_of(model.config), dict(model.named_modules())
+    if mesh is not None:
+        for (module, name), dimension in cut_parameters(model).items():
+            _distribute(module, name, dimension, mesh)
+    if shards.is_sequence_parallel:
+        model.sequence_shards = shards.ranks
+    for name, cut in spec.plan.ends.items():
+        if name in modules:
+            _replace_end(modules[name], cut, shards)
+    for layer in model.stage.layers:
+        prefix = f"{spec.blocks}.{layer}."
+        for name, cut in spec.plan.block.items():
+            module = modules[prefix + name]
+            if cut is Cut.gather:
+                parts = {
+                    modules[prefix + inner]: inner_cut
+                    for inner, inner_cut in spec.plan.block.items()
+                    if inner.startswith(name + ".")
+                }
+                _replace(module, _ShardedModule(module, parts, shards))
+            elif cut is Cut.sequence_norm:
+                _replace(module, _TokenNorm(module, shards))
+
+
+def cut_parameters(model: Model) -> dict[_Place, int]:
+    """Return the parameters cut over virtual shards, with the dimension."""
+    spec, modules = families.spec_of(model.config), dict(model.named_modules())
+    cuts = {name: cut for name, cut in spec.plan.ends.items() if name in modules}
+    for layer in model.stage.layers:
+        cuts |= {f"{spec.blocks}.{layer}.{name}": cut for name, cut in spec.plan.block.items()}
+    return {
+        (modules[name], parameter): dimension
+        for name, cut in cuts.items()
+        for parameter, dimension in _dimensions(modules[name], cut).items()
+    }
+
+
+def _dimensions(module: nn.Module, cut: Cut) -> dict[str, int]:
+    """Return the dimension in which each cut parameter of a module is cut."""
+    match cut:
+        case Cut.columns if isinstance(module, FusedConv1D):
+            return {"weight": 2, "bias": 1}
+        case Cut.columns if isinstance(module, Conv1D):
+            return {"weight": 1, "bias": 0}
+        case Cut.rows if not isinstance(module, Conv1D):
+            return {"weight": 1}
+        case Cut.columns | Cut.rows | Cut.embedding | Cut.whole_embedding | Cut.output:
+            return {"weight": 0}
+        case _:
+            return {}
+
+
+def _distribute(module: nn.Module, name: str, dimension: int, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parameter = getattr(module, name)
+    module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(dimension)])))
+
+
+def _replace_end(module: nn.Module, cut: Cut, shards: Shards) -> None:
+    """Replace the forward pass of a module in front of the blocks or behind them."""
+    match cut:
+        case Cut.embedding | Cut.whole_embedding if shards.group is not None:
+            stays_whole = cut is Cut.whole_embedding or not shards.is_sequence_parallel
+            _replace(module, _VocabularyEmbedding(cast(Embedding, module), shards, stays_whole=stays_whole))
+        case Cut.scatter if shards.is_sequence_parallel:
+            _replace(module, _Scattered(module, shards))
+        case Cut.sequence_norm:
+            _replace(module, _TokenNorm(module, shards))
+        case Cut.output:
+            _replace(module, _VocabularyOutput(cast(OutputLayer, module), shards))
+        case _:
+            pass
+
+
+def _replace(module: nn.Module, forward: Any) -> None:
+    """Let a module call an object, which is no part of the module and has no parameters of its own."""
+
+    def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = MethodType(call, module)
+
+
+@dataclass(slots=True)
+class _Projection:
+    """The product of a projection with one shard's part of its weight, which `use` sets."""
+
+    module: nn.Module
+    cut: Cut
+    weight: Part | None = None
+    bias: torch.Tensor | None = None
+
+    def parts(self, count: int, dtype: torch.dtype) -> list[tuple[Part, torch.Tensor | None]]:
+        """Return the weight of each shard, and its bias where that is cut too."""
+        dimensions = _dimensions(self.module, self.cut)
+        columns = [
+            parts_of(getattr(self.module, name), count, dimension, dtype) for name, dimension in dimensions.items()
+        ]
+        return [(weight, bias[0].tensor.flatten() if bias else None) for weight, *bias in zip(*columns, strict=True)]
+
+    def use(self, weight: Part | None, bias: torch.Tensor | None) -> None:
+        """Set the tensors of the next product."""
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        is_transposed = isinstance(self.module, FusedConv1D | Conv1D)
+        output = product(x, self.weight, self.bias, is_transposed=is_transposed)
+        shape = self.weight.tensor.shape
+        return output.view(*x.shape[:-1], *shape[1:]) if isinstance(self.module, FusedConv1D) else output
+
+
+class _ShardedModule:
+    """Attention or an MLP: its own forward pass once for each shard of the rank, then the sum over all shards.
+
+    The bias of the sum and the dropout of the residual follow the sum, block of tokens by block.
+
+    Args:
+        parts: the projections and head norms of the module.
+    """
+
+    def __init__(self, module: nn.Module, parts: Mapping[nn.Module, Cut], shards: Shards) -> None:
+        self._module, self._shards = module, shards
+        self._projections = [_Projection(part, cut) for part, cut in parts.items() if cut in (Cut.columns, Cut.rows)]
+        self._head_norms = [part for part, cut in parts.items() if cut is Cut.head_norm]
+        self._biased = [part for part, cut in parts.items() if cut is Cut.rows and isinstance(part, Conv1D)]
+        dropouts = {child.site: child for child in module.children() if isinstance(child, Dropout)}
+        self._attention_dropout = dropouts.pop(Site.attention, None)
+        self._residual_dropout = next(iter(dropouts.values()), None)
+        for projection in self._projections:
+            _replace(projection.module, projection)
+        if self._residual_dropout is not None:
+            _replace(self._residual_dropout, _unchanged)
+
+    def __call__(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        shards = self._shards
+        weights = [projection.parts(shards.share, x.dtype) for projection in self._projections]
+        places = [(norm, "weight") for norm in self._head_norms]
+        norms: Sequence[Sequence[torch.Tensor]] = [()] * shards.share
+        if places:
+            norms = shards.copies([_weight(norm) for norm in self._head_norms], shards.share, over_ranks=True)
+        outputs = []
+        for number, (hidden, uses) in enumerate(zip(shards.fork(x), norms, strict=True)):
+            if self._attention_dropout is not None:
+                self._attention_dropout.shard = shards.first + number
+            for projection, parts in zip(self._projections, weights, strict=True):
+                projection.use(*parts[number])
+            with _exchanged(places, uses):
+                outputs.append(type(self._module).forward(self._module, hidden, *args))
+        for projection in self._projections:
+            projection.use(None, None)
+        return self._residual(shards.join(outputs), args[-1] if args else None)
+
+    def _residual(self, x: torch.Tensor, key: int | None) -> torch.Tensor:
+        shards, dropout = self._shards, self._residual_dropout
+        drops = dropout is not None and key is not None and dropout.p > 0
+        if not (self._biased or drops):
+            return x
+        blocks = shards.tokens(x)
+        if self._biased:
+            biases = [part.bias for part in self._biased]
+            uses = shards.copies(biases, len(blocks), over_ranks=shards.is_sequence_parallel)
+            blocks = [block + bias.to(block.dtype) for block, (bias,) in zip(blocks, uses, strict=True)]
+        if drops:
+            assert dropout is not None
+            for number, block in enumerate(blocks):
+                dropout.shard = shards.first_block + number
+                blocks[number] = Dropout.forward(dropout, block, key)
+        return join_tokens(blocks)
+
+
+def _unchanged(x: torch.Tensor, key: int | None) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenNorm:
+    """A norm of hidden states, block of tokens by block."""
+
+    norm: nn.Module
+    shards: Shards
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shards, blocks = self.shards, self.shards.tokens(x)
+        places = [(self.norm, name) for name, _ in self.norm.named_parameters(recurse=False)]
+        weights = [getattr(self.norm, name) for _, name in places]
+        uses = shards.copies(weights, len(blocks), over_ranks=shards.is_sequence_parallel)
+        outputs = []
+        for block, tensors in zip(blocks, uses, strict=True):
+            with _exchanged(places, tensors):
+                outputs.append(type(self.norm).forward(self.norm, block))
+        return join_tokens(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scattered:
+    """The dropout of embeddings, of all tokens, and this rank's part of its output."""
+
+    dropout: nn.Module
+    shards: Shards
+
+    def __call__(self, x: torch.Tensor, key: int | None) -> torch.Tensor:
+        return self.shards.scatter(type(self.dropout).forward(self.dropout, x, key))
+
+
+@dataclass(frozen=True, slots=True)
+class _VocabularyEmbedding:
+    """A table cut by rows: a rank looks up its own tokens, and ranks add what they have.
+
+    The vector of another rank's token is -0.0, which leaves every number as it is: a lookup has no rounding.
+    """
+
+    embedding: Embedding
+    shards: Shards
+    stays_whole: bool
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        table, shards = local_part(self.embedding.weight), self.shards
+        rows = tokens - shards.first // shards.share * table.shape[0]
+        is_elsewhere = (rows < 0) | (rows >= table.shape[0])
+        vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), table)
+        vectors = vectors.masked_fill(is_elsewhere.unsqueeze(-1), -0.0)
+        whole = Shards(shards.ranks, shards.group, is_sequence_parallel=not self.stays_whole)
+        return whole.join([vectors])
+
+
+@dataclass(frozen=True, slots=True)
+class _VocabularyOutput:
+    """The projection onto the vocabulary, once for each shard's rows; logits [B, T, shards of the rank, rows]."""
+
+    output: OutputLayer
+    shards: Shards
+
+    def __call__(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        shards = self.shards
+        weights = parts_of(self.output.weight if table is None else table, shards.share, 0, x.dtype)
+        rows = weights[0].tensor.shape[0]
+        logits = []
+        for number, (hidden, weight) in enumerate(zip(shards.fork(x), weights, strict=True)):
+            padding = min(rows, max(0, (shards.first + number + 1) * rows - self.output.vocab_size))
+            mask = None
+            if padding:
+                mask = torch.cat((hidden.new_zeros(rows - padding), hidden.new_full((padding,), -torch.inf)))
+            logits.append(product(hidden, weight, mask, is_transposed=False))
+        return stacked(logits).permute(1, 2, 0, 3)
+
+
+def gather_logits(logits: torch.Tensor, shards: Shards) -> torch.Tensor:
+    """Gather logits [batch, shards of this rank, rows of a shard] into [batch, rows]. Collective with several ranks."""
+    local = logits.flatten(1)
+    if shards.group is None:
+        return local
+    parts = [torch.empty_like(local) for _ in range(shards.ranks)]
+    dist.all_gather(parts, local, group=shards.group)
+    return torch.cat(parts, 1)
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, shards: Shards) -> torch.Tensor:
+    """Return the mean cross entropy, 0-d float32, equal on all ranks. A collective call with several ranks.
+
+    Args:
+        logits: [batch, sequence, shards of this rank, rows of a shard].
+        targets: int64 [batch, sequence] of the whole vocabulary; -100 is ignored, NaN if all are.
+    """
+    return cast(torch.Tensor, _CrossEntropy.apply(logits, targets, shards))  # type: ignore[no-untyped-call]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The maximum is exact in any order; sums of exponentials, and the target's logit beside zeros, go up the tree."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shards: Shards) -> torch.Tensor:
+        blocks = [block.float() for block in logits.unbind(2)]
+        highest = blocks[0].amax(-1)
+        for block in blocks[1:]:
+            highest = torch.maximum(highest, block.amax(-1))
+        if shards.group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shards.group)
+        rows, exponentials, sums, places = blocks[0].shape[-1], [], [], []
+        for number, block in enumerate(blocks):
+            shifted = block - highest.unsqueeze(-1)
+            at = targets - (shards.first + number) * rows
+            is_in_shard = (at >= 0) & (at < rows)
+            at = at.clamp(0, rows - 1).unsqueeze(-1)
+            target = shifted.gather(-1, at).squeeze(-1).masked_fill(~is_in_shard, 0.0)
+            exponentials.append(shifted.exp_())
+            sums.append(torch.stack((exponentials[-1].sum(-1), target)))
+            places.append((at, is_in_shard))
+        total, target = shards.total(sums).unbind()
+        is_counted = targets != -100
+        losses = (total.log() - target).masked_fill(~is_counted, 0.0)
+        count = is_counted.sum()
+        ctx.save_for_backward(total, is_counted / count, *exponentials)
+        ctx.places, ctx.dtype = places, logits.dtype
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total, share, *exponentials = ctx.saved_tensors
+        scale = (share * gradient).unsqueeze(-1)
+        blocks = []
+        for block, (at, is_in_shard) in zip(exponentials, ctx.places, strict=True):
+            block.mul_(scale / total.unsqueeze(-1))
+            block.scatter_add_(-1, at, -scale.masked_fill(~is_in_shard.unsqueeze(-1), 0.0))
+            blocks.append(block.to(ctx.dtype))
+        return torch.stack(blocks).permute(1, 2, 0, 3), None, None
+
+
+@contextmanager
+def _exchanged(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let modules use other tensors in place of their parameters."""
+    parameters = [module._parameters[name] for module, name in places]
+    try:
+        for (module, name), tensor in zip(places, tensors, strict=True):
+            module._parameters[name] = cast(nn.Parameter, tensor)
+        yield
+    finally:
+        for (module, name), parameter in zip(places, parameters, strict=True):
+            module._parameters[name] = parameter
+
+
+def _weight(norm: nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, norm.weight)
