@@ -53,7 +53,8 @@ class Retention:
         later = sorted(
             iteration for iteration in committed if iteration in interim and iteration > max(due, default=-1)
         )
-        losses_of_due = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
+        scheduled = {*due}
+        losses_of_due = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in scheduled}
         best = sorted(losses_of_due, key=lambda iteration: (losses_of_due[iteration], -iteration))[: self.keep_best]
         retained = [iteration for iteration in due if self._is_retained(iteration)]
         return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned, *self.named})

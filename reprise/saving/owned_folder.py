@@ -6,11 +6,13 @@ A shared folder counts as the folder of a single host with all ranks, led by ran
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from reprise import json_file
 from reprise.atomic import temporary_of
@@ -23,7 +25,7 @@ from reprise.format.host_file import attempt_of, path_of
 from reprise.format.layout import Layout
 from reprise.format.names import HOST, INTERIM, STATE
 from reprise.policy import Retention
-from reprise.storage.folder import CheckpointFolder, named_iteration
+from reprise.storage.folder import CheckpointFolder, iteration_name, named_iteration
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_mark
 
@@ -270,14 +272,16 @@ def decide_expired(
         pinned: iterations to keep, beside the held ones.
     """
     try:
-        committed = folder.committed()
-        protected = folder.held(committed)
+        inodes = folder.inodes()
+        committed = sorted(inodes)
+        records = _Records.of(folder, inodes if retention.max_checkpoint_keep else {})
+        pinned = {*pinned, *records.unknown}
+        expired = retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim)
+        protected = {*folder.held(expired)}
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return [], []
-    records = _Records.of(folder, committed if retention.max_checkpoint_keep else [])
-    pinned = {*pinned, *protected, *records.unknown}
-    expired = retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim)
+    expired = [iteration for iteration in expired if iteration not in protected]
     if retention.mirror is not None and expired:
         unmirrored = retention.mirror.unmirrored(folder.root, committed, expired)
         expired = [iteration for iteration in expired if iteration not in unmirrored]
@@ -335,26 +339,44 @@ class _Records:
     unknown: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(folder: CheckpointFolder, iterations: Sequence[int]) -> _Records:
-        """Read the records of these iterations."""
+    def of(folder: CheckpointFolder, inodes: Mapping[int, int]) -> _Records:
+        """Read the records of these iterations, unless this process has."""
         records = _Records()
-        for iteration in iterations:
-            path = path_of(folder.iteration(iteration), STATE)
+        for iteration, inode in inodes.items():
+            place = f"{folder.root}/{iteration_name(iteration)}"
             try:
-                state = json_file.read(path)
+                loss, is_interim = _record_of(place, inode)
             except UnreadableError as error:
                 _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
                 records.unknown.add(iteration)
                 continue
             except TrainerError as error:
-                _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
+                _log.error("the loss of %s counts for nothing: %s", place, error)
                 continue
-            loss = state.get("valid_loss")
-            if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
-                records.losses[iteration] = float(loss)
-            if state.get(INTERIM) is True:
+            if loss is not None:
+                records.losses[iteration] = loss
+            if is_interim:
                 records.interim.add(iteration)
         return records
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _record_of(place: str, inode: int) -> tuple[float | None, bool]:
+    """Return the validation loss of a checkpoint, and whether the checkpoint is interim.
+
+    Remembered, since a run looks at all its checkpoints after every save, and they do not change. A checkpoint that is
+    saved again lies in a new folder, beside the old until then.
+
+    Args:
+        inode: of the folder.
+
+    Raises:
+        TrainerError: if the state cannot be read; then nothing is remembered.
+    """
+    state = json_file.read(path_of(Path(place), STATE))
+    loss = state.get("valid_loss")
+    # As a loss is written; `json_file` lets no NaN through.
+    return (float(loss) if isinstance(loss, float) else None), state.get(INTERIM) is True
 
 
 def _needed_bytes(layout: Layout) -> int:

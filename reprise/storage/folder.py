@@ -39,7 +39,7 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def iteration_of(path: Path) -> int | None:
+def iteration_of(path: Path | os.DirEntry[str]) -> int | None:
     """Return the iteration in a checkpoint folder's name, or None if it is not a checkpoint's name."""
     match = _ITERATION.fullmatch(path.name)
     iteration = int(match[1]) if match else None
@@ -100,6 +100,14 @@ class CheckpointFolder:
             return []
         iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(iteration for iteration in iterations if iteration is not None)
+
+    def inodes(self) -> dict[int, int]:
+        """Return the inode of the folder of each committed iteration, from the listing of the root alone."""
+        if not self.root.is_dir():
+            return {}
+        with os.scandir(self.root) as entries:
+            folders = [(iteration_of(entry), entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return {iteration: entry.inode() for iteration, entry in folders if iteration is not None}
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.

@@ -1,9 +1,11 @@
 """Measure training GPT-2 against transformers: `python -m scripts.bench.train [SIZE ...] [--threads N] [--json]`.
 
-Both sides train the same model from the same values on the same tokens, each in its own process. They take turns: a
-round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss, backward, clipping of
-the norm and fused AdamW. Our side is the trainer's `train_step`. The other side is the loop from transformers'
-documentation, with its default attention and, for comparison, with its eager attention.
+Both sides train the same model from the same values on the same tokens and targets, each in its own process, and decay
+the same parameters. They take turns: a round times some whole steps of each, while the others wait. A step is
+zero_grad, forward, loss, backward, clipping of the norm and fused AdamW. Our side is the trainer's `train_step`. The
+other side is the loop from transformers' documentation, with its default attention and, for comparison, with its eager
+attention. The exit status is 1 if the losses of the first step differ. Beside the speed stand the page faults and the
+system time of a step in the rounds, and of the bytes that a step allocates what torch's profiler counts.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import statistics
 import sys
@@ -70,11 +73,14 @@ Step = Callable[[torch.Tensor], float]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the named sizes, print the results and return 0."""
     options = _parser().parse_args(arguments)
+    agree = True
     for name in options.sizes or ["small", "gpt2_124m"]:
-        rates, losses, setting = measure(name, options)
+        result = measure(name, options)
+        rates, first = result.rates, result.first_losses
+        agree = agree and agreement(first, options)
         document = {
             "size": name,
-            **setting,
+            **result.setting,
             "dtype": options.dtype,
             "compile": options.compile,
             "dropout": options.dropout,
@@ -82,33 +88,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rounds": options.rounds,
             "tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
             "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
-            "loss": losses,
+            "first_loss": first,
+            "loss": result.losses,
+            "step": {side: _per_step(costs) for side, costs in result.costs.items()},
         }
         print(json.dumps(document) if options.json else table(document, rates), flush=True)
-    return 0
+        print(_agreement_line(first, options), file=sys.stderr if options.json else sys.stdout, flush=True)
+    return 0 if agree else 1
 
 
-def measure(
-    name: str, options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, float], Mapping[str, object]]:
-    """Return the tokens per second of each side, round by round, the last loss of each, and device and threads.
+def agreement(losses: Mapping[str, float], options: argparse.Namespace) -> bool:
+    """Return whether the sides have the same loss; always with dropout, since masks differ."""
+    return options.dropout > 0 or all(abs(loss - losses[OURS]) <= _tolerance(options) for loss in losses.values())
+
+
+def _agreement_line(losses: Mapping[str, float], options: argparse.Namespace) -> str:
+    if options.dropout:
+        return "  losses of the first step are not compared: dropout draws other masks"
+    listed = ", ".join(f"{loss:.7f}" for loss in losses.values())
+    words = "agree" if agreement(losses, options) else "DIFFER"
+    return f"  losses of the first step {words} within {_tolerance(options):.0e}: {listed}"
+
+
+def _tolerance(options: argparse.Namespace) -> float:
+    return 1e-5 if Dtype(options.dtype) is Dtype.float32 else 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step takes of the system: page faults, seconds of the system, and allocated bytes."""
+
+    faults: float
+    system_s: float
+    allocated_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The results by side.
+
+    Args:
+        rates: tokens per second, round by round.
+        costs: of a step, round by round.
+        first_losses: of the first step.
+        losses: of the last step.
+        setting: device and threads.
+    """
+
+    rates: Mapping[str, list[float]]
+    costs: Mapping[str, list[StepCost]]
+    first_losses: Mapping[str, float]
+    losses: Mapping[str, float]
+    setting: Mapping[str, object]
+
+
+def _per_step(costs: Sequence[StepCost]) -> dict[str, float]:
+    """Return the medians over rounds."""
+    return {
+        "faults": statistics.median(cost.faults for cost in costs),
+        "system_ms": 1e3 * statistics.median(cost.system_s for cost in costs),
+        "allocated_mb": statistics.median(cost.allocated_bytes for cost in costs) / 1e6,
+    }
+
+
+def measure(name: str, options: argparse.Namespace) -> Measured:
+    """Run the rounds of all sides.
 
     Raises:
         SystemExit: if the process of a side has ended.
     """
     size = SIZES[name]
     rates: dict[str, list[float]] = {side: [] for side in (OURS, THEIRS, EAGER)}
+    costs: dict[str, list[StepCost]] = {side: [] for side in rates}
     with ExitStack() as ending:
         sides, settings = dict[str, _Side](), list[Mapping[str, object]]()
         for side in (OURS, THEIRS, EAGER):
             sides[side] = ending.enter_context(_started(side, name, options))
             settings.append(sides[side].hear())
-        losses = {name: side.run()[1] for name, side in sides.items()}
+        warm = {name: side.run() for name, side in sides.items()}
+        losses = {name: result[1][-1] for name, result in warm.items()}
         for number in range(options.rounds):
             for side in list(sides) if number % 2 else list(reversed(sides)):
-                seconds, losses[side] = sides[side].run()
+                seconds, round_losses, cost = sides[side].run()
+                losses[side] = round_losses[-1]
                 rates[side].append(size.batch * size.seq_length * size.steps / seconds)
-    return rates, losses, settings[0]
+                costs[side].append(cost)
+    first = {name: result[1][0] for name, result in warm.items()}
+    return Measured(rates, costs, first, losses, settings[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +184,12 @@ class _Side:
     process: SpawnProcess
     pipe: Connection
 
-    def run(self) -> tuple[float, float]:
-        """Run the steps of a round; return their seconds and the last loss."""
+    def run(self) -> tuple[float, list[float], StepCost]:
+        """Run the steps of a round; return their seconds, their losses, and the cost of a step."""
         with suppress(ConnectionError):  # the process may have ended
             self.pipe.send(True)
-        seconds, loss = self.hear()
-        return seconds, loss
+        seconds, losses, cost = self.hear()
+        return seconds, losses, cost
 
     def hear(self) -> Any:
         """Return its next message.
@@ -166,13 +232,25 @@ def _serve(pipe: Connection, side: str, name: str, options: argparse.Namespace) 
     shape = (size.batch, size.seq_length + 1)
     batches = [torch.randint(size.vocab_size, shape, generator=generator).to(device) for _ in range(size.steps)]
     pipe.send({"device": device.type, "threads": torch.get_num_threads()})
+    allocated = 0.0
     with suppress(EOFError, ConnectionError):
         while pipe.recv():
-            start = time.perf_counter()
+            before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             losses = [step(batch) for batch in batches]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            pipe.send((time.perf_counter() - start, losses[-1]))
+            seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+            allocated = allocated or _allocated_bytes(lambda: step(batches[0]))
+            faults, system_s = after.ru_minflt - before.ru_minflt, after.ru_stime - before.ru_stime
+            pipe.send((seconds, losses, StepCost(faults / size.steps, system_s / size.steps, allocated)))
+
+
+def _allocated_bytes(step: Callable[[], object]) -> float:
+    """Return the bytes that torch allocates in a step on a CPU, those freed in it included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = profile.events() or []
+    return float(sum(max(0, event.self_cpu_memory_usage) for event in events))
 
 
 def _start_ours(config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
@@ -223,17 +301,22 @@ def _their_model(config: Config, device: torch.device, attention: str | None = N
 def _their_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     section = config.optimizer
     betas = (section.adam_beta1, section.adam_beta2)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), section.lr, betas, section.adam_eps, section.weight_decay, fused=True
-    )
+    no_decay, parameters = no_decay_names(config.model), dict(model.named_parameters())
+    groups = [
+        {"params": [parameter for name, parameter in parameters.items() if (name in no_decay) is not decays]}
+        | {"weight_decay": section.weight_decay if decays else 0.0}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, section.lr, betas, section.adam_eps, fused=True)
     called = torch.compile(model) if config.train.compile else model
     is_bfloat16 = config.train.dtype is Dtype.bfloat16
 
     def step(windows: torch.Tensor) -> float:
-        tokens = windows[:, :-1]
+        tokens, targets = windows[:, :-1], windows[:, 1:].contiguous()
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
-            loss = called(input_ids=tokens, labels=tokens).loss
+            # transformers shifts `labels` itself, which would leave out the last target of every sample.
+            loss = called(input_ids=tokens, labels=targets, shift_labels=targets).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad)
         optimizer.step()
@@ -269,7 +352,12 @@ def table(document: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> 
     for side, values in rates.items():
         speed = f"{statistics.median(values):>12,.0f} tok/s ({min(values):,.0f} to {max(values):,.0f})"
         ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
+        step = document["step"][side]
         lines.append(f"  {side:<30}{speed}, last loss {document['loss'][side]:.4f}{ratio}")
+        lines.append(
+            f"  {'':<30}a step: {step['faults']:,.0f} page faults, {step['system_ms']:.1f} ms of the system, "
+            f"{step['allocated_mb']:,.1f} MB allocated"
+        )
     return "\n".join(lines)
 
 

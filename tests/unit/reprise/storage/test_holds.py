@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import reprise
-from reprise.folder import CheckpointFolder, iteration_name
+from reprise import json_file
+from reprise.folder import STATE, CheckpointFolder, iteration_name
 from reprise.policy import Retention
 from reprise.saving.owned_folder import decide_expired, delete
 from reprise.storage.files import Files
@@ -263,3 +264,24 @@ def test_prune_keeps_what_is_held_by_then(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(c.iteration, c.is_pinned) for c in reprise.list(folder)] == [(2, True), (3, False)]
     assert holds[0] is not None
     holds[0].release()
+
+
+def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, paths, read = folder_with(tmp_path, 1, 2, 3), list[Path](), json_file.read
+
+    def listening(path: Path) -> json_file.Json:
+        paths.append(path)
+        return read(path)
+
+    for iteration, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        (folder.iteration(iteration) / STATE).write_text(json.dumps({"valid_loss": loss}))
+    monkeypatch.setattr(json_file, "read", listening)
+    assert [decide_expired(folder, Retention(1, keep_best=1))[0] for _ in range(2)] == [[2], [2]]
+    assert sorted(paths) == [folder.iteration(iteration) / STATE for iteration in (1, 2, 3)]
+    # Another folder of the same name is another checkpoint.
+    folder.iteration(2).rename(tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / STATE).write_text(json.dumps({"valid_loss": 0.5}))
+    (tmp_path / "new").rename(folder.iteration(2))
+    assert decide_expired(folder, Retention(1, keep_best=1))[0] == [1]
+    assert len(paths) == 4
