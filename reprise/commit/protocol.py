@@ -25,7 +25,7 @@ class Steps(Protocol):
     """What a rank does on its disk in a commit. All raise what went wrong."""
 
     def write(self) -> Written:
-        """Write this rank's part durably."""
+        """Write this rank's part, durably where there are other ranks."""
 
     def inventory(self) -> Inventory:
         """Return what this rank saves, once its part is written. Where there are several ranks."""

@@ -16,7 +16,7 @@ import xxhash
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format.box import Box, image
+from reprise.format.box import Box, image, whole
 from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
@@ -150,6 +150,10 @@ def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntr
 
 def _tile_tensor(place: Place, pieces: list[WrittenPiece]) -> TensorEntry:
     spec = place.spec
+    if len(pieces) == 1 and spec.total_bytes and pieces[0].box == whole(spec.view):
+        (piece,) = pieces
+        if (piece.lo, piece.hi) == (0, spec.total_bytes):  # as nearly all pieces of a single rank
+            return TensorEntry(spec.view, tuple((0, size) for size in spec.view), {}, piece.digests)
     cuts = []
     for dim, size in enumerate(spec.view):
         marks = {piece.box.offset[dim] for piece in pieces} | {piece.box.end[dim] for piece in pieces}

@@ -28,7 +28,7 @@ from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
 from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.snapshot import Snapshot
-from reprise.saving.writer import THREADS, Writer, writing_failed
+from reprise.saving.writer import THREADS, Unsynced, Writer, writing_failed
 from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
@@ -76,6 +76,7 @@ class SaveJob:
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
     _digests: SharedDigests = field(init=False, default_factory=dict)
+    _unsynced: Unsynced = field(init=False, default_factory=Unsynced)
 
     @property
     def blocked_s(self) -> float:
@@ -114,7 +115,8 @@ class SaveJob:
         arguments = (self.channel, attempt, self.shared, self, self.tables)
         commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
-            commit.run()
+            with self._unsynced:
+                commit.run()
             self.committed_at = time.perf_counter()
         except BaseException as error:
             if self.local_ranks is not None:
@@ -137,7 +139,10 @@ class SaveJob:
                         self._remove(path)
 
     def write(self) -> Written:
-        """Write this rank's part, and make sure it lies in the folder of its host's leader."""
+        """Write this rank's part, and make sure it lies in the folder of its host's leader.
+
+        It is durable, but for that of a single rank, which `prepare` syncs.
+        """
         attempt, partial = self.attempt, self.attempt.partial
         with contextlib.ExitStack() as checks:
             if not self._leads:
@@ -158,7 +163,14 @@ class SaveJob:
                 )
                 beside = () if self.replicas is None else self.replicas.calls
                 try:
-                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=beside)
+                    result = writer.write(
+                        self.plan.pieces,
+                        self.plan.chunks,
+                        self.snapshot,
+                        beside=beside,
+                        # No report waits for these syncs: with those of the JSON files they share a journal commit.
+                        unsynced=self._unsynced if self.channel.world_size == 1 else None,
+                    )
                 except CheckpointError:
                     if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
                         self._require_mark(partial)
@@ -224,7 +236,8 @@ class SaveJob:
         """Make all files of this host's folder durable."""
         if self._is_marked:
             _remove_mark(self.attempt)
-        finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
+        beside = (*self._unsynced.syncs, *self.contents.syncs)
+        finish.prepare(self.attempt, files, lock=self.lock, beside=beside)
 
     def rename(self) -> None:
         """Rename this host's folder to the name of the checkpoint."""

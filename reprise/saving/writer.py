@@ -19,7 +19,7 @@ from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout, Layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenPiece
 from reprise.saving.column_sharing import Sharing, cut_by_stripes
-from reprise.saving.plan import CHUNK_BYTES, Chunk, ChunkPart, Piece
+from reprise.saving.plan import Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
 from reprise.storage.files import Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
@@ -32,6 +32,14 @@ THREADS = 2
 # Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
 MOST_OPEN = 64
 _THREAD = "checkpoint-writer"
+
+
+class Unsynced(ExitStack):
+    """Written files, open until they are synced: `syncs` makes them durable, `close` closes what is still open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class Writer:
         snapshot: Snapshot,
         *,
         beside: Sequence[Callable[[], None]] = (),
+        unsynced: Unsynced | None = None,
     ) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
@@ -72,6 +81,7 @@ class Writer:
         Args:
             chunks: the extents of each file, in the order of writing.
             beside: calls to run beside the writes, each on a thread of its own.
+            unsynced: takes the files, for the caller to sync; None syncs here.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -95,7 +105,12 @@ class Writer:
             if self.sharing is not None:
                 stripes = partial(self._write_stripes, self.sharing, targets, snapshot, has_failed)
                 run_together([stripes] * self.threads, name=_THREAD, threads=self.threads)
-            self.files.sync_together([partial(self._sync, target) for target in targets.values()])
+            syncs = [partial(self._sync, target) for target in targets.values()]
+            if unsynced is None:
+                self.files.sync_together(syncs)
+            else:
+                unsynced.syncs += syncs
+                unsynced.push(ending.pop_all())
         return Written(
             [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
             sum(target.written_bytes for target in targets.values()),
@@ -111,7 +126,7 @@ class Writer:
     ) -> None:
         computed = PieceDigests()
         try:
-            bounce = map_memory(CHUNK_BYTES + PAGE_BYTES)
+            bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
             self._go_on(snapshot, has_failed)
             with target:
                 for chunk in chunks:

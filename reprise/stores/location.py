@@ -7,6 +7,8 @@ from pathlib import Path
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.stores.url import is_store_url
 
+_MARK = "://"  # of every URL; no path without it asks further
+
 
 def location(text: str | Path) -> Path:
     """Return the path in a text: a path of this host, or the URL of a store.
@@ -16,7 +18,7 @@ def location(text: str | Path) -> Path:
     """
     if isinstance(text, Path):
         return text
-    if not is_store_url(text):
+    if _MARK not in text or not is_store_url(text):
         return Path(text)
     from reprise.stores.path import store_path
 
@@ -25,7 +27,8 @@ def location(text: str | Path) -> Path:
 
 def is_stored(path: Path) -> bool:
     """Return whether a path lies in a store."""
-    return is_store_url(str(path))
+    text = str(path)
+    return _MARK in text and is_store_url(text)
 
 
 def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:

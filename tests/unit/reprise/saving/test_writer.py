@@ -7,7 +7,7 @@ import errno
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -95,3 +95,27 @@ def test_a_save_that_fails_leaves_nothing_open(tmp_path: Path, kind: str, after:
     assert "errno 5" in str(report.error)
     assert descriptors() == before
     checkpointer.close()
+
+
+class CountsSyncs(Files):
+    """A file system which notes how many syncs are made together."""
+
+    def __init__(self) -> None:
+        self.together: list[int] = []
+
+    def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
+        self.together.append(len(syncs))
+        super().sync_together(syncs)
+
+
+def test_a_single_rank_waits_twice_for_the_disk(tmp_path: Path) -> None:
+    files = CountsSyncs()
+    checkpointer = Checkpointer(SavePolicy(tmp_path, file_bytes=4096), single_rank_channel(), nonce="n", files=files)
+    checkpointer.start()
+    report = checkpointer.save(1, many_files())
+    checkpointer.close()
+    assert report is not None
+    assert report.error is None
+    everything, names = files.together
+    assert everything == FILES + len(["manifest.json", "trainer_state.json", "model.safetensors.index.json", "folder"])
+    assert names == len(["root", "tracker"])
