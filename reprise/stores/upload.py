@@ -121,6 +121,11 @@ class Upload:
             self._client.put(self._mark, b"")
         return True
 
+    def has_another(self) -> bool:
+        """Return whether the folder of the store has another checkpoint."""
+        objects = self.objects()
+        return MANIFEST in objects and not self._is_committed(objects[MANIFEST])
+
     def require_own(self) -> None:
         """Refuse a folder of the store with objects and no mark: no upload has left them.
 
