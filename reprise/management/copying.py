@@ -131,6 +131,7 @@ class _Copy:
             verify_share(self._checkpoint, read_places(self._checkpoint), rank=0, world_size=1)
             source = LocalSource(self._source)
         upload = Upload(client, url, source, self._files, progress=self._add)
+        retried(upload.require_own)
         if retried(upload.begin):
             retried(upload.send)
             upload.commit()

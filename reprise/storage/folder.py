@@ -27,7 +27,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _SUPERSEDED = "iter_*.superseded-"
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
-_DELETING = re.compile(r"\.iter_\d{7,}\.(.*)\.deleting")
+_DELETING = re.compile(r"\.(iter_\d{7,})\.(.*)\.deleting")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
@@ -253,7 +253,7 @@ class CheckpointFolder:
             matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
         except OSError:
             return []
-        discarded = [path for path, match in matches if match and f"{match[1]}-".startswith(f"{name}-")]
+        discarded = [path for path, match in matches if match and f"{match[2]}-".startswith(f"{name}-")]
         return [path for path in discarded if not is_held(path)]
 
     def sweep(self) -> list[Path]:
@@ -315,7 +315,16 @@ class CheckpointFolder:
             _log.error("the replaced %s could not be deleted: %s", aside, error)
 
     def _settle(self, path: Path) -> Path:
-        """Complete the commit whose replaced checkpoint lies at `path`, if any; return its name afterwards."""
+        """Complete the commit whose replaced checkpoint lies at `path`, if any; return its name afterwards.
+
+        A held checkpoint that `hide` has renamed gets its name back.
+        """
+        leaving = _DELETING.fullmatch(path.name)
+        if leaving is not None and is_held(path):
+            back = self.root / leaving[1]
+            if not os.path.lexists(back):
+                self.files.rename(path, back)
+                return back
         match = _REPLACED.fullmatch(path.name)
         if match is None:
             return path

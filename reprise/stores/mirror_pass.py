@@ -166,6 +166,8 @@ class MirrorPass:
         if name in self._inherited:
             raise self._foreign(name)
         if name not in record.partial:
+            if name not in record.committed and upload.has_another():  # which was not there at the survey
+                raise self._contended(name)
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
         self._forget(name)
         if upload.begin():
@@ -258,6 +260,15 @@ class MirrorPass:
             expected=f"run {self._lineage[1].run}",
             found=found,
             fix="Give each run a URL of its own.",
+        )
+
+    def _contended(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            "Another run uploads into the same place of a store",
+            where=self._url.child(name),
+            expected="checkpoints of this run alone",
+            found="a checkpoint that has appeared there and is not of this run's folder",
+            fix="End one of the two runs, or give it a checkpoint.mirror of its own.",
         )
 
     def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:

@@ -25,7 +25,7 @@ Fetch = Callable[[memoryview, int], None]  # fills a buffer from an offset in th
 WINDOW_BYTES = 64 << 10
 # Planned spans this far apart share a request: tensors begin on pages.
 GAP_BYTES = 8 << 10
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 96 << 20
 
 
 @dataclass(slots=True, eq=False)

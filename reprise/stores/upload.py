@@ -121,6 +121,27 @@ class Upload:
             self._client.put(self._mark, b"")
         return True
 
+    def has_another(self) -> bool:
+        """Return whether the folder of the store has another checkpoint."""
+        objects = self.objects()
+        return MANIFEST in objects and not self._is_committed(objects[MANIFEST])
+
+    def require_own(self) -> None:
+        """Refuse a folder of the store with objects and no mark: no upload has left them.
+
+        Raises:
+            CheckpointError: naming an object.
+        """
+        objects = self.objects()
+        if objects and not any(name.startswith(_MARK) for name in objects):
+            raise CheckpointError(
+                "A folder of the store holds objects, and no upload has left them",
+                where=self._folder,
+                expected=f"{MANIFEST}, or no object",
+                found=min(objects),
+                fix="Delete them, or name another target.",
+            )
+
     def has_begun(self) -> bool:
         """Return whether host 0 has made the folder ready."""
         return _exists(self._client, self._mark) and not _exists(self._client, self._folder.child(MANIFEST).key)

@@ -10,6 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.format.mirror_record import MIRROR, MirrorRule
 from reprise.stores.client import StoreClient
@@ -17,6 +22,7 @@ from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.url import StoreUrl
 from reprise.stores.wire import CONNECTIONS
 
+_DCP_THREADS = 8
 Seconds = dict[str, float]  # `seconds`, and `bytes`: the peak memory of the process, or of what a side counts
 
 
@@ -47,6 +53,36 @@ def mirror(path: Path, url: StoreUrl, client: StoreClient) -> None:
         pass
 
 
+def dcp_save(path: Path, url: StoreUrl, _: StoreClient) -> float:
+    """Save the tensors of the files with torch.distributed.checkpoint through fsspec; return the seconds."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    state = _tensors(path)
+    writer = FsspecWriter(str(url.child("dcp")), thread_count=_DCP_THREADS, sync_files=False)
+    start = time.perf_counter()
+    save(state, storage_writer=writer, no_dist=True)
+    return time.perf_counter() - start
+
+
+def dcp_load(path: Path, url: StoreUrl, _: StoreClient) -> float:
+    """Load these tensors again in place; return the seconds."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    state = _tensors(path)
+    start = time.perf_counter()
+    load(state, storage_reader=FsspecReader(str(url.child("dcp"))), no_dist=True)
+    return time.perf_counter() - start
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    tables = [load_file(file) for file in _files(path) if file.suffix == ".safetensors"]
+    return {f"{number}/{name}": tensor for number, table in enumerate(tables) for name, tensor in table.items()}
+
+
+def idle(*_: object) -> None:
+    """Do nothing: the memory of a process with obstore."""
+
+
 def clear(_: Path, url: StoreUrl, client: StoreClient) -> None:
     """Delete all objects."""
     client.delete([entry.key for entry in client.objects(url.key)])
@@ -67,9 +103,10 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-SIDES: dict[str, Callable[[Path, StoreUrl, StoreClient], int | None]] = {
-    call.__name__: call for call in (bare_upload, bare_download, mirror, clear, stored)
+SIDES: dict[str, Callable[[Path, StoreUrl, StoreClient], float | None]] = {
+    call.__name__: call for call in (bare_upload, bare_download, mirror, dcp_save, dcp_load, idle, clear, stored)
 }
+TIMED = (dcp_save, dcp_load)  # return their seconds
 
 
 def main(side: str, path: str, text: str) -> None:
@@ -78,9 +115,11 @@ def main(side: str, path: str, text: str) -> None:
     client = StoreClient(url.root)
     client.names(url.key)
     start = time.perf_counter()
-    count = SIDES[side](Path(path), url, client)
+    result = SIDES[side](Path(path), url, client)
     seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "bytes": peak_bytes() if count is None else count}))
+    if SIDES[side] in TIMED:
+        seconds, result = result or 0.0, None
+    print(json.dumps({"seconds": seconds, "bytes": peak_bytes() if result is None else result}))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ once as a load. Figures are medians, and the median of the ratio of the same rou
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import re
@@ -23,12 +24,28 @@ import torch
 from torch import nn
 
 import reprise
+from reprise.savers import MirrorProcess, mirror_rule
+from reprise.stores.client import PART_BYTES
 from scripts.bench.store_sides import Seconds, peak_bytes
 from scripts.bench.tables import table
 
 _TIMEOUT_S = 600.0
 _WIDTH = 1024
 _BYTES_OF_LAYER = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)  # the weights and two moments in float32
+
+
+BASES = {  # of each side, what its rate is compared with
+    "bare upload": "bare upload",
+    "mirror": "bare upload",
+    "DCP save, fsspec": "bare upload",
+    "bare download": "bare download",
+    "load": "bare download",
+    "DCP load, fsspec": "bare download",
+    "save": "save",
+    "save with a mirror": "save",
+    "blocked": "blocked",
+    "blocked with a mirror": "blocked",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,18 +68,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "bare download": lambda: _in_process("bare_download", path, options.url),
             "load": lambda: _load(f"{options.url}/run", model, optimizer),
         }
-        rounds = []
+        if importlib.util.find_spec("s3fs") is not None and options.url.startswith("s3://"):
+            sides["DCP save, fsspec"] = lambda: _in_process("dcp_save", path, options.url)
+            sides["DCP load, fsspec"] = lambda: _in_process("dcp_load", path, options.url)
+        rounds, saves = [], _Saves(Path(name), f"{options.url}/saves", model, optimizer)
         for _ in range(options.rounds):
             _in_process("clear", path, options.url)
-            rounds.append({side: call() for side, call in sides.items()})
+            rounds.append({side: call() for side, call in sides.items()} | saves.measure())
+        saves.end()
         stored_bytes = _in_process("stored", path, options.url)["bytes"]
+        idle_bytes = _in_process("idle", path, options.url)["bytes"]
         _in_process("clear", path, options.url)
-    bases = ["bare upload", "bare upload", "bare download", "bare download"]
-    rows = [_row(rounds, side, base) for side, base in zip(sides, bases, strict=True)]
+    rows = [_row(rounds, side, base) for side, base in BASES.items() if side in rounds[0]]
     print(f"{options.url}: {total_bytes / 1e6:.0f} MB, {options.rounds} rounds, torch {torch.__version__}")
     print("\n".join(table(["side", "seconds", "rate / bare rate", "peak memory, MB"], rows)))
     print(f"bytes in the store / bytes on the disk: {stored_bytes / total_bytes:.5f}")
+    uploader_bytes = max(figures["mirror"]["bytes"] for figures in rounds) - idle_bytes
+    print(f"memory of the mirror beside that of an idle process: {uploader_bytes / PART_BYTES:.1f} parts")
     print(f"bytes read / bytes of the state: {statistics.median(reads.counts) / total_bytes:.4f}")
+
+
+class _Saves:
+    """Saves of the same state into a folder with a mirror, which uploads meanwhile, and into one without."""
+
+    def __init__(self, root: Path, url: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer, self._number = model, optimizer, 0
+        self._folders = {"": root / "alone", " with a mirror": root / "mirrored"}
+        self._mirror = MirrorProcess(root / "mirrored", mirror_rule(url, interval=0, keep=1))
+
+    def measure(self) -> dict[str, Seconds]:
+        """Return the seconds of a save, and of the part for which an asynchronous save blocks, by side."""
+        figures = dict[str, Seconds]()
+        for name, folder in self._folders.items():
+            with reprise.AsyncSaver(folder, max_checkpoint_keep=2) as saver:
+                for _ in range(2):  # the second while the mirror uploads the first
+                    self._number += 1
+                    start = time.perf_counter()
+                    saver.save(self._number, self._model, self._optimizer)
+                    blocked = time.perf_counter() - start
+                    saver.wait()
+                    seconds = time.perf_counter() - start
+                    if name:
+                        self._mirror.wake()
+            figures[f"save{name}"] = {"seconds": seconds, "bytes": peak_bytes()}
+            figures[f"blocked{name}"] = {"seconds": blocked, "bytes": peak_bytes()}
+        return figures
+
+    def end(self) -> None:
+        """End the mirror."""
+        self._mirror.end()
 
 
 class _Reads(logging.Handler):

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from models.config import ModelConfig
 from models.families import hf_config
 from tests.harness import TINY, run_ok
+from tests.stores.saving import content
 from tests.unit.model_samples import FAMILIES, VARIANTS, open_with_transformers, random_values, save_as_transformers
+from trainer.commands import convert
 from trainer.commands.generate import main
 from trainer.data.bpe import train_bpe
 from trainer.generate.sampling import Sampling, continue_with
@@ -87,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_its_checkpoints_and_its_newest_are_one_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run / "checkpoints/iter_0000004"
     texts = set()
-    for path in (run, run / "checkpoints", newest):
+    for path in (run, run / "checkpoints", newest, f"file://{newest}"):
         assert main([str(path), "--prompt", "def f(", "--max-new-tokens", "12"]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
@@ -97,12 +99,21 @@ def test_a_run_its_checkpoints_and_its_newest_are_one_model(run: Path, capsys: p
     assert greedy(run / "checkpoints/iter_0000002", PROMPT, 20) != greedy(newest, PROMPT, 20)
 
 
+def test_a_stored_checkpoint_is_exported_as_one_on_a_disk(run: Path, tmp_path: Path) -> None:
+    newest = run / "checkpoints/iter_0000004"
+    for source, out in ((str(newest), "disk"), (f"file://{run / 'checkpoints'}", "store")):
+        assert convert.main(["export", "hf", source, str(tmp_path / out)]) == 0
+    assert content(tmp_path / "store") == content(tmp_path / "disk")
+    assert "tokenizer.json" in content(tmp_path / "store")
+
+
 def test_a_lost_tokenizer_is_taken_from_another_checkpoint(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
     expected = [main([str(copy), "--prompt", "def f("]), capsys.readouterr().out]
     (copy / "iter_0000004/tokenizer.json").unlink()
+    assert [main([f"file://{copy}", "--prompt", "def f("]), capsys.readouterr().out] == expected
     assert [main([str(copy), "--prompt", "def f("]), capsys.readouterr().out] == expected
     (copy / "iter_0000002/tokenizer.json").write_bytes(b"{}")
     assert main([str(copy), "--prompt", "def f("]) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from reprise import copy
+from reprise.errors import CheckpointError
 from reprise.folder import iteration_name
 from reprise.format.lineage import Branch, Lineage
 from reprise.format.mirror_record import MirrorRule
@@ -156,6 +157,20 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, monkeypatch: py
         if killer.count < number:
             break
     assert number > 15
+
+
+def test_a_copy_clears_only_what_a_copy_has_left(tmp_path: Path) -> None:
+    folder, store = tmp_path / "run", tmp_path / "store"
+    save(folder, [5], files=2)
+    target = store / iteration_name(5)
+    target.mkdir(parents=True)
+    (target / "notes.txt").write_text("of the user")
+    with pytest.raises(CheckpointError, match=r"no upload has left them.*notes\.txt"):
+        copy(folder, f"file://{store}")
+    assert content(store) == {f"{iteration_name(5)}/notes.txt": b"of the user"}
+    (target / ".upload-of-another-copy").touch()
+    copy(folder, f"file://{store}")
+    assert assert_whole(store, folder) == [iteration_name(5)]
 
 
 def _client(killer: Killer, url: StoreUrl) -> StoreClient:

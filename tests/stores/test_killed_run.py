@@ -73,6 +73,8 @@ class Scene:
         number = uploader_of(process.pid or 0) if victim == "uploader" else process.pid
         if number is None or process.exitcode is not None:
             return False
+        if victim == "run" and not CheckpointFolder(self.root, Files()).committed():
+            return False  # the next start would refuse to begin anew
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
         if victim != "uploader":

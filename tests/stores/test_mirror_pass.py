@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -317,3 +318,23 @@ def test_the_rule_and_the_record_fit(site: Site) -> None:
     give_up(site.folder, 10)
     save(site.folder, [10], nonce="m", add=0.5)
     assert rule.unmirrored(site.folder, [5, 10, 15], [5, 10]) == [10]
+
+
+def test_the_second_of_two_live_runs_is_refused_by_name(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    save(site.folder, [5])
+    first = site.passes()
+    twin = site.folder.parents[1] / "twin" / "checkpoints"
+    shutil.copytree(site.folder, twin)
+    second = MirrorPass(StoreClient(site.url.root), site.url, twin, MirrorRule(str(site.url)))
+    for passes in (first, second):
+        while not passes.run():
+            pass
+    save(site.folder, [10])
+    save(twin, [10], nonce="m", add=0.5)
+    while not first.run():
+        pass
+    stored = content(site.store / iteration_name(10))
+    while not second.run():
+        pass
+    assert "Another run uploads into the same place of a store" in caplog.text
+    assert content(site.store / iteration_name(10)) == stored == content(site.folder / iteration_name(10))

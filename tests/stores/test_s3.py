@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import boto3
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from reprise.folder import iteration_name
+from tests.harness import TINY, run_ok
 from tests.stores.moto_server import BUCKET, environment, moto_server
 from tests.stores.proxy import Faults, faulty
 from tests.stores.saving import content, save
@@ -111,3 +116,24 @@ def test_a_store_that_refuses_is_named_in_a_line(port: int, tmp_path: Path) -> N
     text = reprise(*words, endpoint=server(port), cwd=tmp_path, is_ok=False)
     assert text.startswith("reprise checkpoint: s3://no-bucket/run/")
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_others_open_what_plain_tools_download(port: int, tmp_path: Path) -> None:
+    run_ok(tmp_path / "run", ["model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=4"])
+    folder, plain = tmp_path / "run" / "checkpoints" / iteration_name(4), tmp_path / "plain"
+    reprise("checkpoint", "copy", folder, f"s3://{BUCKET}/plain", endpoint=server(port), cwd=tmp_path)
+    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
+    prefix = f"plain/{iteration_name(4)}/"
+    for entry in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]:
+        path = plain / entry["Key"].removeprefix(prefix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        client.download_file(BUCKET, entry["Key"], str(path))
+    digests = [{name: sha256(data).hexdigest() for name, data in content(root).items()} for root in (folder, plain)]
+    assert digests[0] == digests[1]
+    tensors = [table for path in plain.glob("model*.safetensors") for table in load_file(path).items()]
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    values = model.state_dict()
+    assert len(tensors) > 10
+    for name, tensor in tensors:
+        assert torch.equal(values[name], tensor), name

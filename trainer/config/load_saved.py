@@ -10,7 +10,6 @@ from pathlib import Path
 from reprise import json_file
 from reprise.errors import TrainerError, UnreadableError
 from reprise.files import (
-    FILE_SYSTEM,
     Files,
     Patience,
     PatientFiles,
@@ -67,7 +66,7 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
         return None
     path = checkpoint.path / RUN_CONFIG
     values = saved_values(json_file.parse(read_file(checkpoint, RUN_CONFIG), where=path), checkpoint.state, where=path)
-    values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent)
+    values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent, files)
     reading.end()
     return SavedConfig(path, values)
 
@@ -87,7 +86,7 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
     return f"To continue with the run's own configuration: `{command}`."
 
 
-def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path) -> dict[str, object]:
+def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path, files: Files) -> dict[str, object]:
     """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone.
 
     Args:
@@ -98,11 +97,11 @@ def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path
         return values
     path = find_accessory(checkpoint, TOKENIZER)
     if path is not None and is_stored(path):
-        path = _copied(path, checkpoint, run)
+        path = _copied(path, checkpoint, run, files)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
 
 
-def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path) -> Path:
+def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path, files: Files) -> Path:
     """Copy the tokenizer of a checkpoint into a folder, and return the copy. Ranks may do so at once.
 
     Raises:
@@ -112,8 +111,8 @@ def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path) -> Path:
     try:
         if not path.exists():
             run.mkdir(parents=True, exist_ok=True)
-            with atomic_output(path, FILE_SYSTEM, replaces=True) as partial:
-                FILE_SYSTEM.write_whole(partial, read_content(tokenizer, checkpoint.files))
+            with atomic_output(path, files, replaces=True) as partial:
+                files.write_whole(partial, read_content(tokenizer, checkpoint.files))
     except OSError as error:
         raise cannot_write(path, error, what="The copy of a tokenizer", another="another run.dir") from error
     return path

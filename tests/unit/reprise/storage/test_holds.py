@@ -250,6 +250,28 @@ def test_a_sweep_removes_nothing_that_is_held(tmp_path: Path, name: str) -> None
     hold.release()
 
 
+def test_a_sweep_gives_a_held_checkpoint_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, renames = folder_with(tmp_path, 1, 2), list[Path]()
+    hold = list[Hold | None]()
+
+    def killed(files: Files, source: Path, target: Path) -> None:
+        if renames:
+            raise KeyboardInterrupt
+        hold.append(Hold.take(source))
+        os.rename(source, target)
+        renames.append(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.discard(1, "n-1")
+    assert folder.committed() == [2]
+    assert folder.sweep() == []
+    assert folder.committed() == [1, 2]
+    assert hold[0] is not None
+    hold[0].release()
+
+
 def test_prune_keeps_what_is_held_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, holds, rename = save(tmp_path, 1, 2, 3), list[Hold | None](), Files.rename
 
