@@ -113,12 +113,24 @@ def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
         lines: all lines of `path`. The last side file holds only some of these if its cut was interrupted.
     """
     count, last = 1, list[str]()
-    while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
+    while (side := _side_path(path, count)).exists():
         last = _read_lines(side)
         count += 1
     if last and all(line in lines for line in last):
-        return path.with_name(f"{path.stem}.abandoned-{count - 1}.jsonl"), True
+        return _side_path(path, count - 1), True
     return side, False
+
+
+def newest_side_file(path: Path) -> str | None:
+    """Return the name of the last file with abandoned lines of `path`, or None."""
+    count = 0
+    while _side_path(path, count + 1).exists():
+        count += 1
+    return _side_path(path, count).name if count else None
+
+
+def _side_path(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.abandoned-{number}.jsonl")
 
 
 def last_recorded_iteration(path: Path) -> int | None:
