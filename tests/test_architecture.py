@@ -104,7 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("trainer.run.inputs",),
     ("trainer.run.build", "trainer.run.dry_run"),
-    ("trainer.run.fitting", "trainer.start.identity"),
+    ("trainer.run.fitting", "trainer.start.identity", "trainer.training.rewind"),
     ("trainer.interop",),
     ("trainer.start.source",),
     ("trainer.start.decide",),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
     from trainer.run.build import Run
+    from trainer.run.inputs import RunInputs
+    from trainer.training.rewind import Rewind
 
 _log = logging.getLogger(__name__)
 _EXIT_GRACE_S = 1.0
@@ -135,12 +139,7 @@ def _import_training(config: Config, world_size: int) -> None:
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
-    from trainer.run.build import build
     from trainer.run.inputs import open_inputs
-    from trainer.run.saves import build_saves
-    from trainer.start.decide import decide
-    from trainer.start.fill import fill
-    from trainer.training.loop import train
 
     config, channel = resolved.config, cluster.channel
     error = ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
@@ -153,8 +152,36 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     inputs = open_inputs(config, cluster)
     times.end(Phase.data)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce):
+        rewind = _train_from(resolved, config, cluster, inputs, signals, times, None)
+        while rewind is not None:
+            gc.collect()  # modules and their hooks are cycles, and hold the memory that the next start needs
+            nonce = channel.from_first(f"rewind/{cluster.nonce}", lambda: secrets.token_hex(4))
+            cluster, config, times = replace(cluster, nonce=nonce), rewind.config(config), StartTimes()
+            rewind = _train_from(resolved, config, cluster, inputs, signals, times, rewind)
+
+
+def _train_from(
+    resolved: Resolved,
+    config: Config,
+    cluster: Cluster,
+    inputs: RunInputs,
+    signals: SignalHandler,
+    times: StartTimes,
+    rewind: Rewind | None,
+) -> Rewind | None:
+    """Start and train; return the rewind with which to start again, if any.
+
+    Args:
+        rewind: what leads to this start; None for the first.
+    """
+    from trainer.run.build import build
+    from trainer.run.saves import build_saves
+    from trainer.start.decide import decide
+    from trainer.start.fill import fill
+    from trainer.training.loop import train
+
     with ExitStack() as stack:
-        stack.enter_context(hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce))
         saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
         start = decide(config, cluster, saves)
         times.end(Phase.load)
@@ -169,7 +196,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
             run = replace(run, mirrors=stack.enter_context(mirrors))
         run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
         times.end(Phase.load)
-        train(run)
+        return train(run if rewind is None else rewind.begun(run))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from trainer.config.logging import logging_problems
 from trainer.config.optimizer import OptimizerName, optimizer_problems
 from trainer.config.parallel import PARALLEL_SIZES, parallel_problems
 from trainer.config.schema import Config
-from trainer.config.train import TrainSection, train_problems
+from trainer.config.train import OnSpike, TrainSection, train_problems
 from trainer.config.values import number_problems, path_problems, type_problems
 from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
@@ -309,6 +309,9 @@ def _save_needs(config: Config) -> list[str]:
         problems.append(
             f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
         )
+    has_folder = section.save is not None or section.local.dir is not None
+    if config.train.on_spike is OnSpike.rewind and (not has_folder or section.no_save_optim):
+        problems.append("train.on_spike=rewind: needs a folder to save to, and checkpoint.no_save_optim=false")
     if section.base is not None and not is_adapted(config.model):
         problems.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
     return problems

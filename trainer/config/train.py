@@ -9,6 +9,7 @@ from trainer.config.values import MOST_SECONDS
 from trainer.parallel.topology import ACCELERATORS, MOST_THREADS
 
 _MOST_MINUTES = 1e7
+_MOST_WINDOW = 10_000  # values in every checkpoint
 _MOST_RANKS = 1 << 20  # of a dry run's table
 
 
@@ -17,6 +18,15 @@ class OnNonfinite(Enum):
 
     stop = "stop"
     skip = "skip"
+
+
+class OnSpike(Enum):
+    """What becomes of an iteration whose loss or gradient norm is far above the running median."""
+
+    off = "off"
+    warn = "warn"
+    stop = "stop"
+    rewind = "rewind"
 
 
 class Dtype(Enum):
@@ -65,6 +75,12 @@ class TrainSection:
             a slower process exits with status 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: reaction to a nonfinite loss or gradient norm: `stop` ends the run and saves nothing of that
             iteration, `skip` continues without its optimizer step.
+        on_spike: reaction to a loss or gradient norm far above its running median: `off` looks for none, `warn` logs
+            it, `stop` ends the run and saves nothing of that iteration, `rewind` goes back to the newest checkpoint
+            before it, passes over the samples from there to the spike, and goes on; so it does at a nonfinite loss.
+        spike_factor: standard deviations above the running median from which on a value is a spike.
+        spike_window: iterations of the running median; there is no spike in the first ones.
+        max_rewinds: rewinds of a run after which the next spike stops it.
         check_replicas_interval: iterations between comparisons of the bits of ranks with the same tensor, in addition
             to those at saves; a difference ends the run. 0 never compares.
         distributed_timeout_minutes: minutes of a rank's wait for the others in a collective or for a message; a rank
@@ -99,6 +115,10 @@ class TrainSection:
     exit_duration_in_mins: float = 0.0
     exit_signal_save_seconds: float = 25.0
     on_nonfinite: OnNonfinite = OnNonfinite.stop
+    on_spike: OnSpike = OnSpike.off
+    spike_factor: float = 6.0
+    spike_window: int = 128
+    max_rewinds: int = 3
     check_replicas_interval: int = 0
     distributed_timeout_minutes: float = 10.0
     device: str = "auto"
@@ -122,6 +142,10 @@ def train_problems(train: TrainSection) -> list[str]:
     for name, most in (("exit_signal_save_seconds", MOST_SECONDS), ("distributed_timeout_minutes", _MOST_MINUTES)):
         if not 0 < getattr(train, name) <= most:
             problems.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
+    if train.spike_factor <= 0:
+        problems.append(f"train.spike_factor={train.spike_factor}: must be above 0")
+    if not 2 <= train.spike_window <= _MOST_WINDOW:
+        problems.append(f"train.spike_window={train.spike_window}: must be from 2 to {_MOST_WINDOW}")
     if train.seed < 0:
         problems.append(f"train.seed={train.seed}: must be 0 or more")
     if not 0 <= train.threads <= MOST_THREADS:
@@ -145,6 +169,7 @@ _COUNTS = (
     "seq_length",
     "eval_iters",
     "sample_tokens",
+    "max_rewinds",
     "dry_run_ranks",
 )
 _INTERVALS = (

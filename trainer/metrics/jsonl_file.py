@@ -107,7 +107,7 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
             recorded.add(number)
     is_unfinished = bool(last_cut) and {*last_cut} <= {*lines}
     if not is_unfinished:
-        side = _side_file(path, _number_of(side) + 1)
+        side = _side_path(path, _number_of(side) + 1)
     if cut:
         replace_file(files, side, b"".join(cut))
     _rewrite(path, begin, lines, retained, files)
@@ -159,16 +159,28 @@ def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[
         os.fsync(file.fileno())
 
 
+def newest_side_file(path: Path) -> str | None:
+    """Return the name of the last file with abandoned lines of `path`, or None."""
+    number = _last_number(path)
+    return _side_path(path, number).name if number else None
+
+
 def _last_side_file(path: Path) -> tuple[Path, list[bytes]]:
     """Return the newest side file, and its lines; the number of a missing one is 0."""
-    number = 0
-    while _side_file(path, number + 1).exists():
-        number += 1
-    side = _side_file(path, number)
+    number = _last_number(path)
+    side = _side_path(path, number)
     return side, _LINES.findall(read_regular(side)) if number else []
 
 
-def _side_file(path: Path, number: int) -> Path:
+def _last_number(path: Path) -> int:
+    """Return the number of the newest side file, 0 if none is there."""
+    number = 0
+    while _side_path(path, number + 1).exists():
+        number += 1
+    return number
+
+
+def _side_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.abandoned-{number}.jsonl")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -266,6 +266,11 @@ class RunLog:
         members = {"iteration": iteration, "event": "sample", "text": text}
         self._write(MetricRecord(iteration, members, texts={"sample": text}))
         _log.info(f"step {iteration:5d}/{self.train_iters} | sample {text!r}")
+
+    def note(self, iteration: int, event: str, members: Mapping[str, object], text: str) -> None:
+        """Log an event with these members of its line."""
+        self._write(MetricRecord(iteration, {"iteration": iteration, "event": event, **members}))
+        _log.warning(text)
 
     def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
         """Log a committed save; `slowdown_s` is how much longer iterations took while it was being written.

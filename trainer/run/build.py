@@ -21,6 +21,7 @@ from trainer.config.derived import batch_schedule_of, length_of, save_folder, to
 from trainer.config.frozen import frozen_names
 from trainer.config.logging import sink_names
 from trainer.config.schema import Config
+from trainer.config.train import OnSpike
 from trainer.data.loader import BatchLoader
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
@@ -31,6 +32,7 @@ from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
+from trainer.metrics.spikes import SpikeWatch
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.topology import Topology
@@ -60,6 +62,7 @@ class Run:
         model_files: the JSON files of a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
         saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+        spikes: looks for spikes; None for a run that does not.
         logs: the log of rank 0 once it is open.
         mirrors: the process that uploads checkpoints, on the first rank of each host with a mirror.
     """
@@ -83,6 +86,7 @@ class Run:
     own_time: OwnTime
     profiler: Profiler
     start_times: StartTimes
+    spikes: SpikeWatch | None = None
     logs: tuple[RunLog, ...] = ()
     mirrors: tuple[MirrorProcess, ...] = ()
 
@@ -149,6 +153,9 @@ def build(
             files=saves.files,
         ),
         start_times=times or StartTimes(),
+        spikes=None
+        if config.train.on_spike is OnSpike.off
+        else SpikeWatch(config.train.spike_factor, config.train.spike_window),
     )
 
 

@@ -255,6 +255,12 @@ class Saves:
         return next((target.folders for target in self.targets if isinstance(target, LocalTarget)), None)
 
     @property
+    def folders(self) -> list[CheckpointFolder]:
+        """Return the folders of checkpoints with state, the shared one first; on a host, its own of local ones."""
+        shared = [] if self.shared is None else [self.shared]
+        return shared if self.host_folders is None else [*shared, self.host_folders.folder]
+
+    @property
     def leads(self) -> bool:
         """Return whether this rank leads a host with local checkpoints."""
         return self.host_folders is not None and self.host_folders.leads

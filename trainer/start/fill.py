@@ -16,6 +16,7 @@ from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
+from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
@@ -71,6 +72,13 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
     run = _with_data_origin(run, checkpoint)
+    if run.spikes is not None and SPIKES in checkpoint.state:
+        try:
+            run.spikes.resume(checkpoint.state[SPIKES])
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "A state file has no valid record of spikes", where=checkpoint.path, found=repr(error)
+            ) from error
     return _with_schedule(run, checkpoint) if section.use_checkpoint_scheduler else run
 
 

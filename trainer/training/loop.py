@@ -13,24 +13,29 @@ from reprise.json_file import Document
 from reprise.savers import SaveReport
 from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.train import OnNonfinite
+from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
+from trainer.metrics.spikes import SPIKES, Spike
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
 from trainer.run.saves import Moment, SaveTarget
 from trainer.training.evaluate import evaluate
+from trainer.training.rewind import Rewind, react
 from trainer.training.step import StepResult, train_step
 
 _log = logging.getLogger(__name__)
 
 
-def train(run: Run) -> None:
+def train(run: Run) -> Rewind | None:
     """Train a restored run to its last iteration, and save it. Collective.
 
     Saves run in the background. A failed save is logged, and training continues.
+
+    Returns:
+        The rewind to make, if the run has ended at a spike to be passed over.
 
     Raises:
         TrainerError: if the last save failed: the final state is not on disk.
@@ -52,7 +57,10 @@ def train(run: Run) -> None:
         _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
-        flags = _train_and_record(run, slowdown)
+        flags, spike = _train_and_record(run, slowdown)
+        if spike is not None and (rewind := react(run, spike)) is not None:
+            run.profiler.close()
+            return rewind
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
             _check_replicas(run)
@@ -72,6 +80,7 @@ def train(run: Run) -> None:
             _save_due(run, Moment.requested if flags.save else Moment.trained, slowdown)
     run.profiler.close()
     _save_at_end(run, slowdown, is_stopped=is_stopped)
+    return None
 
 
 def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
@@ -104,8 +113,8 @@ def _goes_on(run: Run) -> bool:
     return progress.iteration < run.train_iters and not progress.owes_evaluation
 
 
-def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
-    """Train an iteration, record it and the finished saves, and return the control flags of all ranks."""
+def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, Spike | None]:
+    """Train an iteration, record it and the finished saves; return the control flags of all ranks, and its spike."""
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
@@ -118,7 +127,10 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for target in run.saves:
         _record_saves(run, target, target.saver.reports(), slowdown)
-    return ControlFlags.of(result.flags)
+    spike, skips = None, result.skipped is not None and _skips(run.config.train.on_nonfinite)
+    if run.spikes is not None and not skips:
+        spike = run.spikes.add(run.state.progress.iteration, result.loss, result.grad_norm)
+    return ControlFlags.of(result.flags), spike
 
 
 def iterate(run: Run) -> StepResult:
@@ -140,7 +152,7 @@ def iterate(run: Run) -> StepResult:
         context=run.context,
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.saves.failed_saves).flags(),
-        skips_nonfinite=_skips(settings.on_nonfinite),
+        skips_nonfinite=_skips(settings.on_nonfinite) or settings.on_spike is OnSpike.rewind,
         own_time=run.own_time,
         is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
     )
@@ -252,6 +264,8 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
     record = run.state.progress.state_record(_lr(run), run.description)
+    if run.spikes is not None:
+        record[SPIKES] = run.spikes.record()
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
