@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from reprise.json_file import Json
 from tests.harness import TINY, compose
 from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.schema import Config
 from trainer.optim.table import settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import Difference, Verdict, differences, flattened, rule_for, settle
@@ -104,9 +106,15 @@ CPU: Json = {
 }  # fmt: skip
 
 
+@cache
+def configuration(*overrides: str) -> Config:
+    """Return the configuration of a run of eight micro batches an iteration, which no test changes."""
+    return compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
+
+
 def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Json:
     """Return the record of a run of eight micro batches an iteration."""
-    run = compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
+    run = configuration(*overrides)
     schedule = resolve(run.schedule, length_of(run.train), run.optimizer.lr)
     topology = topology_of(run, ranks)
     return run_record.describe(
