@@ -10,6 +10,7 @@ import numpy
 
 from reprise.json_file import Json
 from trainer.compare.speed import SKIPPED, Spread
+from trainer.compare.text_table import duration
 from trainer.record.compatibility import flattened
 from trainer.report.charts import (
     COLOURS,
@@ -23,7 +24,7 @@ from trainer.report.charts import (
     life_document,
 )
 from trainer.report.differences import difference_of
-from trainer.report.goodput import PART_TEXTS, Goodput, duration, measure_goodput
+from trainer.report.goodput import PART_TEXTS, Goodput, measure_goodput
 from trainer.report.history import History, LogColumns, seconds_of
 from trainer.report.life import LifeEvent, life_of, life_rows, measured, progress_lines, topology_text
 from trainer.report.page import PageSection

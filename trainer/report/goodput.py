@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy
 
+from trainer.compare.text_table import duration
 from trainer.report.history import Floats, History, LaunchSpan, Log, seconds_of
 
 
@@ -130,11 +131,3 @@ def _times_of(logs: Sequence[Log], *names: str) -> Floats:
 def _sorted(times: Sequence[Floats]) -> Floats:
     joined = numpy.concatenate(times)
     return numpy.sort(joined[numpy.isfinite(joined)])
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its largest units, such as `3.2 h`."""
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

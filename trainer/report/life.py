@@ -15,7 +15,7 @@ from reprise import CheckpointStatus
 from reprise.errors import TrainerError
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
-from trainer.report.goodput import duration
+from trainer.compare.text_table import duration
 from trainer.report.history import History, LaunchSpan, seconds_of
 
 SAVES = ("save", "local_save", "weights_save")

@@ -182,6 +182,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
                 is_skipped=result.skipped is not None,
             ),
             result.slowest,
+            result.memory,
         )
 
 
