@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy
 
 from trainer.compare.text_table import duration
-from trainer.report.history import Floats, History, LaunchSpan, Log, seconds_of
+from trainer.report.history import Floats, History, LaunchSpan, Log, sum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _ready(launch: LaunchSpan) -> float:
 
 def _times_of(logs: Sequence[Log], *names: str) -> Floats:
     events = [event for log in logs for event in log.events if event.get("event") in names]
-    return numpy.array([float(event["time"]) for event in events if seconds_of(event, "time")])
+    return numpy.array([float(event["time"]) for event in events if sum_of(event, "time")])
 
 
 def _sorted(times: Sequence[Floats]) -> Floats:
