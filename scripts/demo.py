@@ -19,6 +19,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from trainer.commands.arguments import local_path
+from trainer.commands.report import write_report
 from trainer.compare.curves import compare, read_curve, report
 from trainer.compare.plot import plot_comparison
 
@@ -83,6 +84,7 @@ def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
     except TrainerError as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {picture}")
+    print(f"wrote {write_report([unbroken, killed], picture.with_name('report.html'))}")
     print(report(comparison))
     return 0 if comparison.equal else 1
 

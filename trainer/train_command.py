@@ -96,6 +96,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
     _import_training(config, environment.world_size)
     times.end(Phase.imports)
     from trainer.launch import process_group as launch
+    from trainer.launch.hangs import FOLDER as HANGS
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
 
@@ -104,7 +105,13 @@ def run(resolved: Resolved, environment: Environment) -> None:
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
     signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
-    watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
+    watchdog = Watchdog(
+        cluster.channel.clone(timeout_s),
+        timeout_s,
+        store_host=cluster.store_host,
+        activity=cluster.activity,
+        hangs=Path(config.run.dir) / HANGS,
+    )
     signals.start()
     watchdog.start()
     if environment.is_torchrun and not cluster.launch.is_restarted:

@@ -34,3 +34,4 @@ def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytes
     assert curve(killed) == curve(unbroken)
     assert tensor_files(killed / LAST) == tensor_files(unbroken / LAST)
     assert (folder / "overlay.png").stat().st_size > 0
+    assert "Differences from unbroken" in (folder / "report.html").read_text()

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 
 from reprise.errors import DataError
-from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
+from trainer.compare.read import QUANTITIES, VALID_LOSS, Curve, Point, Reading, read_curve
 from trainer.compare.text_table import format_table
 
 __all__ = [
@@ -73,6 +73,7 @@ class Comparison:
         tolerance: None if equal bits were required.
         compared: iterations on both sides.
         differences: values of compared iterations not equal under `tolerance`, by iteration.
+        evaluated: iterations with a validation loss on both sides. Another one is no difference.
         missing_in_base, missing_in_test: iterations only on the other side, which count as different.
         allowed_prefix: iterations before the first of the test side, with leave to be missing there.
         bit_equal: compared iterations whose values are all known to have equal bits.
@@ -89,6 +90,7 @@ class Comparison:
     allowed_prefix: tuple[int, ...]
     bit_equal: int
     largest: CurveDifference | None
+    evaluated: int = 0
 
     @property
     def different_iterations(self) -> tuple[int, ...]:
@@ -123,8 +125,8 @@ def tolerance_of(base: Curve, test: Curve) -> Tolerance:
 def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_missing_prefix: bool = False) -> Comparison:
     """Compare two curves iteration by iteration.
 
-    A tolerance applies to the losses alone. With None, loss, grad_norm and lr must have equal bits wherever both sides
-    have them. An iteration missing on a side is different.
+    A tolerance applies to the losses of training and of validation. With None, these, grad_norm and lr must have equal
+    bits wherever both sides have them. An iteration missing on a side is different.
 
     Args:
         base: the reference.
@@ -142,6 +144,11 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     of_test = {point.iteration: point for point in test.points}
     common = [(of_base[iteration], of_test[iteration]) for iteration in sorted(of_base.keys() & of_test.keys())]
     unequal = {reference.iteration: _unequal_bits(reference, candidate) for reference, candidate in common}
+    evaluated = sorted(base.evaluations.keys() & test.evaluations.keys())
+    evaluations = [CurveDifference(n, VALID_LOSS, base.evaluations[n], test.evaluations[n]) for n in evaluated]
+    for difference in evaluations:
+        if _differ(difference.base, difference.test):
+            unequal.setdefault(difference.iteration, []).append(difference)
     if tolerance is None:
         differences = [difference for unequal_values in unequal.values() for difference in unequal_values]
     else:
@@ -150,6 +157,8 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
             for reference, candidate in common
             if not tolerance.admits(reference.loss.value, candidate.loss.value)
         ]
+        differences += [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
+        differences.sort(key=lambda difference: difference.iteration)
     missing = sorted(of_base.keys() - of_test.keys())
     start = min(of_test, default=0)
     prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
@@ -168,6 +177,7 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         allowed_prefix=tuple(prefix),
         bit_equal=sum(a.loss.exact and b.loss.exact and not unequal[a.iteration] for a, b in common),
         largest=largest if largest is not None and largest.size > 0 else None,
+        evaluated=len(evaluated),
     )
 
 
@@ -181,9 +191,9 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
     lines = [_about("base", comparison.base), _about("test", comparison.test)]
     lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
     rule = (
-        "equal bits in loss, grad_norm and lr"
+        "equal bits in losses, grad_norm and lr"
         if comparison.tolerance is None
-        else f"{comparison.tolerance} on the loss"
+        else f"{comparison.tolerance} on the losses"
     )
     lines.append(f"tolerance  {rule}")
     if comparison.allowed_prefix:
@@ -193,6 +203,8 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
     if comparison.missing_in_base:
         lines.append(f"missing    in base: {_ranges(comparison.missing_in_base, max_rows)}")
     lines.append(_bits(comparison))
+    if comparison.evaluated:
+        lines.append(f"evaluated  at {comparison.evaluated} iterations in both: {_validation(comparison)}")
     if comparison.differences:
         lines += ["", *_table(comparison.differences[:max_rows])]
         if len(comparison.differences) > max_rows:
@@ -289,6 +301,14 @@ def _bits(comparison: Comparison) -> str:
     if not all(point.loss.exact for curve in (comparison.base, comparison.test) for point in curve.points):
         return "bits       not compared: decimals cannot prove equal bits"
     return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
+
+
+def _validation(comparison: Comparison) -> str:
+    """Return how the validation losses compare, in words."""
+    count = sum(difference.quantity == VALID_LOSS for difference in comparison.differences)
+    if count:
+        return f"{count} validation losses differ"
+    return "the validation losses are equal" + (f" within {comparison.tolerance}" if comparison.tolerance else "")
 
 
 def _ranges(iterations: tuple[int, ...], limit: int) -> str:

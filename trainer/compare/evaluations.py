@@ -8,11 +8,10 @@ from pathlib import Path
 from reprise.errors import DataError
 from reprise.files import read_regular
 from reprise.json_file import Json, integer
-from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
 from trainer.compare.text_table import format_table
 
 FOLLOW = "follow"  # the stem of the records of `reprise follow`
-VALID_LOSS = "valid_loss"
 Series = dict[int, float]  # by iteration
 
 

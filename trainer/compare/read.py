@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprise.errors import DataError
@@ -17,6 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
 QUANTITIES = ("loss", "grad_norm", "lr")
+VALID_LOSS = "valid_loss"
 FORMATS = (
     "metrics.jsonl records with iteration and loss, `step 1/100 | train loss 4.2 |` (also `| loss 4.2`), "
     "`iter 10: loss 4.2,` (nanoGPT), ` iteration 10/ 100 | ... | lm loss: 4.2E+00 |` (Megatron), "
@@ -85,12 +86,14 @@ class Curve:
         source: its file, for messages.
         dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
         notes: remarks on the file for the report, such as a truncated last line.
+        evaluations: the validation losses by iteration; none from a text log.
     """
 
     source: str
     points: tuple[Point, ...]
     dtype: str | None = None
     notes: tuple[str, ...] = ()
+    evaluations: Mapping[int, Reading] = field(default_factory=dict)
 
 
 def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
@@ -99,8 +102,8 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     Recognized text lines: this project's, llm.c's (train_gpt2.cu, train_gpt2.py) and InfiniTrain's `step 1/100 | ...`,
     nanoGPT's (train.py) `iter 1: loss ...`, Megatron-LM's (training.py, training_log) ` iteration 1/ 100 | ...`,
     llm.c's main.log `s:0 trl:... lr:... norm:...` and train_gpt2.c's `step 0: train loss ... (took ... ms)`. The last
-    two count from 0: their step 0 becomes iteration 1, and a note reports that. Evaluation lines and records are
-    skipped. nan and inf are values like any other.
+    two count from 0: their step 0 becomes iteration 1, and a note reports that. Evaluation lines of
+    text logs are skipped. nan and inf are values like any other.
 
     Args:
         path: the file or folder; the dtype comes from a config.yaml beside the metrics.jsonl.
@@ -148,15 +151,19 @@ def parse_metrics(text: str, *, source: str) -> Curve:
         DataError: no record has a loss, an iteration comes twice, or a line is not a record.
     """
     points: dict[int, Point] = {}
+    evaluations: dict[int, Reading] = {}
     records, notes = parse_records(text, source=source)
     for where, record in records:
+        loss = _reading_of_record(record, VALID_LOSS, where) if record.get("event") == "evaluation" else None
+        if loss is not None:
+            evaluations[_iteration(record, where)] = loss
         point = _point_of_record(record, where)
         if point is None:
             continue
         if point.iteration in points:
             raise DataError(f"Iteration {point.iteration} comes twice", where=where, expected="one record an iteration")
         points[point.iteration] = point
-    return _curve(points, source, notes)
+    return replace(_curve(points, source, notes), evaluations=evaluations)
 
 
 def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, object]]], list[str]]:
@@ -248,16 +255,20 @@ def read_dtype(config: Path) -> str | None:
 def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
     if "loss" not in record and "loss_hex" not in record:
         return None
-    try:
-        iteration = integer(record.get("iteration"))
-    except ValueError as error:
-        raise DataError(
-            "A record with a loss has no iteration", where=where, expected="an integer", found=str(error)
-        ) from error
+    iteration = _iteration(record, where)
     loss, grad_norm, lr = (_reading_of_record(record, quantity, where) for quantity in QUANTITIES)
     if loss is None:
         raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
     return Point(iteration, loss, grad_norm, lr)
+
+
+def _iteration(record: Mapping[str, object], where: str) -> int:
+    try:
+        return integer(record.get("iteration"))
+    except ValueError as error:
+        raise DataError(
+            "A record with a loss has no iteration", where=where, expected="an integer", found=str(error)
+        ) from error
 
 
 def _reading_of_record(record: Mapping[str, object], quantity: str, where: str) -> Reading | None:

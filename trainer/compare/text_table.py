@@ -1,4 +1,4 @@
-"""Prints rows of cells as a table of text."""
+"""Writes rows of cells as a table of text, and durations."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def format_table(rows: Sequence[Sequence[str]], *, align: str = "<>") -> list[st
         "  ".join(f"{cell:{a}{width}}" for cell, a, width in zip(row, aligns, widths, strict=False)).rstrip()
         for row in rows
     ]
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its largest units, such as `3.2 h`."""
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -20,6 +20,7 @@ from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import LaunchError
 from trainer.launch.device import CPU, choose_device
 from trainer.launch.environment import Environment
+from trainer.launch.hangs import Activity
 from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
 from trainer.parallel.topology import MOST_THREADS
@@ -42,6 +43,7 @@ class Cluster:
         store_host: a description of the store's process.
         local_ranks: the ranks on this host, if torchrun started them.
         launch: the identity of this launch; known on rank 0.
+        activity: what this rank does.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Cluster:
     store_host: str = "rank 0"
     local_ranks: tuple[int, ...] = ()
     launch: Launch = field(default_factory=Launch)
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sums over ranks of int64 numbers on the device, exact in any order. A collective call.

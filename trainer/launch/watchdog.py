@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
 from reprise.channel import StoreChannel
 from reprise.errors import LaunchError, TrainerError
+from trainer.launch.hangs import Activity, write_stacks
 
 # The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.
 _LOOK_EVERY_S = 1.0
@@ -23,6 +25,7 @@ _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # above this number of ranks only rank 0 asks which ranks are missing
 _BEATS = 8  # heartbeats per timeout
+_ACTIVITY = "activity"  # the key of what a rank does when it hears of a failure
 
 
 class Watchdog:
@@ -36,6 +39,8 @@ class Watchdog:
         timeout_s: the longest silence of the store's host, and the longest time without a heartbeat of a rank.
         store_host: a description of the store's process.
         leave: ends the process with a status.
+        activity: what the main thread does, which other ranks name if this one is lost.
+        hangs: the folder of the stacks of ranks that the watchdog ends; None for none.
     """
 
     def __init__(
@@ -45,10 +50,13 @@ class Watchdog:
         *,
         store_host: str = "rank 0",
         leave: Callable[[int], None] = os._exit,
+        activity: Activity | None = None,
+        hangs: Path | None = None,
     ) -> None:
+        self._activity, self._hangs = activity or Activity(), hangs
         self._channel, self._timeout_s, self._store_host, self._leave = channel, timeout_s, store_host, leave
         self._pause_s = _LOOK_EVERY_S + channel.world_size * _PER_RANK_S
-        self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s)
+        self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s, activity=self._activity)
         self._is_over = threading.Event()  # watching has ended
         self._is_ending = threading.Event()  # the main thread ends on its own
         self._looked = time.monotonic()
@@ -88,9 +96,26 @@ class Watchdog:
                 cause = self._is_gone()
         if silent:
             cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
+            cause += _last_activity(channel, silent[0])
+        elif _is_lost_peer(error) and cause is None:
+            cause = self._late_ranks(channel)
+        if _is_lost_peer(error):
+            write_stacks(self._hangs, channel.rank, cause or str(error))
         channel.await_others(but=silent)
         self._is_over.set()
         return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
+
+    def _late_ranks(self, channel: StoreChannel) -> str | None:
+        """Return which ranks do something else than this one, which waited for them in vain; None for none."""
+        text, count = str(self._activity), channel.world_size
+        if count > _MOST_ASKING:
+            return None
+        activities = {rank: _read(channel, f"{_ACTIVITY}/{rank}") for rank in range(count) if rank != channel.rank}
+        late = {rank: activity for rank, activity in activities.items() if activity and activity != text}
+        if not late:
+            return None
+        rank, activity = next(iter(late.items()))
+        return f"Rank {rank} is in {activity}, for which rank {channel.rank} waited in {text}"
 
     def _silent_ranks(self, channel: StoreChannel) -> list[int]:
         """Return the ranks whose watchdog does not answer."""
@@ -110,16 +135,24 @@ class Watchdog:
             try:
                 failure = failure or self._channel.failure() or self._lost_rank()
                 if failure is not None:
+                    self._channel.publish(f"{_ACTIVITY}/{self._channel.rank}", str(self._activity).encode())
                     self._channel.answer()
             except (dist.DistError, LaunchError):
                 failure = failure or self._is_gone()
             self._looked = time.monotonic()
             leaves_at = leaves_at or (0.0 if failure is None else self._looked + _GRACE_S)
             if failure is not None and self._looked >= leaves_at and not self._is_ending.is_set():
-                print(f"rank {self._channel.rank} exits: {failure}", file=sys.stderr, flush=True)
+                self._say(failure)
                 self._channel.fail(failure)
                 self._leave(1)
                 return
+
+    def _say(self, failure: str) -> None:
+        """Print why this rank ends, what it does, and where the stacks of its threads are."""
+        stacks = write_stacks(self._hangs, self._channel.rank, failure)
+        place = "" if stacks is None else f"; the stacks of its threads: {stacks}"
+        text = f"rank {self._channel.rank} exits: {failure}; it was in {self._activity}{place}"
+        print(text, file=sys.stderr, flush=True)
 
     def _lost_rank(self) -> str | None:
         """Report to all ranks if the next rank is lost; return this failure, or an earlier failure of another rank."""
@@ -127,6 +160,7 @@ class Watchdog:
         if lost is None:
             return None
         text = f"Rank {lost} sent no heartbeat for {self._timeout_s:.0f} s: it was killed or is hung"
+        text += _last_activity(self._channel, lost)
         return self._channel.fail(text) or text
 
     def _guard(self) -> None:
@@ -140,12 +174,8 @@ class Watchdog:
             silent_s = silent_s + min(now - before, _STOPPED_S) if looked == self._looked else 0.0
             looked, before = self._looked, now
             if silent_s > self._timeout_s:
-                print(
-                    f"rank {self._channel.rank} exits: the store's host, {self._store_host}, has not answered for "
-                    f"{self._timeout_s:.0f} s: it is hung or cannot be reached",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                host = f"the store's host, {self._store_host},"
+                self._say(f"{host} has not answered for {self._timeout_s:.0f} s: it is hung or cannot be reached")
                 self._leave(1)
                 return
 
@@ -159,9 +189,13 @@ class _Heartbeat:
         channel: waits for no message.
         timeout_s: the longest time without a heartbeat.
         look_s: how often `look` is called.
+        activity: sent with each heartbeat.
     """
 
-    def __init__(self, channel: StoreChannel, timeout_s: float, *, look_s: float) -> None:
+    def __init__(
+        self, channel: StoreChannel, timeout_s: float, *, look_s: float, activity: Activity | None = None
+    ) -> None:
+        self._activity = activity or Activity()
         self._channel, self._next = channel, (channel.rank + 1) % channel.world_size
         self._looks_per_beat = max(1, int(timeout_s / _BEATS / look_s))
         self._patience = math.ceil(timeout_s / look_s) + self._looks_per_beat
@@ -176,7 +210,7 @@ class _Heartbeat:
         """
         if self._looks % self._looks_per_beat == 0:
             self._beats += 1
-            self._channel.publish(f"heartbeat/{self._channel.rank}", str(self._beats).encode())
+            self._channel.publish(f"heartbeat/{self._channel.rank}", f"{self._beats} {self._activity}".encode())
             beat = self._read()
             if beat != self._seen:
                 self._seen, self._seen_at = beat, self._looks
@@ -188,6 +222,20 @@ class _Heartbeat:
             return self._channel.read(f"heartbeat/{self._next}")
         except LaunchError:  # the key is not stored yet
             return b""
+
+
+def _last_activity(channel: StoreChannel, rank: int) -> str:
+    """Return what a lost rank did at its last heartbeat, as the end of a sentence; empty if it sent none."""
+    activity = _read(channel, f"heartbeat/{rank}").partition(" ")[2]
+    return f"; at its last heartbeat it was in {activity}" if activity else ""
+
+
+def _read(channel: StoreChannel, key: str) -> str:
+    """Return the text under a key, without a wait; empty where there is none."""
+    try:
+        return channel.clone(0.0).read(key).decode(errors="replace")
+    except (LaunchError, dist.DistError):
+        return ""
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -14,11 +15,13 @@ from typing import Any
 from reprise.files import FILE_SYSTEM, Files, make_folders, replace_file
 from reprise.json_file import Json
 from reprise.savers import SaveReport
+from trainer.compare.text_table import duration
 from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_sink import METRICS, JsonlSink
 from trainer.metrics.launch_log import LaunchLog, LaunchOutcome
+from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
 from trainer.metrics.slow_ranks import SlowestRank
@@ -132,6 +135,7 @@ class RunLog:
     Args:
         sinks: names of `SINKS`, beside `metrics.jsonl`.
         publish: the tracker that a process beside the run sends the log to; None for none.
+        clock: a clock in seconds.
 
     Attributes:
         train_iters: the last iteration of the run.
@@ -147,7 +151,10 @@ class RunLog:
         sinks: Sequence[str] = (),
         files: Files = FILE_SYSTEM,
         publish: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._paced: tuple[int, float] | None = None  # the first iteration of this launch, and its end
         self._files = files
         self._folder = folder
         self.train_iters = train_iters
@@ -238,21 +245,35 @@ class RunLog:
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 
-    def iteration(self, record: IterationRecord, slowest: SlowestRank | None = None) -> None:
-        """Log an iteration, and with its line the slowest rank since the previous line."""
-        self._write(MetricRecord(record.iteration, record.line() | self._first, record.curves()))
+    def iteration(
+        self, record: IterationRecord, slowest: SlowestRank | None = None, memory: MemoryPeaks | None = None
+    ) -> None:
+        """Log an iteration, and with its line the slowest rank since the previous line, and the memory of ranks."""
+        curves, sizes = record.curves(), memory_sizes(memory)
+        self._write(MetricRecord(record.iteration, record.line() | sizes | self._first, curves | memory_curves(sizes)))
         self._first = {}
+        now = self._clock()
+        self._paced = self._paced or (record.iteration, now)
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if has_line(record.iteration, self._log_interval, self.train_iters):
+            size = "" if memory is None else f" | {memory.limiting / 1e9:.1f} GB"
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
-                f"{record.tokens_per_second:.0f} tok/s{mfu}"
+                f"{record.tokens_per_second:.0f} tok/s{mfu}{size}{self._to_the_end(record.iteration, now)}"
             )
             if slowest is not None:
                 _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
+
+    def _to_the_end(self, iteration: int, now: float) -> str:
+        """Return the time to the end at the rate since the first iteration, evaluations and saves counted in."""
+        first, began = self._paced or (iteration, now)
+        remaining = self.train_iters - iteration
+        if iteration <= first or remaining <= 0:
+            return ""
+        return f" | {duration((now - began) / (iteration - first) * remaining)} to go"
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Log an evaluation."""
@@ -329,6 +350,17 @@ class RunLog:
     def _write(self, record: MetricRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
+
+
+def memory_sizes(memory: MemoryPeaks | None) -> dict[str, int]:
+    """Return the members of a line for the memory of ranks, without those of a device that a run lacks."""
+    sizes = {} if memory is None else memory._asdict()
+    return {f"{name}_bytes": size for name, size in sizes.items() if size}
+
+
+def memory_curves(sizes: Mapping[str, int]) -> dict[str, float]:
+    """Return the points of TensorBoard's curves of memory."""
+    return {f"train/{name}": float(size) for name, size in sizes.items()}
 
 
 def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:

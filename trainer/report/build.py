@@ -10,6 +10,7 @@ import numpy
 
 from reprise.json_file import Json
 from trainer.compare.speed import SKIPPED, Spread
+from trainer.compare.text_table import duration
 from trainer.record.compatibility import flattened
 from trainer.report.charts import (
     COLOURS,
@@ -23,8 +24,8 @@ from trainer.report.charts import (
     life_document,
 )
 from trainer.report.differences import difference_of
-from trainer.report.goodput import PART_TEXTS, Goodput, duration, measure_goodput
-from trainer.report.history import History, LogColumns, seconds_of
+from trainer.report.goodput import PART_TEXTS, Goodput, measure_goodput
+from trainer.report.history import History, LogColumns
 from trainer.report.life import LifeEvent, life_of, life_rows, measured, progress_lines, topology_text
 from trainer.report.page import PageSection
 
@@ -69,7 +70,7 @@ def _summary(runs: Runs, goodputs: dict[str, Goodput | None]) -> PageSection:
     rows = [head]
     for name, history in runs:
         columns, goodput = history.log.columns, goodputs[name]
-        losses = [loss for _, loss in _valid_losses(history) if math.isfinite(loss)]
+        losses = [loss.value for loss in history.evaluations().values() if math.isfinite(loss.value)]
         rows.append(
             [
                 name,
@@ -85,17 +86,6 @@ def _summary(runs: Runs, goodputs: dict[str, Goodput | None]) -> PageSection:
     return PageSection("Runs", table=rows)
 
 
-def _valid_losses(history: History) -> list[tuple[int, float]]:
-    losses = dict[int, float]()
-    for event in history.log.events:
-        if event.get("event") == "evaluation":
-            text = event.get("valid_loss_hex")
-            losses[event["iteration"]] = (
-                float.fromhex(text) if isinstance(text, str) else seconds_of(event, "valid_loss")
-            )
-    return sorted(losses.items())
-
-
 def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
@@ -103,7 +93,7 @@ def _colour(number: int) -> str:
 def _loss_chart(runs: Runs) -> Chart:
     lines = _lines(runs, "loss")
     for number, (name, history) in enumerate(runs):
-        losses = dict(_valid_losses(history))
+        losses = {iteration: loss.value for iteration, loss in history.evaluations().items()}
         if losses:
             lines.append(_series_line(f"{name}, validation", history, losses, _colour(len(runs) + number)))
     return Chart("loss", "Loss", "loss", lines, curve_table(lines, "loss"), _thinning_notes(runs), points=36_000)

@@ -49,6 +49,8 @@ def difference_of(base: History, test: History) -> RunDifference:
         sizes = numpy.abs(left.loss - right.loss)
     sizes[_equal_bits(left.loss, right.loss)] = 0.0
     sizes[numpy.isnan(sizes)] = numpy.inf
+    # Iterations with an evaluation stay in the comparison, which looks at both losses of them.
+    equal &= ~numpy.isin(a.iteration[of_base], [*base.evaluations(), *test.evaluations()])
     curves = [_curve_without(history, places[equal]) for history, places in ((base, of_base), (test, of_test))]
     comparison = compare(*curves, tolerance=tolerance_of(*curves))
     count = int(equal.sum())
@@ -77,4 +79,4 @@ def _curve_without(history: History, places: NDArray[numpy.int64]) -> Curve:
         )
     ]
     dtype = read_dtype(history.folder / CONFIG_FILE)
-    return Curve(str(history.folder / METRICS_FILE), tuple(points), dtype=dtype)
+    return Curve(str(history.folder / METRICS_FILE), tuple(points), dtype=dtype, evaluations=history.evaluations())

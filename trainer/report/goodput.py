@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 
 import numpy
 
-from trainer.report.history import Floats, History, LaunchSpan, Log, seconds_of
+from trainer.compare.text_table import duration
+from trainer.report.history import Floats, History, LaunchSpan, Log, sum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +125,9 @@ def _ready(launch: LaunchSpan) -> float:
 
 def _times_of(logs: Sequence[Log], *names: str) -> Floats:
     events = [event for log in logs for event in log.events if event.get("event") in names]
-    return numpy.array([float(event["time"]) for event in events if seconds_of(event, "time")])
+    return numpy.array([float(event["time"]) for event in events if sum_of(event, "time")])
 
 
 def _sorted(times: Sequence[Floats]) -> Floats:
     joined = numpy.concatenate(times)
     return numpy.sort(joined[numpy.isfinite(joined)])
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its largest units, such as `3.2 h`."""
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reprise.errors import DataError
 from reprise.files import read_regular
 from reprise.json_file import Json
-from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.compare.read import METRICS_FILE, VALID_LOSS, Reading, parse_records
 from trainer.metrics.launch_log import LAUNCHES
 
 _CHUNK_LINES = 4096  # parsed by a single call, which takes half the time of a call for each
@@ -116,6 +116,16 @@ class History:
     log: Log
     abandoned: tuple[Log, ...]
     launches: tuple[LaunchSpan, ...]
+
+    def evaluations(self) -> dict[int, Reading]:
+        """Return the validation losses by iteration."""
+        losses = dict[int, Reading]()
+        for event in self.log.events:
+            if event.get("event") == "evaluation" and isinstance(event.get("iteration"), int):
+                is_number = _is_number(event.get(VALID_LOSS))
+                value = sum_of(event, VALID_LOSS) if is_number else _odd_number(event, VALID_LOSS)
+                losses[event["iteration"]] = Reading(value, exact=f"{VALID_LOSS}_hex" in event)
+        return losses
 
     @property
     def tokens_per_sample(self) -> float:
@@ -264,14 +274,14 @@ def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan,
 
 def _began(first: Json) -> float:
     """Return the time at which a launch began, from its first iteration."""
-    return float(first["time"]) - _start_seconds(first) - seconds_of(first, "seconds", "checkpoint_seconds")
+    return float(first["time"]) - _start_seconds(first) - sum_of(first, "seconds", "checkpoint_seconds")
 
 
 def _start_seconds(first: Json) -> float:
     start = first.get("start")
-    return seconds_of(start, "seconds") if isinstance(start, dict) else 0.0
+    return sum_of(start, "seconds") if isinstance(start, dict) else 0.0
 
 
-def seconds_of(record: Json, *keys: str) -> float:
+def sum_of(record: Json, *keys: str) -> float:
     """Return the sum of the numbers of a record under some keys."""
     return float(sum(record[key] for key in keys if _is_number(record.get(key))))

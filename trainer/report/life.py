@@ -15,8 +15,8 @@ from reprise import CheckpointStatus
 from reprise.errors import TrainerError
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
-from trainer.report.goodput import duration
-from trainer.report.history import History, LaunchSpan, seconds_of
+from trainer.compare.text_table import duration
+from trainer.report.history import History, LaunchSpan, sum_of
 
 SAVES = ("save", "local_save", "weights_save")
 
@@ -80,7 +80,7 @@ def life_of(history: History) -> list[LifeEvent]:
     ]
     logs = [history.log, *history.abandoned]
     evaluations = [
-        LifeEvent(seconds_of(event, "time"), "evaluation", _iteration(event), f"valid loss {event.get('valid_loss')}")
+        LifeEvent(sum_of(event, "time"), "evaluation", _iteration(event), f"valid loss {event.get('valid_loss')}")
         for log in logs
         for event in log.events
         if event.get("event") == "evaluation"
@@ -92,11 +92,11 @@ def life_of(history: History) -> list[LifeEvent]:
 
 def _save_event(event: Json, checkpoints: RunCheckpoints) -> LifeEvent:
     iteration, kind = _iteration(event), event["event"]
-    blocked = seconds_of(event, "blocked_seconds", "waited_seconds")
+    blocked = sum_of(event, "blocked_seconds", "waited_seconds")
     state = checkpoints.states.get(iteration, checkpoints.gone) if kind == "save" else kind.removesuffix("_save")
-    size = checkpoints.sizes.get(iteration) or int(seconds_of(event, "written_bytes"))
-    text = f"{state}, {megabytes(size)}, {seconds_of(event, 'seconds'):.2f} s, blocked {blocked:.3f} s"
-    return LifeEvent(seconds_of(event, "time"), "save", iteration, text, state)
+    size = checkpoints.sizes.get(iteration) or int(sum_of(event, "written_bytes"))
+    text = f"{state}, {megabytes(size)}, {sum_of(event, 'seconds'):.2f} s, blocked {blocked:.3f} s"
+    return LifeEvent(sum_of(event, "time"), "save", iteration, text, state)
 
 
 def megabytes(size: int) -> str:

@@ -45,12 +45,11 @@ def render(title: str, sections: Sequence[PageSection], *, reload_s: float = 0.0
     charts = [section.chart for section in sections if section.chart is not None]
     folder = files("trainer.report")
     style, program = ((folder / name).read_text() for name in ("page.css", "page.js"))
-    refresh = f'<meta http-equiv="refresh" content="{reload_s:g}">' if reload_s else ""
     return "\n".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<!doctype html><html lang="en" data-reload="{reload_s:g}"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<link rel="icon" href="data:,">{refresh}<title>{escape(title)}</title><style>{style}</style></head>',
+            f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head>',
             f"<body><h1>{escape(title)}</h1>",
             *map(_section, sections),
             f'<script type="application/json" id="charts">{_script_safe(dumps(charts))}</script>',

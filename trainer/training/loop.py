@@ -138,8 +138,10 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
+    run.cluster.activity.begin("the data", iteration)
     with run.own_time.loading():
         micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    run.cluster.activity.begin("the step", iteration)
     numbers = run.train_data.numbers_of(size)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
     lr = run.schedule.at(iteration, progress.consumed_samples + size)
@@ -194,11 +196,13 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
                 is_skipped=result.skipped is not None,
             ),
             result.slowest,
+            result.memory,
         )
 
 
 def _evaluate(run: Run) -> None:
     """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
+    run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
     stop = run.control.is_signalled
     loss = evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
     if loss is None:
@@ -223,6 +227,7 @@ def _evaluate_late(run: Run) -> None:
 
 def _sample(run: Run) -> None:
     """Log a text of the model; after a signal, stop and omit it."""
+    run.cluster.activity.begin("the sample", run.state.progress.iteration)
     sampler, stop = run.sampler, run.control.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
     if tokens is not None:
@@ -247,6 +252,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     due = run.saves.due(iteration, moment)
     if not due:
         return due
+    run.cluster.activity.begin("the save", iteration)
     if run.context.embedding_group is not None:
         check_tied_copies(run.state, run.context.embedding_group)
     syncs: tuple[Callable[[], None], ...] = ()

@@ -14,6 +14,7 @@ from models.families import aliases
 from reprise.errors import NonFiniteError
 from reprise.live_tensors import local_of
 from trainer.launch.process_group import Cluster
+from trainer.metrics.memory import MemoryPeaks, rank_memory
 from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
@@ -31,6 +32,7 @@ class StepResult:
         flags: on how many ranks each flag is set.
         skipped: the error because of which the parameters stayed unchanged (`skips_nonfinite`), or None.
         slowest: the rank with the most seconds of own work since the last line of the log; None without such a line.
+        memory: the largest of all ranks; None without a line.
     """
 
     loss: float
@@ -38,6 +40,7 @@ class StepResult:
     flags: tuple[int, ...] = ()
     skipped: NonFiniteError | None = None
     slowest: SlowestRank | None = None
+    memory: MemoryPeaks | None = None
 
 
 def train_step(
@@ -104,7 +107,8 @@ def reduce_figures(
     """
     row = cluster.total(_figures(losses, flags, context, cluster, times))
     if times is not None:
-        largest = torch.tensor([ranked(times, cluster.rank)], device=row.device)
+        maxima = [ranked(times, cluster.rank), *rank_memory(cluster.device)]
+        largest = torch.tensor(maxima, dtype=torch.int64, device=row.device)
         row = torch.cat([row, cluster.largest(largest)])
     return _result(row.tolist(), context, cluster, times)
 
@@ -134,15 +138,16 @@ def _figures(
 
 
 def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, times: RankTime | None) -> StepResult:
-    """Return the figures of an iteration from the sums of all messages, followed for a line by the largest time."""
+    """Return the figures of an iteration from the sums of all messages, followed for a line by maxima."""
     columns = exact_sum.COLUMNS
     loss, square = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
     divisor = row[2 * columns] if context.lanes is None else context.lanes.micro_batches
-    grad_norm, flags, slowest = math.sqrt(square), tuple(row[2 * columns + 1 :]), None
-    if times is not None:
-        *counts, total, largest = flags
-        flags, slowest = tuple(counts), slowest_rank(times, total, largest, cluster)
-    return StepResult(loss / divisor, grad_norm, flags, slowest=slowest)
+    result = StepResult(loss / divisor, math.sqrt(square), tuple(row[2 * columns + 1 :]))
+    if times is None:
+        return result
+    *counts, total, largest, host, peak, reserved = result.flags
+    slowest = slowest_rank(times, total, largest, cluster)
+    return replace(result, flags=tuple(counts), slowest=slowest, memory=MemoryPeaks(host, peak, reserved))
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:

@@ -438,3 +438,24 @@ def test_the_report_lists_missing_iterations_as_ranges() -> None:
     assert "in test: 1-40, 43 (41 in all) (--allow-missing-prefix" in text
     text = report(compare(metrics({50: 1.0}), base, tolerance=Tolerance(1e-5)), max_rows=1)
     assert "in base: 1-40, and 1 more ranges (41 in all)" in text
+
+
+def evaluated(losses: dict[int, float]) -> Curve:
+    rows = [record(iteration, 1.0) for iteration in (1, 2, 3)]
+    rows += [
+        json.dumps({"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()})
+        for iteration, loss in losses.items()
+    ]
+    return parse_metrics("".join(f"{row}\n" for row in rows), source="metrics.jsonl")
+
+
+def test_validation_losses_are_compared_where_both_have_them() -> None:
+    base, tolerance = evaluated({2: 1.5, 3: 1.25}), Tolerance(0.1)
+    near, far, fewer = evaluated({2: 1.5 + 1e-9, 3: 1.25}), evaluated({2: 1.5, 3: 2.25}), evaluated({3: 1.25})
+    assert compare(base, near, tolerance=tolerance).verdict == "equal within 0.1: 3/3 iterations"
+    assert compare(base, near, tolerance=None).verdict == "DIFFERENT: 1 of 3 iterations, first at 2"
+    assert compare(base, far, tolerance=tolerance).verdict == "DIFFERENT: 1 of 3 iterations, first at 3"
+    assert compare(base, fewer, tolerance=None).verdict == "bit-identical: 3/3 iterations"
+    assert "evaluated  at 2 iterations in both: 1 validation losses differ" in report(
+        compare(base, far, tolerance=None)
+    )

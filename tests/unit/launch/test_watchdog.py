@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, LaunchError
 from tests.fakes import JOIN_S, run_ranks
 from trainer.launch import watchdog as peers
+from trainer.launch.hangs import Activity
 from trainer.launch.watchdog import Watchdog
 
 
@@ -33,10 +35,13 @@ class Standing:
 class Rank:
     """A watch whose process does not end, and its rank's channels."""
 
-    def __init__(self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S) -> None:
+    def __init__(
+        self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S, hangs: Path | None = None
+    ) -> None:
+        self.activity = Activity()
         self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
         self.has_left = threading.Event()
-        self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave)
+        self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave, activity=self.activity, hangs=hangs)
         self.statuses: list[int] = []
 
     def _leave(self, status: int) -> None:
@@ -218,3 +223,29 @@ def test_time_while_a_process_was_stopped_does_not_count(monkeypatch: pytest.Mon
     assert rank.has_left.wait(JOIN_S)
     assert clock.looks > 60.0 / peers._STOPPED_S
     store.flows.set()
+
+
+def test_a_rank_that_is_late_is_named_with_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    first, second = Rank(store, 0, hangs=tmp_path), Rank(store, 1, hangs=tmp_path)
+    first.activity.begin("the step", 12)
+    second.activity.begin("the data", 12)
+    for rank in (first, second):
+        rank.watch.start()
+    cause = first.watch.explain(dist.DistError("timed out"), first.channel)
+    assert cause == "Rank 1 is in the data of iteration 12, for which rank 0 waited in the step of iteration 12"
+    assert second.has_left.wait(JOIN_S)
+    assert "rank 1 exits: Rank 0 failed: timed out; it was in the data of iteration 12" in capsys.readouterr().err
+    stacks = {path.suffixes[-2]: path.read_text() for path in tmp_path.iterdir()}
+    assert stacks.keys() == {".rank0", ".rank1"}
+    assert all("Thread 0x" in text and "test_watchdog.py" in text for text in stacks.values())
+
+
+def test_a_lost_rank_is_named_with_its_last_activity() -> None:
+    store = HashStore()
+    channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
+    activity = Activity()
+    activity.begin("the save", 40)
+    peers._Heartbeat(channels[1], 8.0, look_s=1.0, activity=activity).look()
+    assert peers._last_activity(channels[0], 1) == "; at its last heartbeat it was in the save of iteration 40"
+    assert peers._last_activity(channels[1], 0) == ""

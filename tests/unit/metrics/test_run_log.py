@@ -32,6 +32,7 @@ from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics import jsonl_file
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.launch_log import LaunchOutcome
+from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
@@ -286,15 +287,19 @@ def test_a_log_goes_on_after_the_loaded_iteration(tmp_path: Path) -> None:
 
 def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5)
+    log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5, clock=iter(range(0, 1000, 30)).__next__)
     log.open(0, "")
     for iteration in range(1, 11):
-        log.iteration(iteration_record(iteration))
+        log.iteration(iteration_record(iteration), memory=MemoryPeaks(8_100_000_000) if iteration == 8 else None)
     log.close()
     assert [message[:35] for message in caplog.messages] == [
         f"step {iteration:5d}/10 | train loss 2.500000" for iteration in (4, 8, 10)
     ]
-    assert all(message.endswith("| 500.0 ms | 2000 tok/s | mfu 2.0%") for message in caplog.messages)
+    assert [message.partition(" | 500.0 ms")[2] for message in caplog.messages] == [
+        " | 2000 tok/s | mfu 2.0% | 3.0 min to go",
+        " | 2000 tok/s | mfu 2.0% | 8.1 GB | 60.0 s to go",
+        " | 2000 tok/s | mfu 2.0%",
+    ]
     assert iterations(tmp_path / "metrics.jsonl") == list(range(1, 11))
 
 
@@ -441,3 +446,15 @@ def test_a_launch_records_its_begin_and_its_end(tmp_path: Path) -> None:
     assert (end["outcome"], end["reason"]) == ("stopped", "SIGTERM")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record.get("launch") for record in records] == ["a1b2", None]
+
+
+def test_memory_stands_in_the_line_of_an_iteration(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
+    log.open(0, "")
+    for iteration, memory in enumerate([None, MemoryPeaks(5), MemoryPeaks(7, 3, 4)], start=1):
+        log.iteration(iteration_record(iteration), memory=memory)
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [{key: record[key] for key in record if "peak" in key or "reserved" in key} for record in records] == [
+        {}, {"host_peak_bytes": 5}, {"host_peak_bytes": 7, "device_peak_bytes": 3, "device_reserved_bytes": 4},
+    ]  # fmt: skip

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.reported_runs import steady_run
+from tests.reported_runs import event, steady_run
 from trainer.compare.curves import compare, read_curve, tolerance_of
 from trainer.report.differences import difference_of
 from trainer.report.history import read_history
@@ -34,3 +35,13 @@ def test_the_verdict_is_that_of_compare_loss(tmp_path: Path, losses: list[float]
 def test_a_value_that_is_finite_in_one_run_differs_without_bound(tmp_path: Path) -> None:
     runs = [read_history(steady_run(tmp_path / str(loss), [1.0, loss])) for loss in (1.0, math.nan)]
     assert difference_of(*runs).sizes.tolist() == [0.0, math.inf]
+
+
+def test_validation_losses_are_in_the_verdict(tmp_path: Path) -> None:
+    runs = []
+    for name, loss in (("base", 1.0), ("test", 1.5)):
+        folder = steady_run(tmp_path / name, [1.0, 2.0])
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(event("evaluation", 2, 9.0, valid_loss=loss, valid_loss_hex=loss.hex())) + "\n")
+        runs.append(read_history(folder))
+    assert difference_of(*runs).verdict == "DIFFERENT: 1 of 2 iterations, first at 2"

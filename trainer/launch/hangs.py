@@ -1,0 +1,68 @@
+"""Facts about a rank that hangs: what it does, and the stacks of its threads."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = "hangs"  # in the run's folder
+
+
+class Activity:
+    """What the main thread of a rank does. It alone sets it; any thread reads it."""
+
+    def __init__(self) -> None:
+        self._text = ("the start", 0)
+
+    def begin(self, noun: str, iteration: int) -> None:
+        """Note what begins, such as `the step` of an iteration. Costs no more than an assignment."""
+        self._text = (noun, iteration)
+
+    def __str__(self) -> str:
+        """Return it as `the step of iteration 12`."""
+        noun, iteration = self._text
+        return f"{noun} of iteration {iteration}" if iteration else noun
+
+
+def write_stacks(folder: Path | None, rank: int, reason: str) -> Path | None:
+    """Write the stacks of all threads of this process, and torch's flight recorder where it records.
+
+    Args:
+        folder: of the files, made if needed; None for no files.
+        reason: why the rank ends.
+
+    Returns:
+        The file of the stacks; None if it cannot be written.
+    """
+    if folder is None:
+        return None
+    path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.rank{rank}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            file.write(f"rank {rank}: {reason}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        recorded = _flight_record()
+        if recorded:
+            path.with_suffix(".json").write_text(recorded)
+    return path
+
+
+def _flight_record() -> str:
+    """Return the last collectives as JSON; empty where torch records none (TORCH_FR_BUFFER_SIZE)."""
+    from torch._C import _distributed_c10d
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump: Any = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            text = dump()
+            record = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+            return record if '"entries"' in record else ""
+    return ""
