@@ -273,8 +273,8 @@ class Filling:
                     yield from _unreplicated(spec, tensor)
                 self.list_members.add(at)
                 members.setdefault((name, key), {})[int(number)] = tensor if spec else values.value(at)
-            for made, numbered in members.items():
-                self.made[where][made] = [numbered[number] for number in sorted(numbered)]
+            for place, numbered in members.items():
+                self.made[where][place] = [numbered[number] for number in sorted(numbered)]
 
     def _make_values(self, values: NestedValues) -> None:
         for where, optimizer in self.tree.optimizers.items():
