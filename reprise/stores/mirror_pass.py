@@ -268,7 +268,7 @@ class MirrorPass:
             where=self._url.child(name),
             expected="checkpoints of this run alone",
             found="a checkpoint that has appeared there and is not of this run's folder",
-            fix="End one of the two runs, or give it a checkpoint.mirror of its own.",
+            fix="End one of the two runs, or give it a URL of its own.",
         )
 
     def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:
