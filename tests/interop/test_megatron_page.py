@@ -61,7 +61,7 @@ def test_the_command_answers_flags_as_the_page_does() -> None:
 
 
 def test_its_commands_compose() -> None:
-    blocks = re.findall(r"^ *```\n(.*?)^ *```", PAGE, flags=re.M | re.S)
+    blocks = re.findall(r"^ *```(?:sh)?\n(.*?)^ *```", PAGE, flags=re.M | re.S)
     commands = [
         shlex.split(block.replace("\\\n", " ")) for block in blocks if re.match(r" *(reprise|torchrun) ", block)
     ]
@@ -74,7 +74,7 @@ def test_its_commands_compose() -> None:
 
 
 def test_the_program_for_a_ramp_up_prints_megatron_s_sizes() -> None:
-    ((program, shown),) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)\n```", PAGE, flags=re.M | re.S)
+    ((program, shown),) = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)\n```", PAGE, flags=re.M | re.S)
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(program, "from_megatron.md", "exec"), {})  # noqa: S102 - our own document
