@@ -91,10 +91,10 @@ def value(sums: Sequence[int]) -> float:
         return float("nan")
     if positive or negative:
         return float("inf") if positive else -float("inf")
-    whole = 0
+    number = 0
     for limb in reversed(sums[:_LIMBS]):
-        whole = (whole << _LIMB_BITS) + limb
-    return whole / (1 << -_LOWEST)
+        number = (number << _LIMB_BITS) + limb
+    return number / (1 << -_LOWEST)
 
 
 @functools.cache
