@@ -36,6 +36,7 @@ MARKS = {
     "light save": ("inverted_triangle", "#e69f00", 8, True),
     "local save": ("inverted_triangle", "#cc79a7", 8, True),
     "measurement": ("diamond", "#cc79a7", 10, True),
+    "spike": ("star", "#d00000", 12, False),
     "kill": ("x", "#d00000", 12, True),
 }
 
