@@ -182,6 +182,7 @@ def _train_from(
     Args:
         rewind: what leads to this start; None for the first.
     """
+    from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build
     from trainer.run.saves import build_saves
     from trainer.start.decide import decide
@@ -203,7 +204,11 @@ def _train_from(
             run = replace(run, mirrors=stack.enter_context(mirrors))
         run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
         times.end(Phase.load)
-        return train(run if rewind is None else rewind.begun(run))
+        following = train(run if rewind is None else rewind.begun(run))
+        if following is not None:
+            for log in run.logs:
+                log.ended(run.state.progress.iteration, LaunchOutcome.rewound, f"because of {following.spike}")
+        return following
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from tests.harness import TINY, curve, launch, run_ok
 from trainer.commands.compare_loss import main as compare_loss
+from trainer.report.goodput import measure_goodput
+from trainer.report.history import read_history
+from trainer.report.life import life_of
 
 BASE = [
     "model=gpt2_tiny",
@@ -56,6 +59,22 @@ def test_metrics_show_every_iteration_once(unbroken: Path, broken: tuple[Path, s
         assert [row["iteration"] for row in rows(run) if row.get("event") == event] == iterations
     abandoned = sorted(path.name for path in run.glob("metrics.abandoned-*.jsonl"))
     assert abandoned == ["metrics.abandoned-1.jsonl", "metrics.abandoned-2.jsonl"]
+
+
+def test_the_goodput_of_a_killed_run_adds_up_to_its_wall_time(broken: tuple[Path, str]) -> None:
+    run, _ = broken
+    launches = [json.loads(line) for line in (run / "launches.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in launches] == ["begin", "begin", "begin", "end"]
+    history = read_history(run)
+    goodput = measure_goodput(history)
+    assert goodput is not None
+    wall = launches[-1]["time"] - launches[0]["began"]
+    assert sum(goodput.parts().values()) == pytest.approx(wall, rel=0.01)
+    assert all(seconds >= -0.01 * wall for seconds in goodput.parts().values())  # no second counts twice
+    assert all(goodput.parts()[part] > 0 for part in ("trained", "repeated", "evaluated", "starting", "between"))
+    kinds = [(event.kind, event.iteration) for event in life_of(history) if event.kind in ("launch", "kill", "end")]
+    assert kinds[::2] == [("launch", 0), ("launch", 4), ("launch", 8)]
+    assert kinds[1::2] == [("kill", 6), ("kill", 10), ("end", 12)]
 
 
 def test_tensorboard_shows_every_iteration_once(unbroken: Path, broken: tuple[Path, str]) -> None:

@@ -79,3 +79,15 @@ def test_a_named_iteration_stays_while_its_command_trains(tmp_path: Path) -> Non
     assert committed(run) == [4, 6, 7]
     run_ok(run, [*BASE, KEEP])
     assert committed(run) == [9, 10]
+
+
+def test_full_steps_stay_with_their_moments(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rare = "checkpoint.save_interval=4"
+    run_ok(
+        run,
+        [*BASE, rare, "checkpoint.max_checkpoint_keep=1", "checkpoint.full_steps=[3]", "checkpoint.no_save_optim=true"],
+    )
+    assert committed(run) == [3, 10]
+    has_moments = [bool(list((run / f"checkpoints/iter_{n:07d}").glob("*optim*"))) for n in (3, 10)]
+    assert has_moments == [True, False]

@@ -41,6 +41,8 @@ class SaveKeys:
         max_checkpoint_keep: number of newest checkpoints that are kept; 0 keeps all.
         keep_best: number of checkpoints with the lowest validation loss that are kept as well.
         save_retain_interval: checkpoints at multiples of so many iterations are never deleted; 0 exempts none.
+        full_steps: iterations that are saved too, such as ``[1000,5000]``, with the optimizer's state whatever
+            `no_save_optim` says; retention keeps them.
         no_save_optim: save the weights only.
     """
 
@@ -50,6 +52,7 @@ class SaveKeys:
     max_checkpoint_keep: int = 0
     keep_best: int = 0
     save_retain_interval: int = 0
+    full_steps: list[int] = field(default_factory=list)
     no_save_optim: bool = False
 
 
@@ -249,7 +252,7 @@ def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
     """Return a line for each key set without use, as nothing is saved."""
     lines = []
     for table, defaults, prefix, folder, names in (
-        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
+        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps", "full_steps")),
         (section, CheckpointSection(), "checkpoint", "mirror", _OF_MIRROR),
         (section.local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
     ):
@@ -274,6 +277,8 @@ def _save_problems(section: CheckpointSection) -> list[str]:
     ]
     if any(step < 0 for step in section.save_steps):
         problems.append(f"checkpoint.save_steps={section.save_steps}: must be iterations of 0 or more")
+    if any(step < 1 for step in section.full_steps):
+        problems.append(f"checkpoint.full_steps={section.full_steps}: must be iterations of 1 or more")
     if section.file_bytes < 1:
         problems.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
     for name in ("commit_timeout_s", "stall_timeout_s"):

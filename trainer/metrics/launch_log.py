@@ -16,10 +16,11 @@ LAUNCHES = "launches.jsonl"
 
 
 class LaunchOutcome(Enum):
-    """How a launch ended."""
+    """How a launch ended; one that is rewound is followed by another in the same process."""
 
     finished = "finished"
     stopped = "stopped"
+    rewound = "rewound"
     failed = "failed"
 
 

@@ -227,9 +227,10 @@ class RunLog:
         self._first["launch"] = name
 
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
-        """Record the end of this launch."""
+        """Record the end of this launch; a later call does nothing."""
         if self._launch is not None:
             self._launch.end(iteration, outcome, reason)
+            self._launch = None
 
     def _start_publishing(self, tracker: str, position: RunPosition) -> None:
         """Start the process beside the run; it is the first sink, as `metrics.jsonl` is the last."""

@@ -36,6 +36,7 @@ MARKS = {
     "light save": ("inverted_triangle", "#e69f00", 8, True),
     "local save": ("inverted_triangle", "#cc79a7", 8, True),
     "measurement": ("diamond", "#cc79a7", 10, True),
+    "spike": ("star", "#d00000", 12, False),
     "kill": ("x", "#d00000", 12, True),
 }
 
@@ -198,12 +199,12 @@ def bar_document(key: str, bars: Sequence[Sequence[tuple[str, float, str]]], nam
     for number, kind in enumerate(kinds):
         columns: dict[str, list[Any]] = {"y": [], "left": [], "right": [], "text": []}
         for name, parts in zip(names, bars, strict=True):
-            left = 0.0
+            edge = 0.0
             for text, length, details in parts:
                 if text == kind:
-                    for column, value in zip(columns.values(), (name, left, left + length, details), strict=True):
+                    for column, value in zip(columns.values(), (name, edge, edge + length, details), strict=True):
                         column.append(value)
-                left += length
+                edge += length
         colour = PART_COLOURS[number % len(PART_COLOURS)]
         figure.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=columns, name=kind)
     figure.add_tools(HoverTool(tooltips="<b>$name</b><br>@text"))

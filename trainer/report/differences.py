@@ -40,14 +40,14 @@ def difference_of(base: History, test: History) -> RunDifference:
     """Compare the losses of two runs, under the default tolerance of `compare-loss`."""
     a, b = base.log.columns, test.log.columns
     _, of_base, of_test = numpy.intersect1d(a.iteration, b.iteration, return_indices=True)
-    left, right = (
+    base_values, test_values = (
         _Quantities(columns.loss[places], columns.grad_norm[places], columns.lr[places])
         for columns, places in ((a, of_base), (b, of_test))
     )
-    equal = numpy.logical_and.reduce([_equal_bits(x, y) for x, y in zip(left, right, strict=True)])
+    equal = numpy.logical_and.reduce([_equal_bits(x, y) for x, y in zip(base_values, test_values, strict=True)])
     with numpy.errstate(invalid="ignore"):
-        sizes = numpy.abs(left.loss - right.loss)
-    sizes[_equal_bits(left.loss, right.loss)] = 0.0
+        sizes = numpy.abs(base_values.loss - test_values.loss)
+    sizes[_equal_bits(base_values.loss, test_values.loss)] = 0.0
     sizes[numpy.isnan(sizes)] = numpy.inf
     # Iterations with an evaluation stay in the comparison, which looks at both losses of them.
     equal &= ~numpy.isin(a.iteration[of_base], [*base.evaluations(), *test.evaluations()])

@@ -76,10 +76,10 @@ def measure_goodput(history: History) -> Goodput | None:
     if not launches:
         return None
     began, ended = launches[0].began, launches[-1].ended
-    kept, logs = history.log.columns, [history.log, *history.abandoned]
-    data = float(numpy.nansum(kept.data))
+    columns, logs = history.log.columns, [history.log, *history.abandoned]
+    data = float(numpy.nansum(columns.data))
     spent = {
-        "trained": float(numpy.nansum(kept.seconds)) - data,
+        "trained": float(numpy.nansum(columns.seconds)) - data,
         "repeated": float(sum(numpy.nansum(log.columns.seconds) for log in history.abandoned)),
         "data": data,
         "saves": float(sum(numpy.nansum(log.columns.blocked) for log in logs)) + _last_saves(launches, logs),

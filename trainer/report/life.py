@@ -26,7 +26,7 @@ class LifeEvent(NamedTuple):
 
     Args:
         time: in Unix time.
-        kind: `launch`, `end`, `kill`, `save`, `evaluation` or `measurement`.
+        kind: `launch`, `end`, `kill`, `save`, `evaluation`, `spike` or `measurement`.
         state: of a save, such as `kept` or `pruned`; empty for other events.
     """
 
@@ -71,7 +71,7 @@ class RunCheckpoints:
 def life_of(history: History) -> list[LifeEvent]:
     """Return the events of a run in order of time."""
     checkpoints = RunCheckpoints.of(history.folder)
-    kept = [_save_event(event, checkpoints) for event in history.log.events if event.get("event") in SAVES]
+    saves = [_save_event(event, checkpoints) for event in history.log.events if event.get("event") in SAVES]
     given_up = [
         _save_event(event, RunCheckpoints({}, {}, "given up"))
         for log in history.abandoned
@@ -85,8 +85,14 @@ def life_of(history: History) -> list[LifeEvent]:
         for event in log.events
         if event.get("event") == "evaluation"
     ]
-    events = [*_launch_events(history), *kept, *given_up, *evaluations]
-    events += _measurements(history.folder, {save.iteration: save.time for save in kept})
+    spikes = [
+        LifeEvent(sum_of(event, "time"), "spike", _iteration(event), f"{event.get('figure')} {event.get('value')}")
+        for log in logs
+        for event in log.events
+        if event.get("event") == "spike"
+    ]
+    events = [*_launch_events(history), *spikes, *saves, *given_up, *evaluations]
+    events += _measurements(history.folder, {save.iteration: save.time for save in saves})
     return sorted((event for event in events if event.time > 0), key=lambda event: event.time)
 
 

@@ -140,8 +140,9 @@ class SharedTarget(SaveTarget):
         return super().is_due(iteration, moment)
 
     def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
-        contents = state.contents(documents, with_optimizer=not self._section.no_save_optim, syncs=syncs)
-        return self.saver.save(state.progress.iteration, contents)
+        iteration = state.progress.iteration
+        with_optimizer = not self._section.no_save_optim or iteration in self._section.full_steps
+        return self.saver.save(iteration, state.contents(documents, with_optimizer=with_optimizer, syncs=syncs))
 
     def iterations(self) -> list[int]:
         return [*self.folder.committed(), *self.folder.non_folders()]  # no load accepts the latter
@@ -342,7 +343,8 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
     section, targets = config.checkpoint, list[SaveTarget]()
     has_local = section.local.dir is not None
     if section.save is not None:
-        policy = _save_policy(section, terms.SAVE)
+        policy, steps = _save_policy(section, terms.SAVE), frozenset(section.full_steps)
+        policy = replace(policy, save_steps=steps, retention=replace(policy.retention, always=steps))
         ranks = cluster.local_ranks
         saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks)
         folder = CheckpointFolder(Path(section.save), files)

@@ -90,6 +90,7 @@ def test_an_impossible_value_is_named_with_its_key(section: str, key: str, value
         ([("checkpoint", "resize", True)], "resize=True: needs checkpoint.finetune=true"),
         ([("checkpoint", "partial", ["*"])], "needs checkpoint.finetune=true"),
         ([("checkpoint", "save_steps", [4, -1])], "must be iterations of 0 or more"),
+        ([("checkpoint", "full_steps", [4, 0])], "must be iterations of 1 or more"),
         (
             [("train", "eval_interval", 5), ("data", "kind", DataKind.token_file), ("data", "train", "x")],
             "needs data.valid",

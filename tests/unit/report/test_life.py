@@ -35,6 +35,13 @@ def test_a_save_of_a_branch_that_was_given_up_says_so(tmp_path: Path) -> None:
     assert save.state == "given up"
 
 
+def test_a_spike_stands_where_it_was(tmp_path: Path) -> None:
+    spike = event("spike", 2, 9.0, figure="loss", value=9.5, limit=3.0)
+    write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", [spike])
+    (found,) = (event for event in life_of(read_history(tmp_path)) if event.kind == "spike")
+    assert (found.iteration, found.text) == (2, "loss 9.5")
+
+
 def test_measurements_of_followers_stand_at_their_saves(tmp_path: Path) -> None:
     folder = twice_killed_run(tmp_path)
     write(folder / "follow.jsonl", [{"iteration": 100, "metric": "accuracy", "value": 0.5, "branches": []}])
