@@ -98,7 +98,9 @@ def bring_out(options: argparse.Namespace) -> int:
     form = FORMATS[options.format]
     assert form.write is not None
     checkpoint = _newest(options.checkpoint)
-    form.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge))
+    form.write(
+        checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge, options.ema)
+    )
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
     return FINE
 
@@ -166,7 +168,9 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         subparser.add_argument(
             "--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add"
         )
-        subparser.set_defaults(merge=None)
+        subparser.set_defaults(merge=None, ema=False)
+        if form.has_averages:
+            subparser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
         if form.merges:
             subparser.add_argument(
                 "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"

@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _text(options: argparse.Namespace) -> str:
-    files = files_of(options.checkpoint)
-    model, folder = open_model(options.checkpoint, torch.device("cpu"), options.base, files)
+    files, device = files_of(options.checkpoint), torch.device("cpu")
+    model, folder = open_model(options.checkpoint, device, options.base, files, averages=options.ema)
     encoder = _encoder(options.tokenizer, folder, model.config)
     prompt = prompt_tokens(encoder, options.prompt, model.config.vocab_size)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     where = "a run for its newest checkpoint, an iter_ folder, a URL of these, or a model folder of transformers"
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=where)
     parser.add_argument("--base", type=local_path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
+    parser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
     parser.add_argument(

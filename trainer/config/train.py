@@ -55,6 +55,8 @@ class TrainSection:
         freeze: shell patterns over the names of stored tensors, named as in transformers, such as
             `["transformer.h.0.*"]`: parameters with a matching name stay unchanged, without gradients and optimizer
             state.
+        ema_decay: decay of an exponential moving average of the parameters, such as 0.999: the share that stays at each
+            step. It is saved and loaded like the moments, and evaluated beside the parameters. 0 keeps none.
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
@@ -99,6 +101,7 @@ class TrainSection:
     seq_length: int = 128
     skip_samples: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
+    ema_decay: float = 0.0
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: Dtype = Dtype.float32
@@ -142,6 +145,8 @@ def train_problems(train: TrainSection) -> list[str]:
     for name, most in (("exit_signal_save_seconds", MOST_SECONDS), ("distributed_timeout_minutes", _MOST_MINUTES)):
         if not 0 < getattr(train, name) <= most:
             problems.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
+    if not 0 <= train.ema_decay < 1:
+        problems.append(f"train.ema_decay={train.ema_decay}: must be 0 (no average) or more, and below 1")
     if train.spike_factor <= 0:
         problems.append(f"train.spike_factor={train.spike_factor}: must be above 0")
     if not 2 <= train.spike_window <= _MOST_WINDOW:

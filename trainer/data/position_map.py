@@ -132,10 +132,12 @@ def resume_map(
             f"train.skip_samples: {late} lies behind position {position}, up to which the samples are trained on or "
             f"passed over: nothing changes there"
         )
-    if (wanted := requested.beyond(position)) != ahead:
-        lines.append(f"train.skip_samples: from position {position} on {wanted} is passed over, before it was {ahead}")
-    return ResumedMap(PositionMap.of([*behind.gaps, *wanted.gaps]), position, tuple(lines))
+    if (following := requested.beyond(position)) != ahead:
+        lines.append(
+            f"train.skip_samples: from position {position} on {following} is passed over, before it was {ahead}"
+        )
+    return ResumedMap(PositionMap.of([*behind.gaps, *following.gaps]), position, tuple(lines))
 
 
-def _covers(gaps: PositionMap, others: PositionMap) -> bool:
-    return PositionMap.of([*gaps.gaps, *others.gaps]) == gaps
+def _covers(gaps: PositionMap, ranges: PositionMap) -> bool:
+    return PositionMap.of([*gaps.gaps, *ranges.gaps]) == gaps

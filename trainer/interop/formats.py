@@ -65,12 +65,14 @@ class ExportOptions:
         dtype: dtype of the exported tensors.
         tokenizer: a file or a folder to copy tokenizer files from.
         merge: the weights beneath the adapters of the checkpoint, to add the adapters to; None adds nothing.
+        averages: whether the moving averages are written in place of the parameters.
         files: the store to write to.
     """
 
     dtype: torch.dtype = torch.float32
     tokenizer: Path | None = None
     merge: Path | None = None
+    averages: bool = False
     files: Files = FILE_SYSTEM
 
 
@@ -86,6 +88,7 @@ class Format:
         completes_model: whether it takes what its files leave open from the configured model, so a group `model=NAME`
             need not equal the stored model.
         merges: whether adapters can be merged with their base: `ExportOptions.merge` applies.
+        has_averages: whether an export can take the moving averages: `ExportOptions.averages` applies.
         numbers_moments: whether moments may be kept by number: `ImportOptions.optimizer_names` applies.
         has_copies: whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
@@ -96,5 +99,6 @@ class Format:
     names_model: bool = False
     completes_model: bool = False
     merges: bool = False
+    has_averages: bool = False
     numbers_moments: bool = False
     has_copies: bool = False

@@ -26,11 +26,12 @@ from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 
 
-def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
+def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
     """Return the weights of a base with the adapters of a checkpoint added to them.
 
     Args:
         base: a run, a checkpoint, an iteration, a model folder of transformers or a weight file of llm.c.
+        averages: take the moving averages of the adapters.
 
     Raises:
         MismatchError: if there are no adapters, or they were trained on another base.
@@ -38,7 +39,7 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     """
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
-    adapters, expected = adapters_of(checkpoint), checkpoint.state.get("base")
+    adapters, expected = adapters_of(checkpoint, averages=averages), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
         raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
     weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"), checkpoint.files)

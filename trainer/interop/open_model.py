@@ -22,7 +22,12 @@ from trainer.interop.source import of_checkpoint
 
 
 def open_model(
-    path: Path, device: torch.device, base: Path | None = None, files: Files = FILE_SYSTEM
+    path: Path,
+    device: torch.device,
+    base: Path | None = None,
+    files: Files = FILE_SYSTEM,
+    *,
+    averages: bool = False,
 ) -> tuple[Model, Path]:
     """Return a model in float32, and its folder.
 
@@ -31,11 +36,12 @@ def open_model(
             written by transformers' `save_pretrained`.
         base: the weights beneath the adapters of the checkpoint, which are added to them; None for a complete model.
         files: the store that they lie in.
+        averages: take the moving averages of a checkpoint.
 
     Raises:
         TrainerError: if there is no model, it is damaged, or its family is not supported.
     """
-    if is_folder(path):
+    if is_folder(path) and not averages:
         folder = open_folder(path, files)
         places = stored_places(folder, folder.model)
         check_tied(folder, folder.model)
@@ -48,11 +54,11 @@ def open_model(
             if base is not None:
                 check_adapters(checkpoint)
                 break
-            source = of_checkpoint(checkpoint)
+            source = of_checkpoint(checkpoint, averages=averages)
             return _filled(source.model, source.read, device), chosen
         except CheckpointError as error:  # every block is checked as it is read: an older one may be whole
             chooser.skip(error)
-    source = merged(checkpoint, base)
+    source = merged(checkpoint, base, averages=averages)
     return _filled(source.model, source.read, device), chosen
 
 

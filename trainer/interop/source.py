@@ -14,6 +14,7 @@ from reprise.folder import ADAPTERS
 from reprise.layout import whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, fill, find_accessory, read_places
+from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_model
 
 # What tokenizers of transformers save themselves as.
@@ -72,19 +73,22 @@ def holds_adapters(checkpoint: Checkpoint) -> bool:
     return ADAPTERS in checkpoint.manifest.files
 
 
-def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
+def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
     """Return a checkpoint of ours as a source; every block read is verified against its digest.
+
+    Args:
+        averages: see `adapters_of`.
 
     Raises:
         CheckpointError: if its state file or a header is damaged.
-        MismatchError: if it holds adapters alone.
+        MismatchError: if it holds adapters alone, or no averages to read.
     """
     refuse_adapters(
         checkpoint,
         fix="Merge the two with `reprise convert export hf --merge BASE CHECKPOINT OUT`; `reprise generate` takes "
         "--base BASE.",
     )
-    return adapters_of(checkpoint)
+    return adapters_of(checkpoint, averages=averages)
 
 
 def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
@@ -106,13 +110,31 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def adapters_of(checkpoint: Checkpoint) -> StateSource:
+def has_averages(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has moving averages of its parameters."""
+    return any(name.startswith(f"{AVERAGE}.") for name in checkpoint.manifest.tensors)
+
+
+def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
     """Return a checkpoint of ours, which may hold adapters alone, as a source.
+
+    Args:
+        averages: read the moving averages of the parameters in their place; a frozen one has none.
 
     Raises:
         CheckpointError: if its state file or a header is damaged.
+        MismatchError: if it has no averages to read.
     """
-    read = tensor_reader(checkpoint)
+    if averages and not has_averages(checkpoint):
+        raise MismatchError(
+            "A checkpoint has no moving averages", where=checkpoint.path, fix="Leave --ema out: train.ema_decay was 0."
+        )
+    read_stored = tensor_reader(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        average = f"{AVERAGE}.{name}"
+        return read_stored(average if averages and average in checkpoint.manifest.tensors else name)
+
     model = saved_model(checkpoint.state, where=checkpoint.path)
     paths = {name: find_accessory(checkpoint, name) for name in TOKENIZER_FILES}
     tokenizer = {name: path for name, path in paths.items() if path is not None}

@@ -109,7 +109,7 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if values.dtype is not torch.float64 or dtype.itemsize >= torch.float32.itemsize:
         return values.to(dtype)
-    near = values.to(torch.float32)
-    exact, bits = near.double(), near.view(torch.int32)
+    single = values.to(torch.float32)
+    exact, bits = single.double(), single.view(torch.int32)
     bits = torch.where(exact.abs() > values.abs(), bits - 1, bits)
     return torch.where(exact != values, bits | 1, bits).view(torch.float32).to(dtype)

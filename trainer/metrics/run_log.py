@@ -276,11 +276,15 @@ class RunLog:
             return ""
         return f" | {duration((now - began) / (iteration - first) * remaining)} to go"
 
-    def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
-        """Log an evaluation."""
+    def evaluation(self, iteration: int, loss: float, best: float | None, average_loss: float | None = None) -> None:
+        """Log an evaluation, also of the moving averages if there are any."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
-        self._write(MetricRecord(iteration, members, {VALID_LOSS: loss}))
-        text = "none" if best is None else f"{best:.6f}"
+        curves, text = {VALID_LOSS: loss}, "none" if best is None else f"{best:.6f}"
+        if average_loss is not None:
+            members |= {"ema_loss": average_loss, "ema_loss_hex": average_loss.hex()}
+            curves["valid/ema_loss"] = average_loss
+            text += f" | of the averages {average_loss:.6f}"
+        self._write(MetricRecord(iteration, members, curves))
         _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {text}")
 
     def sample(self, iteration: int, text: str) -> None:

@@ -13,6 +13,8 @@ from trainer.config.optimizer import OptimizerName, OptimizerSection
 
 Shape: TypeAlias = tuple[int, ...]
 
+AVERAGE = "ema"  # the key of a parameter's moving average, beside those of its optimizer
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
@@ -77,15 +79,20 @@ class StateTensor:
         return f"{self.key}.{self.parameter}"
 
 
-def state_tensors(optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = ()) -> Iterator[StateTensor]:
+def state_tensors(
+    optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = (), *, averages: bool = False
+) -> Iterator[StateTensor]:
     """Yield every tensor of an optimizer's state, in the order of the files: by key, scalars last, in model order.
 
     Args:
         frozen: the parameters no optimizer changes.
+        averages: whether there is a moving average of each parameter.
     """
     stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
     shapes_by_name = {
-        name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen
+        name: state(tensor.shape, name in matrices) | ({AVERAGE: tensor.shape} if averages else {})
+        for name, tensor in stored.items()
+        if name not in frozen
     }
     scalars = {key: not shape for shapes in shapes_by_name.values() for key, shape in shapes.items()}
     for key in sorted(scalars, key=lambda key: (scalars[key], key)):

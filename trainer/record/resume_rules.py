@@ -97,6 +97,7 @@ RULES: tuple[Rule, ...] = (
         )
         for name, effect in _KEPT_COUNTS.items()
     ),
+    Rule("ema_decay", Verdict.LOGGED, says="the moving average goes on with it; a new one begins with the weights"),
     Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE) for name in SECTIONS),
     Rule(
@@ -125,7 +126,7 @@ _OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp",
 # With `parallel.invariant_tensor_ranks`, nor on these.
 _OF_NO_TENSOR_BIT = frozenset({"topology.tp", "topology.sp"})
 # No iteration depends on the fields of these rules.
-_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation"})
+_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
 def flags_set(section: CheckpointSection) -> set[str]:

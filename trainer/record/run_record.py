@@ -19,6 +19,7 @@ from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
+from trainer.config.train import TrainSection
 from trainer.data.documents import DocumentMarks
 from trainer.data.position_map import SKIPPED, parse_ranges
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
@@ -97,10 +98,18 @@ def describe(
         "schedule": schedule.record(),
         **settings_record(config.optimizer),
         "optimizer": optimizer_record(config.model, config.optimizer, frozen),
-        **({SKIPPED: parse_ranges(train.skip_samples).record()} if train.skip_samples else {}),
-        **({"freeze": list(train.freeze)} if train.freeze else {}),
+        **_optional_record(train),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
+    }
+
+
+def _optional_record(train: TrainSection) -> Json:
+    """Return the members of keys with an effect on few runs."""
+    return {
+        **({"ema_decay": train.ema_decay} if train.ema_decay else {}),
+        **({SKIPPED: parse_ranges(train.skip_samples).record()} if train.skip_samples else {}),
+        **({"freeze": list(train.freeze)} if train.freeze else {}),
     }
 
 

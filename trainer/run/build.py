@@ -196,10 +196,12 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
             file_bytes=config.checkpoint.file_bytes,
             frozen=frozen,
             is_invariant=config.parallel.invariant_ranks > 0,
+            ema_decay=config.train.ema_decay,
         )
         for stage in stages
     ]
-    return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen)
+    averages = config.train.ema_decay > 0
+    return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen, averages=averages)
 
 
 def run_config(config: Config, *, with_commit: bool) -> Json:

@@ -78,7 +78,8 @@ def report(config: Config, world_size: int) -> str:
     """
     topology = topology_of(config, world_size)
     frozen = frozen_names(config.model, config.train.freeze)
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, frozen)))
+    averages = config.train.ema_decay > 0
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, frozen, averages=averages)))
     rows = list(_rows(config, topology, layout))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
     lines = [_headline(config, topology, layout), ""]
@@ -177,7 +178,8 @@ def _stored_image(box: Box, spec: TensorSpec) -> Image:
 
 
 def _state_tensors(config: Config) -> Iterator[StateTensor]:
-    return state_tensors(config.optimizer.name, config.model, frozen_names(config.model, config.train.freeze))
+    frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
+    return state_tensors(config.optimizer.name, config.model, frozen, averages=averages)
 
 
 def _working_bytes(

@@ -35,18 +35,22 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     copies = topology.dp if config.parallel.zero_stage == 0 else 1
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, config.train.freeze)
-    state_shapes = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
+    averages = config.train.ema_decay > 0
+    state = state_tensors(config.optimizer.name, padded, frozen, averages=averages)
+    state_shapes = [tensor for tensor in state if tensor.stored.shape]
     moments = sum(prod(tensor.stored.shape) for tensor in state_shapes)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
     weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
-    state = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
+    state_bytes = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
     itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
     rounded = (
         itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size
     )
     train = config.train
     return (
-        state + rounded + _TOKEN_BYTES * (max(batch_schedule_of(train).sizes) // topology.dp) * (train.seq_length + 1)
+        state_bytes
+        + rounded
+        + _TOKEN_BYTES * (max(batch_schedule_of(train).sizes) // topology.dp) * (train.seq_length + 1)
     )
 
 

@@ -29,6 +29,7 @@ from reprise.live_tensors import (
 )
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer, stored_names
+from trainer.optim.average import keep_average
 from trainer.optim.table import state_tensors
 from trainer.schedules.progress import Progress
 
@@ -61,6 +62,7 @@ class TrainerState:
     Args:
         grid: the ranks with the same stages as this rank.
         frozen: the stored names of the unchanged parameters.
+        averages: whether there is a moving average of each parameter.
     """
 
     config: ModelConfig
@@ -69,6 +71,7 @@ class TrainerState:
     progress: Progress = field(default_factory=Progress)
     optimizer: OptimizerName = OptimizerName.adamw
     frozen: frozenset[str] = frozenset()
+    averages: bool = False
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
@@ -121,7 +124,8 @@ class TrainerState:
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
-            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
+            optimizer = self.optimizer if with_optimizer else None
+            specs = tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages))
             second_names = {} if is_adapted(self.config) else aliases(self.config)
             enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)), second_names)
             self._enumerated[with_optimizer] = enumerated
@@ -139,6 +143,7 @@ def build_part(
     file_bytes: int,
     frozen: Collection[str] = (),
     is_invariant: bool = False,
+    ema_decay: float = 0.0,
 ) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
@@ -147,8 +152,11 @@ def build_part(
         file_bytes: the size at which a file of a checkpoint is full.
         frozen: the stored names of the unchanged parameters.
         is_invariant: see `optim.build_optimizer`.
+        ema_decay: of a moving average of each parameter; 0 for none.
     """
-    layout = build_layout(tuple(checkpoint_specs(config, section.name, frozen)), file_bytes=file_bytes)
+    averages = ema_decay > 0
+    specs = tuple(checkpoint_specs(config, section.name, frozen, averages=averages))
+    layout = build_layout(specs, file_bytes=file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}
     shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config)))
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
@@ -157,9 +165,13 @@ def build_part(
     # Sums in products depend on the alignment: it is that of torch's allocator, as of what FSDP2 gathers.
     for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
+    state = state_tensors(section.name, config, frozen, averages=averages)
+    keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
-    return ModelPart(model, build_optimizer(config, model, section, zeros, is_invariant=is_invariant))
+    optimizer = build_optimizer(config, model, section, zeros, is_invariant=is_invariant)
+    if averages:
+        keep_average(optimizer, model, ema_decay, zeros)
+    return ModelPart(model, optimizer)
 
 
 def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
@@ -199,18 +211,19 @@ def _refuse_unknown(part: ModelPart) -> None:
 
 
 def checkpoint_specs(
-    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = ()
+    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = (), *, averages: bool = False
 ) -> Iterator[TensorSpec]:
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
 
     Args:
         optimizer: the optimizer whose state is saved; None for weights alone.
         frozen: the stored names of the parameters unchanged by the optimizer.
+        averages: whether there is a moving average of each parameter, beside the optimizer's state.
     """
     kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():
         yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
-    for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen):
+    for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen, averages=averages):
         yield TensorSpec(
             TensorKind.OPTIMIZER, tensor_state.name, tensor_state.stored.shape, torch.float32, tensor_state.stored.view
         )

@@ -18,6 +18,7 @@ from trainer.config.saved import saved_config, with_schedule
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
+from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.compatibility import differences, settle
@@ -55,6 +56,8 @@ def fill(run: Run, start: Start) -> Run:
         if not start.section.finetune:
             run = _resumed(run, checkpoint, start.section)
     _rebind(run)
+    if run.state.averages:
+        _begin_averages(run, checkpoint, start.section)
     is_first = isinstance(start.source, InitialValues) and not start.section.finetune
     began_at = -1 if is_first else run.state.progress.iteration
     run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.source.is_own)
@@ -187,6 +190,14 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
         require_batches(run.config, run.cluster.world_size, samples)
     if section.use_checkpoint_scheduler:
         run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
+
+
+def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:
+    """Let the moving averages that were not loaded begin with the weights."""
+    has_optimizer = checkpoint is not None and not (section.finetune or section.no_load_optim)
+    stored = checkpoint.manifest.tensors if checkpoint is not None and has_optimizer else {}
+    for part in run.state.parts:
+        begin_average(part.optimizer, part.model, stored, families.aliases(run.config.model))
 
 
 def _rebind(run: Run) -> None:

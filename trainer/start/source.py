@@ -18,7 +18,9 @@ from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
 from reprise.savers import Restored
 from trainer.config.checkpoint import CheckpointSection, Verify
+from trainer.interop.source import has_averages
 from trainer.interop.start import WeightsKind, load_pretrained
+from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_frozen, saved_model
 from trainer.run.build import Run
 from trainer.run.fitting import Fit, Fitting, fill_unstored
@@ -140,6 +142,8 @@ class Checkpoints:
         def check(checkpoint: Checkpoint) -> None:
             part.refuse(checkpoint)
             fit, places, specs = _fit(part, checkpoint), read_places(checkpoint), _specs(run, part, checkpoint)
+            if not run.state.averages:
+                places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
             fit.left([spec.name for spec in specs])
             stored = [fit.stored(spec, places.get(spec.name)) for spec in specs if fit.selects(spec.name)]
             check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
@@ -200,7 +204,8 @@ def _specs(run: Run, part: Part, checkpoint: Checkpoint) -> list[TensorSpec]:
     if part.section.finetune or part.section.no_load_optim:
         return list(checkpoint_specs(part.model, None))
     frozen = saved_frozen(checkpoint.state, part.model, where=checkpoint.path)
-    return list(checkpoint_specs(part.model, run.config.optimizer.name, frozen))
+    averages = run.state.averages and has_averages(checkpoint)
+    return list(checkpoint_specs(part.model, run.config.optimizer.name, frozen, averages=averages))
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:

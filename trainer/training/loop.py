@@ -18,6 +18,7 @@ from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
 from trainer.metrics.spikes import SPIKES, Spike
+from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
@@ -205,7 +206,10 @@ def _evaluate(run: Run) -> None:
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
     stop = run.control.is_signalled
     loss = evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
-    if loss is None:
+    average_loss = None
+    if run.state.averages and loss is not None:
+        average_loss = _evaluate_averages(run)
+    if loss is None or (average_loss is None and run.state.averages):
         run.state.progress = run.state.progress.without_evaluation()
         _log_on_rank_0(
             run, f"the evaluation of iteration {run.state.progress.iteration} is interrupted; the resumed run does it"
@@ -213,7 +217,16 @@ def _evaluate(run: Run) -> None:
         return
     run.state.progress = run.state.progress.after_evaluation(loss)
     for log in run.logs:
-        log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
+        log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss, average_loss)
+
+
+def _evaluate_averages(run: Run) -> float | None:
+    """Return the validation loss of the moving averages; None after a signal."""
+    for target in run.saves:  # which may read the parameters in their memory
+        target.saver.wait()
+    with averages_in_place([part.optimizer for part in run.state.parts]):
+        stop = run.control.is_signalled
+        return evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
 
 
 def _evaluate_late(run: Run) -> None:

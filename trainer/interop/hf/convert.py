@@ -83,7 +83,9 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
 
 
 def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:
-    return adapters_of(checkpoint) if options.merge is None else merged(checkpoint, options.merge)
+    if options.merge is None:
+        return adapters_of(checkpoint, averages=options.averages)
+    return merged(checkpoint, options.merge, averages=options.averages)
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
@@ -98,4 +100,6 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
     return paths
 
 
-FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, names_model=True, merges=True)
+FORMAT = Format(
+    "a model folder of transformers (safetensors)", read_source, write, names_model=True, merges=True, has_averages=True
+)

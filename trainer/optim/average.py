@@ -1,0 +1,98 @@
+"""An exponential moving average of the parameters: a part of the optimizer's state, saved and loaded with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from reprise.live_tensors import local_of
+from trainer.optim.adamw import stored_names, zeros_for
+from trainer.optim.table import AVERAGE
+
+# Elements moved at once: in a processor's cache the difference costs no memory traffic, on a device no launch.
+_ITEMS_CPU, _ITEMS_DEVICE = 1 << 16, 1 << 24
+
+
+def keep_average(
+    optimizer: torch.optim.Optimizer, model: nn.Module, decay: float, memory: Mapping[str, torch.Tensor]
+) -> None:
+    """Let an optimizer average its parameters after each step; the averages are zeros until they are filled.
+
+    Args:
+        decay: the share of the average that stays.
+        memory: zeros for the local part of the averages, by `ema.<name>`, where they are to lie in chosen memory.
+    """
+    for parameter, name in stored_names(model).items():
+        if parameter in optimizer.state:
+            optimizer.state[parameter][AVERAGE] = zeros_for(parameter, memory.get(f"{AVERAGE}.{name}"))
+    optimizer.register_step_post_hook(partial(_update, 1 - decay))
+
+
+def begin_average(
+    optimizer: torch.optim.Optimizer, model: nn.Module, stored: Collection[str], names: Mapping[str, str]
+) -> None:
+    """Let averages begin with the parameters, except those filled from a checkpoint.
+
+    Args:
+        stored: the names of the tensors of the checkpoint.
+        names: the stored names of tied parameters by their other names.
+    """
+    with torch.no_grad():
+        for parameter, name in stored_names(model).items():
+            if parameter in optimizer.state and f"{AVERAGE}.{names.get(name, name)}" not in stored:
+                local_of(optimizer.state[parameter][AVERAGE]).copy_(local_of(parameter))
+
+
+@contextmanager
+def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Exchange parameters and averages meanwhile. No save may be under way, and no parameter gathered."""
+    pairs = [pair for optimizer in optimizers for pair in _pairs(optimizer)]
+    _by_chunks(pairs, _exchange)
+    try:
+        yield
+    finally:
+        _by_chunks(pairs, _exchange)
+
+
+def _update(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _by_chunks(_pairs(optimizer), partial(_move, share))
+
+
+def _pairs(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the local part of each average and of its parameter."""
+    return [
+        (local_of(state[AVERAGE]).view(-1), local_of(parameter.detach()).view(-1))
+        for parameter, state in optimizer.state.items()
+    ]
+
+
+@torch.no_grad()
+def _by_chunks(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+) -> None:
+    """Call a function with chunks of both tensors of each pair, and memory of the same size."""
+    memory: torch.Tensor | None = None
+    for average, parameter in pairs:
+        items = _ITEMS_CPU if average.device.type == "cpu" else _ITEMS_DEVICE
+        for lo in range(0, average.numel(), items):
+            part = average[lo : lo + items]
+            if memory is None or memory.numel() < part.numel():
+                memory = torch.empty_like(part)
+            call(part, parameter[lo : lo + items], memory[: part.numel()])
+
+
+def _move(share: float, average: torch.Tensor, parameter: torch.Tensor, memory: torch.Tensor) -> None:
+    # Three roundings: a fused kernel rounds the elements behind the last whole vector otherwise, on a CPU.
+    torch.sub(parameter, average, out=memory)
+    average.add_(memory.mul_(share))
+
+
+def _exchange(average: torch.Tensor, parameter: torch.Tensor, memory: torch.Tensor) -> None:
+    memory.copy_(average)
+    average.copy_(parameter)
+    parameter.copy_(memory)
