@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,17 +144,19 @@ def require_depth(value: object) -> None:
     """
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (
-                parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list | tuple) else ()
-            )
-            if isinstance(child, dict | list | tuple)
-        ]
+        level = [child for parent in level for child in _members(parent) if isinstance(child, dict | list | tuple)]
         if not level:
             return
     raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+
+
+def _members(parent: object) -> Iterable[object]:
+    """Return the members of a value that may nest; none for a list of numbers, of which a manifest has millions."""
+    if isinstance(parent, dict):
+        return parent.values()
+    if isinstance(parent, list | tuple) and not set(map(type, parent)) <= {int}:
+        return parent
+    return ()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Json:

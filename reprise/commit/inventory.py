@@ -34,11 +34,12 @@ class Inventory:
     @property
     def identity(self) -> int:
         """Return the digest (xxh3-64) of all names, kinds, dtypes, shapes and places of the layout."""
-        table = [
-            (place.spec.kind.value, name, DTYPE_NAMES[place.spec.dtype], place.spec.shape, place.spec.view, place.file)
-            for name, place in self._layout.places.items()
-        ]
-        return xxhash.xxh3_64_intdigest(repr(table).encode())
+        digest = xxhash.xxh3_64()
+        for name, place in self._layout.places.items():  # row by row: the text of all would hold up other threads
+            spec = place.spec
+            row = spec.kind.value, name, DTYPE_NAMES[spec.dtype], spec.shape, spec.view, place.file
+            digest.update(repr(row).encode())
+        return digest.intdigest()
 
     def groups(self) -> tuple[GroupDigest, ...]:
         """Return one row for each set of ranks that share boxes."""

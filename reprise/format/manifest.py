@@ -5,26 +5,32 @@ Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash) as 16 hex digits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.format.box import Box, image, whole
+from reprise.format.box import Box, whole
 from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
 
+Integers = npt.NDArray[np.int64]
 FORMAT = MANIFEST_FORMAT
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
+_MOST_REMEMBERED = 64
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 
 
@@ -74,26 +80,60 @@ class TensorEntry:
 
     def pieces(self, itemsize: int) -> Iterator[WrittenPiece]:
         """Yield every piece with its digests."""
-        position = 0
-        for cell, box in enumerate(_cells(self.cuts)):
-            total = image(box, self.view, itemsize).total_bytes
-            bounds = (0, *self.shares.get(cell, ()), total)
+        for _, piece in self.pieces_in(whole(self.view), itemsize):
+            yield piece
+
+    def pieces_in(self, box: Box, itemsize: int) -> Iterator[tuple[int, WrittenPiece]]:
+        """Yield the pieces of the cells that have elements of `box`, each with its number among all pieces."""
+        first_blocks, first_pieces = self._first_of_cells(itemsize)
+        for cell, cell_box in _cells_in(self.cuts, box):
+            position, number = int(first_blocks[cell]) * DIGEST_BYTES, int(first_pieces[cell])
+            bounds = (0, *self.shares.get(cell, ()), cell_box.numel * itemsize)
             for lo, hi in itertools.pairwise(bounds):
                 length = block_count(hi - lo) * DIGEST_BYTES
-                yield WrittenPiece("", box, lo, hi, self.digests[position : position + length])
+                yield number, WrittenPiece("", cell_box, lo, hi, self.digests[position : position + length])
                 position += length
+                number += 1
+
+    def _first_of_cells(self, itemsize: int) -> tuple[Sequence[int] | Integers, Sequence[int] | Integers]:
+        """Return the numbers of the first block and of the first piece of each cell.
+
+        An entry that `fits` has a block in every cell, so its numbers of bytes are those of a possible tensor.
+        """
+        if all(len(marks) == 2 for marks in self.cuts):  # a single cell, as most tensors of a small run have
+            return (0,), (0,)
+        sizes = np.array([itemsize], dtype=np.int64)
+        for marks in self.cuts:
+            sizes = np.multiply.outer(sizes, np.diff(np.array(marks, dtype=np.int64))).ravel()
+        blocks = -(-sizes // BLOCK_BYTES)
+        counts = np.ones_like(blocks)
+        for cell, offsets in self.shares.items():
+            bounds = (0, *offsets, int(sizes[cell]))
+            blocks[cell] = sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds))
+            counts[cell] = len(bounds) - 1
+        return np.cumsum(blocks) - blocks, np.cumsum(counts) - counts
 
     def fits(self, itemsize: int) -> bool:
-        """Return whether shares and the number of digests fit a tensor with items of `itemsize` bytes."""
-        count, cells = 0, math.prod(len(marks) - 1 for marks in self.cuts)
+        """Return whether shares and the number of digests fit a tensor with items of `itemsize` bytes.
+
+        Cells of equal lengths are counted together: a tensor has thousands of cells, and few lengths.
+        """
+        cells = math.prod(len(marks) - 1 for marks in self.cuts)
         if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one; no tensor is worth counting more
             return False
-        for cell, box in enumerate(_cells(self.cuts)):
-            bounds = (0, *self.shares.get(cell, ()), image(box, self.view, itemsize).total_bytes)
-            if len(bounds) > 2 and any(lo >= hi for lo, hi in itertools.pairwise(bounds)):
+        if not all(0 <= cell < cells for cell in self.shares):
+            return False
+        count = 0
+        for members in itertools.product(*(_lengths(marks) for marks in self.cuts)):
+            size = math.prod(length for length, _ in members) * itemsize
+            count += math.prod(number for _, number in members) * block_count(size)
+        for cell, offsets in self.shares.items():
+            size = _numel_of(self.cuts, cell) * itemsize
+            bounds = (0, *offsets, size)
+            if offsets and any(lo >= hi for lo, hi in itertools.pairwise(bounds)):
                 return False
-            count += sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds))
-        return len(self.digests) == count * DIGEST_BYTES and all(0 <= cell < cells for cell in self.shares)
+            count += sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds)) - block_count(size)
+        return len(self.digests) == count * DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +232,38 @@ def _cells(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
         yield Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
 
 
+def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Box]]:
+    """Yield the cells that have elements of `box`, each with its number."""
+    if not box.numel:
+        return
+    ranges = [
+        range(bisect_right(marks, offset) - 1, min(bisect_left(marks, end), len(marks) - 1))
+        for marks, offset, end in zip(cuts, box.offset, box.end, strict=True)
+    ]
+    for indices in itertools.product(*ranges):
+        number = 0
+        for index, marks in zip(indices, cuts, strict=True):
+            number = number * (len(marks) - 1) + index
+        offset = tuple(marks[index] for index, marks in zip(indices, cuts, strict=True))
+        end = tuple(marks[index + 1] for index, marks in zip(indices, cuts, strict=True))
+        yield number, Box(offset, tuple(hi - lo for lo, hi in zip(offset, end, strict=True)))
+
+
+@functools.lru_cache(maxsize=_MOST_REMEMBERED)
+def _lengths(marks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the distances between neighbours, each with its number; most tensors are cut as many others are."""
+    return tuple(Counter(hi - lo for lo, hi in itertools.pairwise(marks)).items())
+
+
+def _numel_of(cuts: Sequence[Sequence[int]], cell: int) -> int:
+    """Return the number of elements of a cell."""
+    numel = 1
+    for marks in reversed(cuts):
+        cell, index = divmod(cell, len(marks) - 1)
+        numel *= marks[index + 1] - marks[index]
+    return numel
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the JSON form; its last member is the digest of all bytes before its comma."""
     return json_file.sealed(
@@ -250,10 +322,9 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     view = tuple(_size(n) for n in entry["view"])
     if not is_shape(view):
         raise ValueError(f"a view of {len(view)} dimensions has more of them, or of elements, than a tensor can")
-    cuts = tuple(tuple(_size(n) for n in marks) for marks in entry["cuts"])
+    cuts = tuple(_marks(marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
-        marks[0] != 0 or marks[-1] != n or list(marks) != sorted(set(marks))
-        for marks, n in zip(cuts, view, strict=True)
+        marks[0] != 0 or marks[-1] != n or not _is_ascending(marks) for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
     shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
@@ -268,6 +339,22 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
 
 def _size(value: object) -> int:
     return integer(value, most=MOST_ELEMENTS)
+
+
+def _marks(values: Iterable[object]) -> tuple[int, ...]:
+    """Return the numbers of a list, which are checked together: a tensor has thousands."""
+    marks = tuple(values)
+    if not set(map(type, marks)) <= {int}:
+        return tuple(_size(value) for value in marks)  # names the first
+    numbers = cast("tuple[int, ...]", marks)
+    for number in (min(numbers, default=0), max(numbers, default=0)):
+        _size(number)
+    return numbers
+
+
+@functools.lru_cache(maxsize=_MOST_REMEMBERED)
+def _is_ascending(marks: tuple[int, ...]) -> bool:
+    return all(lo < hi for lo, hi in itertools.pairwise(marks))
 
 
 def _cell(key: str) -> int:

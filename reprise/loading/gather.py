@@ -72,7 +72,7 @@ class Target:
 
     def __init__(self, tensor: LiveTensor, box: Box) -> None:
         self.tensor = tensor
-        self.box = in_bytes(box, tensor.local.element_size())
+        self.elements, self.box = box, in_bytes(box, tensor.local.element_size())
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()
         if (

@@ -140,10 +140,8 @@ def touched_pieces(
         if tensor.box.numel:
             name = tensor.spec.name
             box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
-            pieces = enumerate(checkpoint.manifest.tensors[name].pieces(size))
-            numbers_by_tensor.setdefault(name, set()).update(
-                n for n, piece in pieces if intersect(piece.box, box).numel
-            )
+            pieces = checkpoint.manifest.tensors[name].pieces_in(box, size)
+            numbers_by_tensor.setdefault(name, set()).update(number for number, _ in pieces)
     return {name: tuple(sorted(numbers)) for name, numbers in numbers_by_tensor.items()}
 
 
@@ -224,13 +222,11 @@ def _blocks_for(checkpoint: Checkpoint, places: Mapping[str, Place], target: Tar
     """Yield every block with a part of a target, piece by piece."""
     place = places[target.tensor.spec.name]
     size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
-    for number, piece in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
-        box = in_bytes(piece.box, size)
-        common = intersect(box, target.box)
-        if common.numel and number not in present:
+    for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
+        if number not in present:
             raise not_held(checkpoint, place, number)
-        if common.numel:
-            yield from _blocks_of(_piece(place, piece, box, common=common, target=target))
+        box = in_bytes(piece.box, size)
+        yield from _blocks_of(_piece(place, piece, box, common=intersect(box, target.box), target=target))
 
 
 def _piece(place: Place, entry: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:

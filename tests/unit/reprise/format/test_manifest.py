@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
-from reprise.format.box import Box, whole
+from reprise.format.box import Box, intersect, whole
 from reprise.format.layout import Layout, TensorKind, TensorSpec, build_layout
-from reprise.format.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
+from reprise.format.manifest import BLOCK_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
 from reprise.format.report import decode, encode
 
 A, B = b"12345678", b"abcdefgh"
@@ -178,3 +180,63 @@ def test_a_malformed_manifest_is_refused_though_its_digest_fits(members: dict[st
 def test_a_newer_manifest_is_refused_by_its_number() -> None:
     with pytest.raises(MismatchError, match="reprise-manifest/2"):
         manifest.from_bytes(resealed(format="reprise-manifest/2"), where="x")
+
+
+GRID = TensorEntry((6, 4), ((0, 1, 4, 6), (0, 3, 4)), {2: (8, 16), 4: (12,)}, b"".join(b"%8d" % n for n in range(9)))
+
+
+@pytest.mark.parametrize("box", [whole((6, 4)), Box((1, 3), (2, 1)), Box((0, 0), (1, 4)), Box((5, 0), (1, 1))])
+def test_the_pieces_of_a_box_are_those_of_its_cells(box: Box) -> None:
+    expected = [(n, piece) for n, piece in enumerate(GRID.pieces(4)) if intersect(piece.box, box).numel]
+    assert expected
+    assert list(GRID.pieces_in(box, 4)) == expected
+
+
+def test_all_pieces_of_a_grid_have_their_digests_in_order() -> None:
+    assert GRID.fits(4)
+    pieces = list(GRID.pieces(4))
+    assert b"".join(piece.digests for piece in pieces) == GRID.digests
+    assert [(piece.lo, piece.hi) for piece in pieces[:6]] == [(0, 12), (0, 4), (0, 8), (8, 16), (16, 36), (0, 12)]
+    assert sum(piece.hi - piece.lo for piece in pieces) == 6 * 4 * 4
+
+
+@pytest.mark.parametrize("box", [Box((0, 0), (0, 4)), Box((6, 0), (0, 0))])
+def test_an_empty_box_has_no_pieces(box: Box) -> None:
+    assert list(GRID.pieces_in(box, 4)) == []
+
+
+def blocks_of(entry: TensorEntry, itemsize: int) -> int | None:
+    """Return the number of blocks of all pieces, counted cell by cell; None if shares do not fit."""
+    count, cells = 0, list(itertools.product(*(list(itertools.pairwise(marks)) for marks in entry.cuts)))
+    if not all(0 <= cell < len(cells) for cell in entry.shares):
+        return None
+    for number, cell in enumerate(cells):
+        size = math.prod(hi - lo for lo, hi in cell) * itemsize
+        bounds = (0, *entry.shares.get(number, ()), size)
+        if entry.shares.get(number) and any(lo >= hi for lo, hi in itertools.pairwise(bounds)):
+            return None
+        count += sum(-(-(hi - lo) // BLOCK_BYTES) for lo, hi in itertools.pairwise(bounds))
+    return count
+
+
+MARKS = st.sets(st.integers(1, 5), max_size=4).map(lambda marks: (0, *sorted(marks), 6))
+MIB = 1 << 20
+OFFSETS = st.lists(st.integers(0, 30).map(lambda number: number * MIB), max_size=2).map(lambda o: tuple(sorted(o)))
+
+
+@given(
+    st.lists(MARKS, max_size=2),
+    st.dictionaries(st.integers(-1, 12), OFFSETS, max_size=2),
+    st.sampled_from([1, 2]),
+    st.integers(-1, 1),
+)
+def test_an_entry_fits_as_if_counted_cell_by_cell(
+    cuts: list[tuple[int, ...]], shares: dict[int, tuple[int, ...]], itemsize: int, more: int
+) -> None:
+    rows = (*cuts, (0, MIB))
+    entry = TensorEntry(tuple(marks[-1] for marks in rows), rows, shares, b"")
+    count = blocks_of(entry, itemsize)
+    entry = replace(entry, digests=bytes(8 * max(0, (100 if count is None else count) + more)))
+    assert entry.fits(itemsize) == (count is not None and more == 0)
+    if entry.fits(itemsize):
+        assert b"".join(piece.digests for piece in entry.pieces(itemsize)) == entry.digests
