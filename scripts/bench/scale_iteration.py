@@ -21,6 +21,7 @@ from reprise.channel import single_rank_channel
 from trainer.data.documents import WindowForm
 from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import RankTime
+from trainer.optim.exact_sum import NormShare
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.lanes import Lanes
 from trainer.parallel.reduction import GradientReduction
@@ -62,13 +63,13 @@ def one_rank(ranks: int, *, is_exact: bool) -> tuple[Cluster, ParallelContext]:
     context = ParallelContext(
         reduction=cast(GradientReduction, None),
         lanes=Lanes(count=ranks, micro_batches=ranks) if is_exact else None,
-        is_tensor_parallel=False,
+        needs_loss_parallel=False,
         loss=lambda logits, targets: logits,
         gather_logits=lambda logits: logits,
         pipeline=None,
         embedding_group=None,
         reports_loss=True,
-        grad_norm_shares=[(parameter, 0, 1)],
+        grad_norm_shares=[NormShare(parameter, 0, 1)],
         form=WindowForm(),
     )
     return cluster, context
