@@ -11,7 +11,7 @@ from reprise.live_tensors import is_dtensor
 from trainer.parallel.shard_sums import is_operand, operand
 
 
-class Part(NamedTuple):
+class ShardWeight(NamedTuple):
     """A shard's part of a weight, as a tensor of its own; `number` is that of the part in `memory`."""
 
     tensor: torch.Tensor
@@ -59,17 +59,17 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, parameter.to_local()) if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
 
 
-def parts_of(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.dtype) -> list[Part]:
+def parts_of(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.dtype) -> list[ShardWeight]:
     """Return the parts of a parameter for each of this rank's shards, in a dtype."""
     local = local_part(parameter)
     if count == 1:
-        return [Part(operand(local.to(dtype)), None, 0)]
+        return [ShardWeight(operand(local.to(dtype)), None, 0)]
     memory = GradientMemory(local, count, dimension)
     tensors = _Parts.apply(local, memory, count, dimension, dtype)  # type: ignore[no-untyped-call]
-    return [Part(tensor, memory, number) for number, tensor in enumerate(tensors)]
+    return [ShardWeight(tensor, memory, number) for number, tensor in enumerate(tensors)]
 
 
-def product(x: torch.Tensor, weight: Part, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
+def product(x: torch.Tensor, weight: ShardWeight, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
     """Return x [..., in] times a weight [out, in], or [in, ...out] if transposed, as [..., out]."""
     return cast(torch.Tensor, _Product.apply(x, weight.tensor, bias, weight, is_transposed))  # type: ignore[no-untyped-call]
 
@@ -91,7 +91,12 @@ class _Parts(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, part: Part, is_transposed: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        part: ShardWeight,
+        is_transposed: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.memory, ctx.number, ctx.is_transposed, ctx.has_bias = (

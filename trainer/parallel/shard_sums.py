@@ -143,8 +143,8 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shards: Shards) -> tuple[torch.Tensor, ...]:
         ctx.shards = shards
-        whole = shards.gathered(x) if shards.is_sequence_parallel else operand(x)
-        return tuple(whole.view_as(whole) for _ in range(shards.share))
+        hidden = shards.gathered(x) if shards.is_sequence_parallel else operand(x)
+        return tuple(hidden.view_as(hidden) for _ in range(shards.share))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -163,8 +163,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         shards: Shards = ctx.shards
-        whole = shards.gathered(gradient) if shards.is_sequence_parallel else operand(gradient)
-        return (None, *(whole.view_as(whole) for _ in range(shards.share)))
+        hidden = shards.gathered(gradient) if shards.is_sequence_parallel else operand(gradient)
+        return (None, *(hidden.view_as(hidden) for _ in range(shards.share)))
 
 
 class _Copies(torch.autograd.Function):

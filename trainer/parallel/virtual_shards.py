@@ -25,7 +25,7 @@ from models import families
 from models.layers import Conv1D, Dropout, Embedding, FusedConv1D, OutputLayer, Site
 from models.network import Model
 from models.spec import Cut
-from trainer.parallel.shard_products import Part, local_part, parts_of, product
+from trainer.parallel.shard_products import ShardWeight, local_part, parts_of, product
 from trainer.parallel.shard_sums import Shards, join_tokens, stacked
 
 # A parameter by its module and its name there.
@@ -127,10 +127,10 @@ class _Projection:
 
     module: nn.Module
     cut: Cut
-    weight: Part | None = None
+    weight: ShardWeight | None = None
     bias: torch.Tensor | None = None
 
-    def parts(self, count: int, dtype: torch.dtype) -> list[tuple[Part, torch.Tensor | None]]:
+    def parts(self, count: int, dtype: torch.dtype) -> list[tuple[ShardWeight, torch.Tensor | None]]:
         """Return the weight of each shard, and its bias where that is cut too."""
         dimensions = _dimensions(self.module, self.cut)
         columns = [
@@ -138,7 +138,7 @@ class _Projection:
         ]
         return [(weight, bias[0].tensor.flatten() if bias else None) for weight, *bias in zip(*columns, strict=True)]
 
-    def use(self, weight: Part | None, bias: torch.Tensor | None) -> None:
+    def use(self, weight: ShardWeight | None, bias: torch.Tensor | None) -> None:
         """Set the tensors of the next product."""
         self.weight, self.bias = weight, bias
 
@@ -260,8 +260,8 @@ class _VocabularyEmbedding:
         is_elsewhere = (rows < 0) | (rows >= table.shape[0])
         vectors = F.embedding(rows.masked_fill(is_elsewhere, 0), table)
         vectors = vectors.masked_fill(is_elsewhere.unsqueeze(-1), -0.0)
-        whole = Shards(shards.ranks, shards.group, is_sequence_parallel=not self.stays_whole)
-        return whole.join([vectors])
+        ranks = Shards(shards.ranks, shards.group, is_sequence_parallel=not self.stays_whole)
+        return ranks.join([vectors])
 
 
 @dataclass(frozen=True, slots=True)
