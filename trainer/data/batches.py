@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from reprise.errors import DataError
 from trainer.data.blend import Blend
+from trainer.data.document_table import documents_of, table_of
 from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
@@ -27,14 +28,15 @@ class Samples:
 
     Args:
         marks: marks the begins of documents in the windows; None leaves them as they are.
-        per_document: cut documents, from the index of each file. Memory is 24 bytes a document.
+        per_document: cut documents, by the index of each file, see `trainer.data.document_table`.
+        cache: the folder of prepared data; without, every process reads the complete index.
 
     Raises:
         DataError: no window fits any file, or an index cannot be read.
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_begins", "_bounds", "_ends", "_files", "_firsts", "_marks", "_seq_length")
+    __slots__ = ("_bounds", "_files", "_marks", "_seq_length", "_tables")
 
     def __init__(
         self,
@@ -43,19 +45,25 @@ class Samples:
         seq_length: int,
         marks: DocumentMarks | None = None,
         per_document: bool = False,
+        cache: Path | None = None,
     ) -> None:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
-        borders = [_borders(file) if per_document else np.array([0, file.count], np.int64) for file in files]
         self._files, self._marks = tuple(files), marks
         self._seq_length = seq_length
-        # Samples lie within extents of tokens, which are files or documents. The extents of file i are
-        # firsts[i] to firsts[i + 1] - 1, the samples of extent j are bounds[j] to bounds[j + 1] - 1.
-        self._firsts = np.cumsum([0, *(positions.size - 1 for positions in borders)])
-        self._begins = np.concatenate([np.empty(0, np.int64), *(positions[:-1] for positions in borders)])
-        self._ends = np.concatenate([np.empty(0, np.int64), *(positions[1:] for positions in borders)])
-        targets = np.maximum(self._ends - self._begins - 1, 0)
-        self._bounds = np.append(0, np.cumsum((targets + seq_length - 1 if per_document else targets) // seq_length))
+        self._tables = (
+            [table_of(documents_of(file), seq_length=seq_length, cache=cache) for file in files]
+            if per_document
+            else None
+        )
+        if self._tables is None:
+            sizes = [max(file.count - 1, 0) // seq_length for file in files]
+            longest = max((file.count for file in files), default=0)
+        else:
+            sizes = [table.samples for table in self._tables]
+            longest = max((table.longest for table in self._tables), default=0)
+        # The samples of file i are bounds[i] to bounds[i + 1] - 1.
+        self._bounds = np.cumsum([0, *sizes])
         if not self.count:
             unit, least = (
                 ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
@@ -64,7 +72,7 @@ class Samples:
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
-                found=f"at most {int((self._ends - self._begins).max(initial=0))} tokens",
+                found=f"at most {longest} tokens",
                 fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
             )
 
@@ -112,10 +120,8 @@ class Samples:
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.count):
             raise IndexError(f"expected samples in range({self.count}), found {int(ids.min())} to {int(ids.max())}")
-        extents = np.searchsorted(self._bounds, ids, side="right") - 1
-        starts = self._begins[extents] + (ids - self._bounds[extents]) * self._seq_length
-        stops = np.minimum(starts + self._seq_length + 1, self._ends[extents])
-        numbers = np.searchsorted(self._firsts, extents, side="right") - 1
+        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
+        starts, stops = self._extents(numbers, ids - self._bounds[numbers])
         out = np.full((ids.size, self._seq_length + 1), PADDED, dtype=np.int64)
         for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
             row[: stop - start] = self._files[number].read(start, stop)
@@ -123,10 +129,25 @@ class Samples:
                 self._marks.mark(row[: stop - start], self._files[number], start)
         return out
 
+    def _extents(
+        self, numbers: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the first token and the end of samples, each int64 [n].
 
-def _borders(file: TokenFile) -> npt.NDArray[np.int64]:
-    assert file.documents is not None, "only files with an index are cut by document"
-    return file.documents.borders()
+        Args:
+            numbers: int64 [n], of the file of each sample.
+            samples: int64 [n], of each sample in its file.
+        """
+        starts = samples * self._seq_length
+        if self._tables is None:
+            return starts, starts + self._seq_length + 1
+        ends = np.empty_like(starts)
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            starts[rows], ends[rows] = self._tables[number].locate(
+                documents_of(self._files[number]), samples[rows], self._seq_length
+            )
+        return starts, np.minimum(starts + self._seq_length + 1, ends)
 
 
 class BlendedSamples:

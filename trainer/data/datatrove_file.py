@@ -41,9 +41,13 @@ class DatatroveDocuments(DocumentIndex):
         """Return the number of documents."""
         return self._count
 
-    def borders(self) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1]."""
-        borders = np.append(np.zeros(1, np.int64), self._array(0, self._count))
+    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
+        last = self._count if stop is None else stop
+        if first:
+            borders = self._array((first - 1) * _END_BYTES, last - first + 1)
+        else:
+            borders = np.append(np.zeros(1, np.int64), self._array(0, last))
         if (np.diff(borders) < 0).any():
             raise damaged(self.path, "documents in ascending order", "another order")
         return borders

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from reprise.errors import DataError
 from trainer.data.token_file import unreadable
 
+READ_DOCUMENTS = 1 << 18  # a pass over an index reads so many at once
+
 
 class DocumentIndex(ABC):
     """An open index of documents, whose format a subclass knows.
@@ -33,14 +35,19 @@ class DocumentIndex(ABC):
         """Return the number of documents."""
 
     @abstractmethod
-    def borders(self) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1].
+    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the first positions of documents `first` to `stop` - 1, by default of all, and the end of the last.
 
-        Reads the complete index, 8 to 16 bytes a document.
+        Returns:
+            Ascending, shape [stop - first + 1].
 
         Raises:
-            DataError: the index cannot be read, or is damaged.
+            DataError: the index cannot be read, or is damaged there.
         """
+
+    def status(self) -> os.stat_result:
+        """Return the status of the open index."""
+        return os.fstat(self._descriptor)
 
     @abstractmethod
     def _begin(self, document: int) -> int:

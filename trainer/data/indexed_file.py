@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.files import FileCalls, atomic_output, open_regular
-from trainer.data.document_index import DocumentIndex, damaged
+from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.text import find_files
 from trainer.data.token_file import TokenArray, TokenFile, unreadable
 
@@ -55,17 +55,34 @@ class IndexedDocuments(DocumentIndex):
         """Return the number of documents; without borders every sequence is a document."""
         return self._borders - 1 if self._borders > 1 else self._sequences
 
-    def borders(self) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1]."""
-        offsets = np.append(self._array(self._offsets_at, self._sequences), self.end)
+    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
+        last = self.count if stop is None else stop
+        sequences = np.arange(first, last + 1)
         if self._borders > 1:
-            sequences = self._array(self._borders_at, self._borders)
-            if sequences.size and (int(sequences.min()) < 0 or int(sequences.max()) > self._sequences):
-                raise damaged(self.path, f"borders of {self._sequences} sequences", f"up to {int(sequences.max())}")
-            offsets = offsets[sequences]
-        if (np.diff(offsets) < 0).any() or (offsets % self.dtype.itemsize).any() or int(offsets[0]) < 0:
+            sequences = self._array(self._borders_at + first * _BORDER_BYTES, last - first + 1)
+            if int(sequences[0]) < 0 or int(sequences[-1]) > self._sequences or (sequences[1:] < sequences[:-1]).any():
+                description = f"{int(sequences[0])} to {int(sequences[-1])}, or in another order"
+                raise damaged(self.path, f"ascending borders of {self._sequences} sequences", description)
+        offsets = self._offsets(sequences)
+        bits = self.dtype.itemsize.bit_length() - 1  # a division would take longer than the read
+        if (offsets[1:] < offsets[:-1]).any() or (offsets & self.dtype.itemsize - 1).any() or int(offsets[0]) < 0:
             raise damaged(self.path, "documents in ascending order", "another order")
-        return offsets // self.dtype.itemsize
+        return offsets >> bits
+
+    def _offsets(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return where ascending sequences begin in `.bin`, in bytes. Memory is that of `READ_DOCUMENTS` at most."""
+        offsets, begin = np.empty(sequences.size, np.int64), 0
+        while begin < sequences.size:
+            low = int(sequences[begin])
+            end = int(np.searchsorted(sequences, low + READ_DOCUMENTS))
+            high = int(sequences[end - 1])
+            part = self._array(self._offsets_at + low * _OFFSET_BYTES, min(high + 1, self._sequences) - low)
+            if high == self._sequences:
+                part = np.append(part, self.end)
+            offsets[begin:end] = part[sequences[begin:end] - low]
+            begin = end
+        return offsets
 
     def _begin(self, document: int) -> int:
         sequence = self._read(self._borders_at + document * _BORDER_BYTES) if self._borders > 1 else document

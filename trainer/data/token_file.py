@@ -48,13 +48,25 @@ MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
 class Documents(Protocol):
-    """The documents of a token file, in order and without gaps."""
+    """The documents of a token file, in order and without gaps, by an open index."""
+
+    path: Path
+
+    @property
+    def count(self) -> int:
+        """Return the number of documents."""
+
+    def status(self) -> os.stat_result:
+        """Return the status of the open index."""
 
     def begins(self, start: int, stop: int) -> Sequence[int]:
         """Return the positions in range(start, stop) at which a document begins, in ascending order."""
 
-    def borders(self) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last, int64 and ascending."""
+    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the first positions of documents `first` to `stop` - 1, by default of all, and the end of the last.
+
+        Ascending, shape [stop - first + 1].
+        """
 
 
 class TokenFile:

@@ -19,7 +19,7 @@ from trainer.data.section import SampleCut
 from trainer.data.token_file import TokenFile
 from trainer.launch.process_group import Cluster
 from trainer.parallel.topology import Topology
-from trainer.run.run_data import RunData
+from trainer.run.run_data import RunData, data_cache
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,13 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
     per_document = config.data.samples is SampleCut.per_document
 
     def samples(files: Sequence[TokenFile]) -> Samples:
-        return Samples(files, seq_length=train.seq_length, marks=data.marks, per_document=per_document)
+        return Samples(
+            files,
+            seq_length=train.seq_length,
+            marks=data.marks,
+            per_document=per_document,
+            cache=data_cache(config),
+        )
 
     def loader(source: Samples | BlendedSamples, size: int) -> BatchLoader:
         numbers = micro_batches_of(config, topology, dp_rank, size)

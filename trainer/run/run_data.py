@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of
+from trainer.data.document_table import documents_of, table_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
@@ -203,13 +205,14 @@ def _by_fingerprint(source: Source) -> str:
     return source.fingerprint
 
 
-def _cache(config: Config) -> Path:
+def data_cache(config: Config) -> Path:
+    """Return the folder of prepared data."""
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
 def _open(config: Config) -> _OpenFiles:
     """Open the files of both sides, and prepare them if they do not exist."""
-    cache, weighted = _cache(config), sources_of(config.data)
+    cache, weighted = data_cache(config), sources_of(config.data)
     corpora = [prepare(source.section, cache=cache) for source in weighted]
     for corpus in corpora:
         _check_vocabulary(corpus, config.model.vocab_size)
@@ -257,7 +260,7 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 
 def _host_data(files: _OpenFiles, config: Config) -> _HostData:
     """Return the digests of the files, after checking every token against the model's vocabulary."""
-    cache, read_again = _cache(config), config.data.verify is DigestSource.full
+    cache, read_again = data_cache(config), config.data.verify is DigestSource.full
     digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
     for side, side_files in files.sides.items():
         for file in side_files:
@@ -265,22 +268,18 @@ def _host_data(files: _OpenFiles, config: Config) -> _HostData:
             if digests[side][-1].largest >= config.model.vocab_size:
                 check_tokens(file, config.model.vocab_size)
     paths = {side: [str(file.path) for file in side_files] for side, side_files in files.sides.items()}
-    uses_index = _uses_index(config, files.marks)
-    documents = {
-        side: [_borders(file) for file in side_files if uses_index] for side, side_files in files.sides.items()
-    }
+    documents: dict[str, list[str]] = {side: [] for side in files.sides}
+    if _uses_index(config, files.marks):
+        make = partial(table_of, seq_length=config.train.seq_length, cache=cache, read_again=read_again)
+        for side, side_files in files.sides.items():
+            tables = [make(documents_of(file)) for file in side_files]
+            documents[side] = [table.digest for table in tables]
     return _HostData(socket.gethostname(), paths, digests, files.counts, documents)
 
 
 def _uses_index(config: Config, marks: DocumentMarks | None) -> bool:
     """Return whether samples depend on the index of documents beside the tokens."""
     return config.data.samples is SampleCut.per_document or (marks is not None and marks.end_of_text is None)
-
-
-def _borders(file: TokenFile) -> str:
-    """Return the digest of the borders of a file's documents, after reading its index."""
-    assert file.documents is not None, "only files with an index depend on it"
-    return xxhash.xxh3_64_hexdigest(file.documents.borders().data)
 
 
 def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:

@@ -1,0 +1,176 @@
+"""The table of a file's documents: the samples of whole indexes, kept for the next process and never for another."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+
+from reprise.errors import DataError
+from trainer.data import document_table
+from trainer.data.datatrove_file import open_datatrove_file
+from trainer.data.document_table import STRIDE, DocumentTable, documents_of, table_of
+from trainer.data.indexed_file import IndexedDocuments, open_indexed_file
+from trainer.data.token_file import Documents
+
+Ints = npt.NDArray[np.int64]
+SEQ_LENGTH = 7
+
+
+def lengths_of(count: int) -> Ints:
+    """Return lengths of documents, a third of which have no sample."""
+    rng = np.random.default_rng(count)
+    return rng.integers(0, 40, count) * (rng.random(count) < 0.7)
+
+
+def sparse(path: Path, size: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> Documents:
+    """Write files of zeros whose documents have `sentences` sequences each, all but the first of a token."""
+    lengths = lengths + sentences - 1
+    parts = np.ones((lengths.size, sentences), "<i4")
+    parts[:, 0] = lengths - sentences + 1
+    offsets = np.append(0, np.cumsum(parts.ravel()))[:-1].astype("<i8") * 2
+    borders = np.arange(lengths.size + 1, dtype="<i8") * sentences
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, parts.size, borders.size)
+    path.with_suffix(".idx").write_bytes(header + parts.tobytes() + offsets.tobytes() + borders.tobytes())
+    sparse(path, 2 * int(lengths.sum()))
+    return documents_of(open_indexed_file(path))
+
+
+def datatrove(path: Path, lengths: Ints) -> Documents:
+    Path(f"{path}.index").write_bytes(np.cumsum(lengths).astype("<i8").tobytes())
+    sparse(path, 2 * int(lengths.sum()))
+    return documents_of(open_datatrove_file(path))
+
+
+def expected_samples(lengths: Ints) -> tuple[Ints, Ints]:
+    """Return begin of each sample and end of its document, document by document."""
+    ends = np.cumsum(lengths)
+    pairs = [
+        (start, end)
+        for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)
+        for start in range(end - length, end - 1, SEQ_LENGTH)
+    ]
+    starts, stops = np.array(pairs, np.int64).reshape(-1, 2).T
+    return starts, stops
+
+
+@pytest.fixture(params=[1 << 18, STRIDE], ids=["a piece", "pieces"])
+def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Read indexes at once, and in pieces."""
+    with (
+        mock.patch("trainer.data.document_table.READ_DOCUMENTS", request.param),
+        mock.patch("trainer.data.indexed_file.READ_DOCUMENTS", request.param // 3),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("form", ["megatron", "sentences", "datatrove"])
+@pytest.mark.parametrize("count", [1, STRIDE - 1, STRIDE, 3 * STRIDE, 3 * STRIDE + 5])
+def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, count: int) -> None:
+    lengths = lengths_of(count) + 2 * (count == 1)
+    if form == "datatrove":
+        documents = datatrove(tmp_path / "a.ds", lengths)
+    else:
+        sentences = 1 + 2 * (form == "sentences")
+        documents = megatron(tmp_path / "a.bin", lengths, sentences=sentences)
+        lengths = lengths + sentences - 1
+    table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+    starts, stops = expected_samples(lengths)
+    assert table.samples == starts.size
+    assert table.longest == lengths.max()
+    order = np.random.default_rng(0).permutation(table.samples)
+    located = table.locate(documents, order, SEQ_LENGTH)
+    assert np.array_equal(located[0], starts[order])
+    assert np.array_equal(located[1], stops[order])
+    borders = np.append(0, np.cumsum(lengths))
+    assert table.digest == xxhash.xxh3_64_hexdigest(borders.data), "the record of every run has this digest"
+    assert np.array_equal(documents.borders(count // 2, count), borders[count // 2 :])
+
+
+def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
+    for documents in (megatron(tmp_path / "a.bin", lengths_of(0)), datatrove(tmp_path / "a.ds", lengths_of(0))):
+        table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+        assert (table.samples, table.longest) == (0, 0)
+        assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
+
+
+def look(documents: Documents, cache: Path, **options: bool) -> tuple[DocumentTable, bool]:
+    """Return the table, and whether the complete index was read for it."""
+    with mock.patch.object(document_table, "_pass", wraps=document_table._pass) as passes:
+        table = table_of(documents, seq_length=options.pop("longer", False) + SEQ_LENGTH, cache=cache, **options)
+    return table, bool(passes.call_count)
+
+
+def same(first: DocumentTable, second: DocumentTable) -> bool:
+    return (first.digest, first.longest, first.counts.tolist()) == (
+        second.digest,
+        second.longest,
+        second.counts.tolist(),
+    )
+
+
+def test_the_next_process_reads_a_table_and_no_index(tmp_path: Path) -> None:
+    documents, cache = megatron(tmp_path / "a.bin", lengths_of(5 * STRIDE)), tmp_path / "cache"
+    expected, is_read = look(documents, cache)
+    assert is_read
+    with mock.patch.object(IndexedDocuments, "borders", side_effect=AssertionError):
+        table, is_read = look(documents, cache)
+    assert same(table, expected)
+    assert not is_read
+    assert look(documents, cache, longer=True)[1], "samples of another length"
+    assert look(documents, cache, read_again=True)[1]
+    assert next(path.stat().st_size for path in cache.rglob("*.7")) < 300 + 6 * 8
+
+
+def test_a_damaged_table_is_made_again(tmp_path: Path) -> None:
+    documents, cache = datatrove(tmp_path / "a.ds", lengths_of(2 * STRIDE)), tmp_path / "cache"
+    expected, _ = look(documents, cache)
+    (place,) = (path for path in cache.rglob("*") if path.is_file())
+    good = place.read_bytes()
+    for data in (b"", good[:-1], good + b"\0", good[:-9] + b"\1" + good[-8:], b"x" + good[1:]):
+        place.write_bytes(data)
+        table, is_read = look(documents, cache)
+        assert is_read
+        assert same(table, expected)
+        assert place.read_bytes() == good
+
+
+def test_another_index_has_a_table_of_its_own(tmp_path: Path) -> None:
+    lengths, cache = lengths_of(STRIDE), tmp_path / "cache"
+    before, _ = look(megatron(tmp_path / "a.bin", lengths), cache)
+    after, is_read = look(megatron(tmp_path / "a.bin", lengths[::-1].copy()), cache)
+    assert is_read
+    assert after.digest != before.digest
+
+
+def test_without_a_folder_to_write_every_process_makes_the_table(tmp_path: Path) -> None:
+    documents, cache = megatron(tmp_path / "a.bin", lengths_of(9)), tmp_path / "cache"
+    cache.write_text("no folder")
+    assert look(documents, cache)[1]
+    assert look(documents, cache)[1]
+
+
+def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
+    lengths = np.full(STRIDE + 1, 10)
+    documents = datatrove(tmp_path / "a.ds", lengths)
+    table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
+        file.write(np.arange(1, 6, dtype="<i8").tobytes())
+    with pytest.raises(DataError, match="index of documents is damaged"):
+        table.locate(documents, np.arange(3), SEQ_LENGTH)
+    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(DataError, match="index of documents is damaged"):
+        table.locate(documents, np.arange(3), SEQ_LENGTH)
