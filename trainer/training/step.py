@@ -108,8 +108,7 @@ def reduce_figures(
     row = cluster.total(_figures(losses, flags, context, cluster, times))
     if times is not None:
         maxima = [ranked(times, cluster.rank), *rank_memory(cluster.device)]
-        largest = torch.tensor(maxima, dtype=torch.int64, device=row.device)
-        row = torch.cat([row, cluster.largest(largest)])
+        row = torch.cat([row, cluster.largest(_filled(maxima, row.device))])
     return _result(row.tolist(), context, cluster, times)
 
 
@@ -134,7 +133,12 @@ def _figures(
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
     counts = [context.reports_loss, *flags, *([times.total] if times is not None else [])]
-    return torch.cat([limbs, torch.tensor(counts, dtype=torch.int64, device=limbs.device)])
+    return torch.cat([limbs, _filled(counts, limbs.device)])
+
+
+def _filled(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers as int64 [n] on the device, filled there: the host waits for a copy to a device."""
+    return torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers])
 
 
 def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, times: RankTime | None) -> StepResult:
