@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.errors import ConfigError, LaunchError
+from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.files import FILE_SYSTEM
 from trainer.config.checks import loose_threads, require_ranks, unused_keys, validate
 from trainer.config.compose import Resolved, compose_command, over_saved, resolve
@@ -227,7 +227,8 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
         log.launched(run.cluster.nonce, progress.iteration, run.start_times.began(), launch_record(run))
         yield replace(run, logs=(log,))
     except BaseException as error:
-        log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
+        if not isinstance(error, LockError):  # the folder is another job's by now
+            log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
         log.close_bar()
         raise
     is_finished = run.state.progress.iteration >= run.train_iters

@@ -184,6 +184,7 @@ def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path,
     if moment == "save":  # its files were swept: it hears why with the save that fails by that, not with the next
         assert "step     8/12" in ended.outputs[0]
         assert "step     9/12" not in ended.outputs[0]
-    after = all_files(run)
+    # The stacks of a rank that its watchdog ended are new files, which only tell of it.
+    after = {name: data for name, data in all_files(run).items() if not name.startswith("hangs/")}
     assert {name for name in after if "iter_" in name} == {name for name in before if "iter_" in name}
     assert after == before
