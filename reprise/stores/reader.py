@@ -42,8 +42,11 @@ class _Connection:
         try:
             send(self._socket, message)
             return receive(self._socket)
-        except OSError:
-            return None
+        except BaseException as error:
+            self._socket.close()  # an answer still to come would be taken for that to the next request
+            if isinstance(error, OSError):
+                return None
+            raise
 
     def close(self) -> None:
         """Close the connection."""
