@@ -311,7 +311,7 @@ def test_an_error_in_the_loop_lets_the_save_land(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_defect_of_a_save_and_an_error_in_the_loop_free_the_folder(
+def test_a_defect_and_an_error_in_the_loop_free_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
 ) -> None:
     gate = threading.Event()

@@ -210,7 +210,7 @@ def test_a_load_goes_on_after_its_reader_is_killed(run: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-def test_an_answer_never_taken_is_not_that_of_the_next_request(
+def test_an_answer_never_taken_is_not_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     keys = [str(tmp_path / name)[1:] for name in ("long", "short")]
