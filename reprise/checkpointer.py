@@ -297,19 +297,20 @@ class Checkpointer:
         """Wait until the background thread has nothing to do, not even for an aborted save, or for a while."""
         job = self._stuck if self._started is None else self._started.job
         if job is not None:
-            with contextlib.suppress(TrainerError):
-                job.wait(timeout_s)
+            job.ends(timeout_s)
 
     def abandon(self) -> None:
         """Let go of the lock: this process is about to end with an error. A save under way, which is good, may land."""
-        self.drain(_LINGER_S)
-        if self._started is not None and self.is_saving:
-            iteration = self._started.save_job.attempt.iteration
-            _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, _LINGER_S)
-        else:
-            self.wait()  # its failure is logged
-        if self._owned is not None:
-            self._owned.release()
+        try:
+            self.drain(_LINGER_S)
+            if self._started is not None and self.is_saving:
+                iteration = self._started.save_job.attempt.iteration
+                _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, _LINGER_S)
+            else:
+                self.wait()  # its failure is logged
+        finally:  # also after an interrupt, or a defect of the save
+            if self._owned is not None:
+                self._owned.release()
 
     def close(self) -> None:
         """Wait for the save under way, end the background thread and let go of the lock."""

@@ -258,9 +258,12 @@ class Filling:
 
     def _make_lists(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
         """Make the lists of tensors and values that an optimizer lacks before its first step."""
-        specs = {pointer(keys_of(p.spec.kind, p.spec.name)): p.spec for p in read_places(checkpoint).values()}
         self.list_members = set()
-        for where, optimizer in self.tree.optimizers.items():
+        optimizers = {where: optimizer for where, optimizer in self.tree.optimizers.items() if optimizer.list_keys}
+        if not optimizers:
+            return
+        specs = {pointer(keys_of(p.spec.kind, p.spec.name)): p.spec for p in read_places(checkpoint).values()}
+        for where, optimizer in optimizers.items():
             members: dict[tuple[str, str], dict[int, object]] = {}
             for at in {**specs, **values.values}:
                 *parents, name, key, number = ("", "", *keys_of_pointer(at))

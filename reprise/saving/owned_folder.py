@@ -25,7 +25,7 @@ from reprise.format.host_file import attempt_of, path_of
 from reprise.format.layout import Layout
 from reprise.format.names import HOST, INTERIM, STATE
 from reprise.policy import Retention
-from reprise.storage.folder import CheckpointFolder, iteration_name, named_iteration
+from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name, named_iteration
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_mark
 
@@ -272,9 +272,9 @@ def decide_expired(
         pinned: iterations to keep, beside the held ones.
     """
     try:
-        inodes = folder.inodes()
-        committed = sorted(inodes)
-        records = _Records.of(folder, inodes if retention.max_checkpoint_keep else {})
+        stamps = folder.stamps()
+        committed = sorted(stamps)
+        records = _Records.of(folder, stamps if retention.max_checkpoint_keep else {})
         pinned = {*pinned, *records.unknown}
         expired = retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim)
         protected = {*folder.held(expired)}
@@ -339,13 +339,13 @@ class _Records:
     unknown: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(folder: CheckpointFolder, inodes: Mapping[int, int]) -> _Records:
+    def of(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> _Records:
         """Read the records of these iterations, unless this process has."""
         records = _Records()
-        for iteration, inode in inodes.items():
+        for iteration, stamp in stamps.items():
             place = f"{folder.root}/{iteration_name(iteration)}"
             try:
-                loss, is_interim = _record_of(place, inode)
+                loss, is_interim = _record_of(place, stamp)
             except UnreadableError as error:
                 _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
                 records.unknown.add(iteration)
@@ -361,14 +361,14 @@ class _Records:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _record_of(place: str, inode: int) -> tuple[float | None, bool]:
+def _record_of(place: str, stamp: Stamp) -> tuple[float | None, bool]:
     """Return the validation loss of a checkpoint, and whether the checkpoint is interim.
 
     Remembered, since a run looks at all its checkpoints after every save, and they do not change. A checkpoint that is
-    saved again lies in a new folder, beside the old until then.
+    saved again lies in a new folder.
 
     Args:
-        inode: of the folder.
+        stamp: of the folder.
 
     Raises:
         TrainerError: if the state cannot be read; then nothing is remembered.

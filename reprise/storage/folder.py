@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 WEIGHTS = "weights"  # the folder below a run's checkpoints in which saves of the weights alone lie
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 64
+Stamp = tuple[int, int]  # of a folder: the inode, and the time of its last new name in ns
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _SUPERSEDED = "iter_*.superseded-"
@@ -101,13 +102,19 @@ class CheckpointFolder:
         iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(iteration for iteration in iterations if iteration is not None)
 
-    def inodes(self) -> dict[int, int]:
-        """Return the inode of the folder of each committed iteration, from the listing of the root alone."""
+    def stamps(self) -> dict[int, Stamp]:
+        """Return the stamp of the folder of each committed iteration, from the root alone; equal for no two folders."""
         if not self.root.is_dir():
             return {}
+        stamps: dict[int, Stamp] = {}
         with os.scandir(self.root) as entries:
-            folders = [(iteration_of(entry), entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return {iteration: entry.inode() for iteration, entry in folders if iteration is not None}
+            for entry in entries:
+                iteration = iteration_of(entry)
+                if iteration is not None and entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        status = entry.stat(follow_symlinks=False)
+                        stamps[iteration] = status.st_ino, status.st_mtime_ns  # a freed inode is used again
+        return stamps
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.

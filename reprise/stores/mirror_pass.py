@@ -165,9 +165,10 @@ class MirrorPass:
         record, start = self._known, self._clock()
         if name in self._inherited:
             raise self._foreign(name)
+        if name not in record.committed and upload.has_another():  # which was not there at the survey
+            self._leave(name)
+            raise self._contended(name)
         if name not in record.partial:
-            if name not in record.committed and upload.has_another():  # which was not there at the survey
-                raise self._contended(name)
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
         self._forget(name)
         if upload.begin():
@@ -178,7 +179,11 @@ class MirrorPass:
             if missing:
                 _log.warning("%s: %d files of other hosts do not come, host 0 uploads them", name, len(missing))
                 upload.send(missing)
-            upload.commit()
+            try:
+                upload.commit()
+            except CheckpointError:
+                self._leave(name)
+                raise
         entry = MirroredCheckpoint(upload.files.digest, _lineage_at(path / STATE))
         record = self._known
         self._write(replace(record, committed={**record.committed, name: entry}, partial=record.partial - {name}))
@@ -261,6 +266,11 @@ class MirrorPass:
             found=found,
             fix="Give each run a URL of its own.",
         )
+
+    def _leave(self, name: str) -> None:
+        """Delete nothing of an upload any more: the place has objects of another run."""
+        if name in self._known.partial:
+            self._write(replace(self._known, partial=self._known.partial - {name}))
 
     def _contended(self, name: str) -> CheckpointError:
         return CheckpointError(

@@ -39,11 +39,17 @@ class _Connection:
 
     def call(self, message: Message) -> Message | None:
         """Return the answer to a request; None where the process is gone."""
+        is_answered = False
         try:
             send(self._socket, message)
-            return receive(self._socket)
+            answer = receive(self._socket)
+            is_answered = True
+            return answer
         except OSError:
             return None
+        finally:
+            if not is_answered:  # an answer still to come would be taken for that to the next request
+                self._socket.close()
 
     def close(self) -> None:
         """Close the connection."""

@@ -6,6 +6,7 @@ the program never imports obstore: this process does. This process ends with the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -33,7 +34,7 @@ class Server:
 
     def run(self, connection: socket.socket, slot: int) -> None:
         """Answer requests until the other side closes the connection."""
-        with connection:
+        with connection, contextlib.suppress(ConnectionError):  # the other side has not taken an answer
             while (request := receive(connection)) is not None:
                 send(connection, self._answer(request, slot * SLOT_BYTES))
 

@@ -182,8 +182,16 @@ class Upload:
 
         Raises:
             OSError: if a file is missing.
+            CheckpointError: if another upload has begun here; files of equal sizes may be those of its checkpoint.
             SourceChangedError: if the checkpoint is no longer there.
         """
+        if self._mark not in {entry.key for entry in self.objects().values()}:
+            raise CheckpointError(
+                "Another upload has begun in the same place of a store",
+                where=self._folder,
+                expected="one upload at a time",
+                fix="End one of the two runs, or give it a URL of its own.",
+            )
         missing = self.missing()
         if missing:
             raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(missing[0])))

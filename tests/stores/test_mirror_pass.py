@@ -15,7 +15,7 @@ from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.upload import SUPERSEDED
+from reprise.stores.upload import SUPERSEDED, Upload
 from reprise.stores.url import StoreUrl
 from tests.stores.saving import RUN, assert_whole, committed, content, give_up, lose, save
 
@@ -338,3 +338,37 @@ def test_the_second_of_two_live_runs_is_refused_by_name(site: Site, caplog: pyte
         pass
     assert "Another run uploads into the same place of a store" in caplog.text
     assert content(site.store / iteration_name(10)) == stored == content(site.folder / iteration_name(10))
+
+
+def test_two_uploads_into_one_place_never_mix(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    save(site.folder, [5])
+    twin = site.folder.parents[1] / "twin" / "checkpoints"
+    shutil.copytree(site.folder, twin)
+    first, rule = site.passes(), MirrorRule(str(site.url))
+    second = MirrorPass(StoreClient(site.url.root), site.url, twin, rule)
+    for passes in (first, second):
+        while not passes.run():
+            pass
+    save(site.folder, [10])
+    save(twin, [10], nonce="m", add=7)
+    commit, is_first = Upload.commit, [True]
+
+    def overtaken(upload: Upload) -> None:
+        """Let the second run upload all of its checkpoint just before the first commits."""
+        if is_first:
+            is_first.clear()
+            while not second.run():
+                pass
+        commit(upload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Upload, "commit", overtaken)
+        while not first.run():
+            pass
+    stored = content(site.store / iteration_name(10))
+    assert stored == content(twin / iteration_name(10))
+    assert "Another upload has begun in the same place of a store" in caplog.text
+    lose(site.folder, 10)
+    while not first.run(at_end=True):
+        pass
+    assert content(site.store / iteration_name(10)) == stored

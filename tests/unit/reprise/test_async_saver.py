@@ -20,6 +20,8 @@ from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.policy import SaveReport
 from reprise.saving import plan
+from reprise.saving.save_job import SaveJob
+from reprise.storage.worker import Job
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited
 from tests.unit.reprise.saving.test_background import (
     SMALL_CHUNK,
@@ -306,6 +308,47 @@ def test_an_error_in_the_loop_lets_the_save_land(tmp_path: Path) -> None:
         fail()
     assert_same(loaded(tmp_path), expected)
     AsyncSaver(tmp_path).close()  # the lock is free
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_defect_and_an_error_in_the_loop_free_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
+) -> None:
+    gate = threading.Event()
+
+    def fail(job: SaveJob) -> None:
+        assert gate.wait(JOIN_S)
+        raise MemoryError
+
+    def loop() -> None:
+        with AsyncSaver(tmp_path) as saver:
+            save_model(saver, 1, Training())
+            gate.set()
+            if is_over:
+                saver._checkpointer.drain(JOIN_S)
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(SaveJob, "run", fail)
+    with pytest.raises(MemoryError):
+        loop()
+    monkeypatch.undo()
+    AsyncSaver(tmp_path).close()  # the lock is free
+
+
+def test_a_second_interrupt_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    saver, gate = AsyncSaver(tmp_path), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveJob, "run", lambda job: gate.wait(JOIN_S) and None)
+        save_model(saver, 1, Training())
+        patch.setattr(Job, "wait", interrupt)
+        patch.setattr(Job, "ends", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saver.close()
+    AsyncSaver(tmp_path).close()  # the lock is free
+    gate.set()
 
 
 def test_file_bytes_divide_the_files(tmp_path: Path) -> None:

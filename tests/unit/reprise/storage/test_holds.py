@@ -307,3 +307,17 @@ def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "new").rename(folder.iteration(2))
     assert decide_expired(folder, Retention(1, keep_best=1))[0] == [1]
     assert len(paths) == 4
+
+
+def test_a_checkpoint_with_the_inode_of_a_deleted_one_is_read(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 1, 2, 3)
+    path = folder.iteration(1)
+    for iteration, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        (folder.iteration(iteration) / STATE).write_text(json.dumps({"valid_loss": loss}))
+    assert decide_expired(folder, Retention(1, keep_best=1))[0] == [2]
+    inode = path.stat().st_ino
+    # A file system may give the freed inode to the next folder; here the folder is filled again, at another time.
+    (path / STATE).write_text(json.dumps({"valid_loss": 2.5}))
+    os.utime(path, (1, 1))
+    assert path.stat().st_ino == inode
+    assert decide_expired(folder, Retention(1, keep_best=1))[0] == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ from reprise.stores.location import files_of, location
 from reprise.stores.path import StorePath
 from reprise.stores.ranges import WINDOW_BYTES
 from reprise.stores.reader import MOST_RESTARTS, StoreReader, close_readers, reader_of
+from reprise.stores.wire import CONNECTIONS
 
 FORKS = 100
 
@@ -205,6 +207,26 @@ def test_a_load_goes_on_after_its_reader_is_killed(run: Path, monkeypatch: pytes
     monkeypatch.setattr(StoreReader, "read", killed)
     assert reprise.load(url_of(run), loaded)["epoch"] == 2
     assert is_model(loaded, 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_answer_never_taken_is_not_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    keys = [str(tmp_path / name)[1:] for name in ("long", "short")]
+    for key, size in zip(keys, (9, 1), strict=True):
+        Path(f"/{key}").write_bytes(bytes(size))
+    reader, receive = StoreReader("file://"), reader_module.receive
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.setattr(reader_module, "receive", receive)
+        raise error
+
+    monkeypatch.setattr(reader_module, "receive", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        reader.head(keys[0])
+    assert {reader.head(keys[1])[0] for _ in range(2 * CONNECTIONS)} == {1}
+    reader.close()
 
 
 def test_the_tools_take_urls(run: Path) -> None:
