@@ -12,11 +12,10 @@ import numpy.typing as npt
 import pytest
 
 import trainer.__main__
-from reprise.checkpointer import Checkpointer
-from reprise.savers import SaveReport
 from tests.harness import TINY, Ended, call_on_ranks, curve, state_of, tensor_files
 from trainer.data.batches import Samples
 from trainer.data.token_file import write_token_file
+from trainer.run import saves
 
 BASE = (
     "model=gpt2_tiny",
@@ -53,25 +52,26 @@ def train_on_bad_data(arguments: list[str]) -> None:
         noise = (positions[:, None] * 7919 + np.arange(windows.shape[1]) ** 3 * 104729) % 257
         return np.where(is_bad[:, None], noise, windows)
 
-    save, wait, reports = Checkpointer.save, Checkpointer.wait, Checkpointer.reports
+    checkpointer: Any = vars(saves)["Checkpointer"]
+    save, wait, reports = checkpointer.save, checkpointer.wait, checkpointer.reports
     has_waited = False
 
-    def saving(saver: Checkpointer, *arguments: Any) -> SaveReport | None:
+    def saving(saver: Any, *arguments: Any) -> Any:
         nonlocal has_waited
         report = save(saver, *arguments)
         has_waited = False
         return report
 
-    def waiting(saver: Checkpointer) -> None:
+    def waiting(saver: Any) -> None:
         nonlocal has_waited
         wait(saver)
         has_waited = True
 
-    def late(saver: Checkpointer) -> list[SaveReport]:
+    def late(saver: Any) -> list[Any]:
         return reports(saver) if has_waited else []
 
     Samples.shuffled = shuffled  # type: ignore[method-assign]
-    Checkpointer.save, Checkpointer.wait, Checkpointer.reports = saving, waiting, late  # type: ignore[method-assign]
+    checkpointer.save, checkpointer.wait, checkpointer.reports = saving, waiting, late
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()
 
