@@ -127,7 +127,9 @@ def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSourc
     """
     if averages and not has_averages(checkpoint):
         raise MismatchError(
-            "A checkpoint has no moving averages", where=checkpoint.path, fix="Leave --ema out: train.ema_decay was 0."
+            "A checkpoint has no moving averages",
+            where=checkpoint.path,
+            fix="Leave --ema out: train.ema_decay was 0, or the weights were saved alone.",
         )
     read_stored = tensor_reader(checkpoint)
 

@@ -152,9 +152,13 @@ def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[
     equal = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, lines, retained)))
     at, end = begin + sum(map(len, lines[:equal])), begin + sum(map(len, lines))
     data = b"".join(retained[equal:])
+    # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
+    padded = memoryview(data + b"\n" * (end - at - len(data)))
     with path.open("r+b", buffering=0) as file:
-        # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
-        os.pwrite(file.fileno(), data + b"\n" * (end - at - len(data)), at)
+        while padded:
+            count = os.pwrite(file.fileno(), padded, end - len(padded))
+            padded = padded[count:]
+        os.fsync(file.fileno())  # a file system may keep the new length before the bytes
         file.truncate(at + len(data))
         os.fsync(file.fileno())
 

@@ -97,7 +97,11 @@ RULES: tuple[Rule, ...] = (
         )
         for name, effect in _KEPT_COUNTS.items()
     ),
-    Rule("ema_decay", Verdict.LOGGED, says="the moving average goes on with it; a new one begins with the weights"),
+    Rule(
+        "ema_decay",
+        Verdict.LOGGED,
+        says="a moving average goes on with it, 0 drops it; a new one begins with the weights",
+    ),
     Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE) for name in SECTIONS),
     Rule(

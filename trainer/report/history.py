@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from trainer.compare.points import Reading
 from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
 from trainer.metrics.launch_log import LAUNCHES
 
+_MOST_ITERATIONS = 1 << 53  # which float64 holds
+_LARGEST = 1e300  # a number of a record, whose sums are finite
+LATEST = 2.0**37  # Unix time that a date can show, in the year 6325
 _CHUNK_LINES = 4096  # parsed by a single call, which takes half the time of a call for each
 Floats = NDArray[numpy.float64]
 
@@ -78,7 +81,7 @@ class Log:
 
     def times(self) -> Floats:
         """Return the times of all lines, in order."""
-        events = [event["time"] for event in self.events if _is_number(event.get("time"))]
+        events = [event["time"] for event in self.events if _is_time(event.get("time"))]
         times = numpy.concatenate([self.columns.time, numpy.array(events, dtype=float)])
         return numpy.sort(times[numpy.isfinite(times)])
 
@@ -122,7 +125,7 @@ class History:
         """Return the validation losses by iteration."""
         losses = dict[int, Reading]()
         for event in self.log.events:
-            if event.get("event") == "evaluation" and isinstance(event.get("iteration"), int):
+            if event.get("event") == "evaluation" and _is_iteration(event.get("iteration")):
                 is_number = _is_number(event.get(VALID_LOSS))
                 value = sum_of(event, VALID_LOSS) if is_number else _odd_number(event, VALID_LOSS)
                 losses[event["iteration"]] = Reading(value, exact=f"{VALID_LOSS}_hex" in event)
@@ -176,7 +179,7 @@ def _read_log(path: Path, *, is_abandoned: bool = False) -> Log:
         if "event" in record:
             events.append(record)
             continue
-        if "loss" not in record or not _is_number(record.get("iteration")):
+        if "loss" not in record or not _is_iteration(record.get("iteration")):
             continue
         if "start" in record or "resumed" in record:
             starts.append(record)
@@ -184,6 +187,7 @@ def _read_log(path: Path, *, is_abandoned: bool = False) -> Log:
             value = record.get(key)
             add(value if type(value) is float or type(value) is int else _odd_number(record, key))
     columns = LogColumns(*(numpy.frombuffer(column, dtype=float) if column else numpy.empty(0) for column in arrays))
+    columns = columns._replace(time=numpy.where(columns.time <= LATEST, columns.time, math.nan))
     return Log(columns, tuple(events), tuple(starts))
 
 
@@ -197,7 +201,15 @@ def _odd_number(record: Json, key: str) -> float:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _is_iteration(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_ITERATIONS
+
+
+def _is_time(value: object) -> bool:
+    return _is_number(value) and cast(float, value) <= LATEST
 
 
 def _records(path: Path, *, is_abandoned: bool) -> Iterator[Json]:
@@ -249,17 +261,17 @@ def _launch_records(path: Path) -> list[Json]:
     if not path.exists():
         return []
     records, _ = parse_records(read_regular(path).decode(errors="replace"), source=str(path))
-    return [record for _, record in records if _is_number(record.get("time"))]
+    return [record for _, record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
 
 
 def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan, ...]:
     """Join the records of launches with the lines of the logs, which alone tell the launches of older versions."""
-    firsts = [record for log in logs for record in log.starts if _is_number(record.get("time"))]
+    firsts = [record for log in logs for record in log.starts if _is_time(record.get("time"))]
     ends = {record.get("launch"): record for record in records if record.get("event") == "end"}
-    begins = {record.get("launch"): record for record in records if _is_number(record.get("began"))}
-    of_launch = {record.get("launch"): record for record in firsts if record.get("launch") in begins}
+    begins = {record.get("launch"): record for record in records if _is_time(record.get("began"))}
+    of_launch = {name: record for record in firsts if (name := _launch_of(record)) in begins}
     starts = [(float(record["began"]), record, of_launch.get(name)) for name, record in begins.items()]
-    starts += [(_began(record), {}, record) for record in firsts if record.get("launch") not in begins]
+    starts += [(_began(record), {}, record) for record in firsts if _launch_of(record) not in begins]
     starts.sort(key=lambda start: start[0])
     times = numpy.sort(numpy.concatenate([log.times() for log in logs]))
     borders = numpy.searchsorted(times, [*(began for began, _, _ in starts), math.inf])
@@ -271,6 +283,12 @@ def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan,
         start = _start_seconds(first) if first else float(record["time"]) - began
         launches.append(LaunchSpan(began, last, start, record, end, first))
     return tuple(launches)
+
+
+def _launch_of(first: Json) -> str | None:
+    """Return the name of the launch of a first iteration."""
+    name = first.get("launch")
+    return name if isinstance(name, str) else None
 
 
 def _began(first: Json) -> float:

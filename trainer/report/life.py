@@ -16,7 +16,7 @@ from reprise.errors import TrainerError
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
-from trainer.report.history import History, LaunchSpan, sum_of
+from trainer.report.history import LATEST, History, LaunchSpan, sum_of
 
 SAVES = ("save", "local_save", "weights_save")
 
@@ -93,7 +93,7 @@ def life_of(history: History) -> list[LifeEvent]:
     ]
     events = [*_launch_events(history), *spikes, *saves, *given_up, *evaluations]
     events += _measurements(history.folder, {save.iteration: save.time for save in saves})
-    return sorted((event for event in events if event.time > 0), key=lambda event: event.time)
+    return sorted((event for event in events if 0 < event.time <= LATEST), key=lambda event: event.time)
 
 
 def _save_event(event: Json, checkpoints: RunCheckpoints) -> LifeEvent:

@@ -59,9 +59,12 @@ def train(run: Run) -> Rewind | None:
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
         flags, spike = _train_and_record(run, slowdown)
-        if spike is not None and (rewind := react(run, spike)) is not None:
-            run.profiler.close()
-            return rewind
+        if spike is not None:
+            if settings.on_spike is not OnSpike.warn:  # the save under way may be that to go back to
+                _await_saves(run, slowdown)
+            if (rewind := react(run, spike)) is not None:
+                run.profiler.close()
+                return rewind
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
             _check_replicas(run)
@@ -97,9 +100,7 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     for target in () if is_stopped else run.saves:
         target.await_copies()
     due = _save_due(run, Moment.finished if is_at_end else Moment.stopped, slowdown)
-    for target in run.saves:
-        target.saver.wait()
-        _record_saves(run, target, target.saver.reports(), slowdown)
+    _await_saves(run, slowdown)
     for target in run.saves.outlasting(due):
         if target.saver.results.last_error is not None:
             raise target.saver.results.last_error
@@ -107,6 +108,12 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     if is_stopped and folder is not None:
         iteration = run.state.progress.iteration
         _log_on_rank_0(run, f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
+
+
+def _await_saves(run: Run, slowdown: Slowdown) -> None:
+    for target in run.saves:
+        target.saver.wait()
+        _record_saves(run, target, target.saver.reports(), slowdown)
 
 
 def _goes_on(run: Run) -> bool:

@@ -69,7 +69,7 @@ class Rewind:
 
 
 def react(run: Run, spike: Spike) -> Rewind | None:
-    """Log a spike, and return the rewind to make, if any. A call of all ranks.
+    """Log a spike, and return the rewind to make, if any. A call of all ranks, with no save under way.
 
     Raises:
         TrainerError: on every rank, if the spike ends the run; nothing of its iteration is saved.
@@ -81,8 +81,6 @@ def react(run: Run, spike: Spike) -> Rewind | None:
     if settings.on_spike is OnSpike.warn:
         return None
     assert run.spikes is not None
-    for target in run.saves:
-        target.saver.wait()
     key = f"spike/{run.cluster.nonce}/{spike.iteration}"
     iteration, count = run.cluster.channel.from_first(key, lambda: _newest_before(run, spike.iteration))
     positions = PositionMap.from_record(run.description.get(SKIPPED, []))

@@ -158,6 +158,26 @@ def test_a_killed_cut_in_place_loses_and_doubles_nothing(
     assert count(tmp_path) == dict.fromkeys([*lines(*range(1, 55)).splitlines(), save.strip()], 1)
 
 
+def test_a_cut_in_place_writes_all_and_syncs_before_it_truncates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", 40)
+    path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
+    path.write_text(lines(*range(1, 53)) + save + lines(53))
+    size, synced, pwrite, fsync = path.stat().st_size, list[int](), os.pwrite, os.fsync
+
+    def syncing(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda descriptor, data, at: pwrite(descriptor, data[:7], at))
+        patch.setattr(os, "fsync", syncing)
+        cut_after(path, 50, files=FILE_SYSTEM)
+    assert path.read_text() == lines(*range(1, 51)) + save
+    assert synced[-2:] == [size, path.stat().st_size]
+
+
 @given(st.binary(max_size=400), st.integers(1, 9))
 def test_lines_are_read_from_the_end(data: bytes, block: int) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
