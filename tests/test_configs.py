@@ -422,6 +422,7 @@ def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == [
         "checkpoints",
         "config.yaml",
+        "launches.jsonl",
         "lock",
         "metrics.jsonl",
         "run.json",

@@ -224,7 +224,8 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
     owes_evaluation = progress.owes_evaluation
     try:
         log.open(progress.iteration, config_text, owes_evaluation=owes_evaluation, began_elsewhere=began_elsewhere)
-        log.launched(run.cluster.nonce, progress.iteration, run.start_times.began(), launch_record(run))
+        if progress.iteration < run.train_iters:  # a finished run that is started again stays as it is
+            log.launched(run.cluster.nonce, progress.iteration, run.start_times.began(), launch_record(run))
         yield replace(run, logs=(log,))
     except BaseException as error:
         if not isinstance(error, LockError):  # the folder is another job's by now

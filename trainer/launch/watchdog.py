@@ -94,13 +94,13 @@ class Watchdog:
                 silent = self._silent_ranks(channel)
             except dist.DistError:
                 cause = self._is_gone()
+        late = self._late_ranks(channel) if _is_lost_peer(error) and cause is None and not silent else None
         if silent:
             cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
             cause += _last_activity(channel, silent[0])
-        elif _is_lost_peer(error) and cause is None:
-            cause = self._late_ranks(channel)
-        if _is_lost_peer(error):
-            write_stacks(self._hangs, channel.rank, cause or str(error))
+        cause = cause or late
+        if silent or late:
+            write_stacks(self._hangs, channel.rank, str(cause))
         channel.await_others(but=silent)
         self._is_over.set()
         return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
