@@ -332,8 +332,6 @@ def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
         ("trainer.commands.convert", ["import", "hf", "model", "s3://bucket/run/checkpoints"]),
         ("trainer.commands.convert", ["export", "hf", "run", "s3://bucket/model"]),
         ("trainer.commands.convert", ["import", "hf", "s3://bucket/model", "checkpoints"]),
-        ("trainer.commands.convert", ["export", "hf", "s3://bucket/run", "model"]),
-        ("trainer.commands.generate", ["s3://bucket/run"]),
     ],
 )
 def test_a_script_takes_no_url(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
