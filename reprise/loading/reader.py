@@ -206,9 +206,9 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
     """Check a file's size and, unless it is a tensor file, its digest; return the content of other files."""
     path = root / name
-    if not path.exists():
-        path = host_file.path_of(root, name)
     try:
+        if not path.exists():
+            path = host_file.path_of(root, name)
         _refuse_links(root, name, files)
         size = files.size(path)
         data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
