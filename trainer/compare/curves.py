@@ -6,11 +6,8 @@ import math
 import struct
 from dataclasses import dataclass
 
-import numpy
-
 from reprise.errors import DataError
-from trainer.compare.points import QUANTITIES, Floats, Mask, Point, Points, Reading
-from trainer.compare.read import VALID_LOSS, Curve, read_curve
+from trainer.compare.read import QUANTITIES, VALID_LOSS, Curve, Point, Reading, read_curve
 from trainer.compare.text_table import format_table
 
 __all__ = [
@@ -140,45 +137,46 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     Raises:
         DataError: equal bits are required and a loss is known as a decimal only.
     """
-    of_base, of_test = Points.of(base.points), Points.of(test.points)
     if tolerance is None:
-        _require_exact(base.source, of_base)
-        _require_exact(test.source, of_test)
-    common, base_places, test_places = numpy.intersect1d(
-        of_base.iterations, of_test.iterations, assume_unique=True, return_indices=True
-    )
-    sides = of_base.take(base_places), of_test.take(test_places)
-    unequal = _unequal(*sides)
-    sizes = _sizes(sides[0].values[0], sides[1].values[0])
+        _require_exact(base)
+        _require_exact(test)
+    of_base = {point.iteration: point for point in base.points}
+    of_test = {point.iteration: point for point in test.points}
+    common = [(of_base[iteration], of_test[iteration]) for iteration in sorted(of_base.keys() & of_test.keys())]
+    unequal = {reference.iteration: _unequal_bits(reference, candidate) for reference, candidate in common}
     evaluated = sorted(base.evaluations.keys() & test.evaluations.keys())
     evaluations = [CurveDifference(n, VALID_LOSS, base.evaluations[n], test.evaluations[n]) for n in evaluated]
-    unequal_evaluations = [d for d in evaluations if _differ(d.base, d.test)]
+    for difference in evaluations:
+        if _differ(difference.base, difference.test):
+            unequal.setdefault(difference.iteration, []).append(difference)
     if tolerance is None:
-        differences = _differences(*sides, unequal) + unequal_evaluations
-        iterations = {*common.tolist()} if unequal_evaluations else set[int]()
-        differences.sort(key=lambda d: (d.quantity == VALID_LOSS and d.iteration not in iterations, d.iteration))
+        differences = [difference for unequal_values in unequal.values() for difference in unequal_values]
     else:
-        differences = _differences(*sides, _not_admitted(tolerance, sides[0].values[:1], sides[1].values[:1], sizes))
+        differences = [
+            CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss)
+            for reference, candidate in common
+            if not tolerance.admits(reference.loss.value, candidate.loss.value)
+        ]
         differences += [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
         differences.sort(key=lambda difference: difference.iteration)
-    missing = numpy.setdiff1d(of_base.iterations, common, assume_unique=True)
-    missing.sort()
-    start = of_test.iterations.min() if len(of_test) else 0
-    prefix = int((missing < start).sum()) if allow_missing_prefix else 0
-    is_equal = sides[0].exact[0] & sides[1].exact[0] & ~unequal.any(axis=0)
-    is_equal &= ~numpy.isin(common, [difference.iteration for difference in unequal_evaluations])
-    largest = int(sizes.argmax()) if sizes.size else 0
+    missing = sorted(of_base.keys() - of_test.keys())
+    start = min(of_test, default=0)
+    prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
+    losses = [
+        CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss) for reference, candidate in common
+    ]
+    largest = max(losses, key=lambda difference: difference.size, default=None)
     return Comparison(
         base=base,
         test=test,
         tolerance=tolerance,
-        compared=common.size,
+        compared=len(common),
         differences=tuple(differences),
-        missing_in_base=tuple(sorted(numpy.setdiff1d(of_test.iterations, common, assume_unique=True).tolist())),
-        missing_in_test=tuple(missing[prefix:].tolist()),
-        allowed_prefix=tuple(missing[:prefix].tolist()),
-        bit_equal=int(is_equal.sum()),
-        largest=_difference(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
+        missing_in_base=tuple(sorted(of_test.keys() - of_base.keys())),
+        missing_in_test=tuple(missing[len(prefix) :]),
+        allowed_prefix=tuple(prefix),
+        bit_equal=sum(a.loss.exact and b.loss.exact and not unequal[a.iteration] for a, b in common),
+        largest=largest if largest is not None and largest.size > 0 else None,
         evaluated=len(evaluated),
     )
 
@@ -258,55 +256,24 @@ def fits_float32(value: float) -> bool:
     return bool(narrow == value) or math.isnan(value)
 
 
-def _require_exact(source: str, points: Points) -> None:
-    inexact = numpy.flatnonzero(~points.exact[0])
-    if inexact.size:
+def _require_exact(curve: Curve) -> None:
+    point = next((point for point in curve.points if not point.loss.exact), None)
+    if point is not None:
         raise DataError(
             "Equal bits cannot be proved from decimals",
-            where=f"{source}, iteration {points.iterations[inexact[0]]}",
+            where=f"{curve.source}, iteration {point.iteration}",
             expected="loss_hex in every record",
             fix="Compare the metrics.jsonl of both runs, or drop --bitwise.",
         )
 
 
-def _unequal(base: Points, test: Points) -> Mask:
-    """Return which values certainly differ, as `_differ` does, of two curves with the same iterations."""
-    a, b = base.values, test.values
-    equal: Mask = numpy.equal(_bits_of(a), _bits_of(b)) | (numpy.isnan(a) & numpy.isnan(b))
-    proves: Mask = (base.exact == test.exact) | ~(numpy.isfinite(a) & numpy.isfinite(b))
-    return base.present & test.present & ~equal & proves
-
-
-def _bits_of(values: Floats) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.int64]]:
-    return numpy.ascontiguousarray(values).view(numpy.int64)
-
-
-def _sizes(base: Floats, test: Floats) -> Floats:
-    """Return the absolute differences, as `absolute_difference` defines them."""
-    with numpy.errstate(invalid="ignore", over="ignore"):
-        sizes = numpy.abs(base - test)
-    sizes[~(numpy.isfinite(base) & numpy.isfinite(test))] = math.inf
-    sizes[(base == test) | (numpy.isnan(base) & numpy.isnan(test))] = 0.0
-    return sizes
-
-
-def _not_admitted(tolerance: Tolerance, base: Floats, test: Floats, sizes: Floats) -> Mask:
-    """Return which losses differ, as `Tolerance.admits` defines it, as a row."""
-    with numpy.errstate(invalid="ignore", over="ignore"):
-        limits = tolerance.absolute + tolerance.relative * numpy.abs(base)
-    is_admitted = numpy.where(numpy.isfinite(base) & numpy.isfinite(test), sizes <= limits, sizes == 0)
-    return numpy.logical_not(is_admitted)
-
-
-def _differences(base: Points, test: Points, mask: Mask) -> list[CurveDifference]:
-    """Return the differences of two curves with the same iterations where the mask says so, by iteration."""
-    return [_difference(base, test, int(quantity), int(place)) for place, quantity in numpy.argwhere(mask.T)]
-
-
-def _difference(base: Points, test: Points, quantity: int, place: int) -> CurveDifference:
-    readings = base.reading(quantity, place), test.reading(quantity, place)
-    reference, candidate = (reading or Reading(math.nan, False) for reading in readings)
-    return CurveDifference(int(base.iterations[place]), QUANTITIES[quantity], reference, candidate)
+def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
+    pairs = zip(QUANTITIES, (base.loss, base.grad_norm, base.lr), (test.loss, test.grad_norm, test.lr), strict=True)
+    return [
+        CurveDifference(base.iteration, quantity, reference, candidate)
+        for quantity, reference, candidate in pairs
+        if reference is not None and candidate is not None and _differ(reference, candidate)
+    ]
 
 
 def _differ(base: Reading, test: Reading) -> bool:
@@ -331,7 +298,7 @@ def _hint(comparison: Comparison) -> str:
 
 
 def _bits(comparison: Comparison) -> str:
-    if not all(Points.of(curve.points).exact[0].all() for curve in (comparison.base, comparison.test)):
+    if not all(point.loss.exact for curve in (comparison.base, comparison.test) for point in curve.points):
         return "bits       not compared: decimals cannot prove equal bits"
     return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
 
