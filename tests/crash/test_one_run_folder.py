@@ -46,6 +46,7 @@ def test_checkpoints_in_the_run_s_own_folder_share_its_lock(tmp_path: Path) -> N
     assert sorted(path.name for path in run.iterdir() if path.is_file()) == [
         "config.yaml",
         "latest_checkpointed_iteration.txt",
+        "launches.jsonl",
         "lock",
         "metrics.jsonl",
         "run.json",

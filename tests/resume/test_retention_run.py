@@ -60,7 +60,12 @@ def test_with_saving_off_there_is_no_folder_and_no_second_start(tmp_path: Path) 
     overrides = [*BASE, "checkpoint.save=null", "checkpoint.save_interval=0"]
     ended = run_ok(tmp_path / "run", overrides)
     assert "saved" not in ended.text
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", "lock", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml",
+        "launches.jsonl",
+        "lock",
+        "metrics.jsonl",
+    ]
 
     again = launch(tmp_path / "run", overrides)
     assert again.statuses == (1,)
