@@ -5,11 +5,13 @@ Only programs without forks import this module: `serve` for reads, the uploader,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +31,7 @@ PARTS_AT_ONCE = 4
 # obstore's limit holds for a whole request with its body: a request may be as slow as this, beside SETUP_S.
 SLOWEST_BYTES_PER_S = 256 << 10
 SETUP_S = 30
+CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
 RETRY_S = 120
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
@@ -105,6 +108,11 @@ class StoreClient:
     def put(self, key: str, data: bytes) -> str | None:
         """Write a small object in one request; return the etag of its version."""
         with _translated(self.root, key):
+            for wait_s in CONFLICT_WAITS_S:
+                # Of a write without a condition, this is a 409: another request for the object was under way.
+                with contextlib.suppress(exceptions.AlreadyExistsError):
+                    return obstore.put(self._store(len(data)), key, data, use_multipart=False)["e_tag"]
+                time.sleep(wait_s)
             return obstore.put(self._store(len(data)), key, data, use_multipart=False)["e_tag"]
 
     def create(self, key: str, data: bytes) -> bool:
