@@ -34,6 +34,7 @@ _WIDTH = 1024
 _BYTES_OF_LAYER = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)  # the weights and two moments in float32
 
 
+_FINISH_S = 120.0
 BASES = {  # of each side, what its rate is compared with
     "bare upload": "bare upload",
     "mirror": "bare upload",
@@ -115,8 +116,8 @@ class _Saves:
         return figures
 
     def end(self) -> None:
-        """End the mirror."""
-        self._mirror.end()
+        """Let the mirror upload what is saved, so that no part of a file stays behind, and end it."""
+        self._mirror.finish(_FINISH_S)
 
 
 class _Reads(logging.Handler):

@@ -72,7 +72,8 @@ def on_two_hosts(plan: Soak) -> Launch:
 
 # Two ranks of one host, and two hosts with copies.
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path, hosts: int) -> None:
     plan = Soak(tmp_path, 6, iterations=80, overrides=("parallel.zero_stage=3",), local=memory, hosts=hosts)
     tally = soak(plan, Forked if hosts == 1 else on_two_hosts(plan))

@@ -84,7 +84,7 @@ def test_two_ranks_have_the_bits_of_one(train: Train) -> None:
     assert train(TP2_SP, *overrides) == train(ALONE, *overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "dtype", "case", "extra"),
     [

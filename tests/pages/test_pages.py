@@ -18,9 +18,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_commands_of_the_first_page_run(folder: Path) -> None:
-    assert PageRunner(folder).run(ROOT / "docs" / "start.md") >= 12
+    assert PageRunner(folder).run(ROOT / "docs" / "start.md") >= 11
 
 
 def test_a_block_that_fails_or_says_another_thing_is_seen(tmp_path: Path) -> None:
