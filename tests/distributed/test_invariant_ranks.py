@@ -7,7 +7,7 @@ with tensor parallelism those of its own ranks alone. The soak runs every topolo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,18 +63,26 @@ Outcome: TypeAlias = tuple[object, list[str], dict[str, bytes]]
 Train: TypeAlias = Callable[..., Outcome]
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains a case once and returns its curve, evaluations and tensor files."""
+def trainer_of(factory: pytest.TempPathFactory, base: Sequence[str]) -> Train:
+    """Return a function that trains a case once and returns its curve, evaluations and tensor files.
+
+    Args:
+        base: overrides of every case.
+    """
 
     @cache
     def train_once(case: Case, *overrides: str) -> Outcome:
-        folder = tmp_path_factory.mktemp("run") / "run"
-        ended = launch(folder, [*BASE, *overrides, *case.overrides], ranks=case.ranks, timeout_s=240.0)
+        folder = factory.mktemp("run") / "run"
+        ended = launch(folder, [*base, *overrides, *case.overrides], ranks=case.ranks, timeout_s=240.0)
         assert ended.ok, ended.text
         return outcome(folder)
 
     return train_once
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    return trainer_of(tmp_path_factory, BASE)
 
 
 def outcome(folder: Path) -> Outcome:

@@ -6,14 +6,10 @@ Four virtual shards on one and two ranks: a rank adds shards before ranks do. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import TypeAlias
-
 import pytest
 
-from tests.distributed.test_invariant_ranks import ALONE, PP, SP, TP, VPP, Case, Outcome, named, outcome, zero
-from tests.harness import TINY, launch
+from tests.distributed.test_invariant_ranks import ALONE, PP, SP, TP, VPP, Case, Train, named, trainer_of, zero
+from tests.harness import TINY
 
 TP4 = "parallel.tensor_model_parallel_size=4"
 # Four heads of 5 or 6, 257 tokens in 260 rows, lanes of two micro batches, two samples in each: blocks of tokens are
@@ -36,21 +32,10 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 MUON = "optimizer=muon"
 
-Train: TypeAlias = Callable[..., Outcome]
-
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains a case once and returns its curve, evaluations and tensor files."""
-
-    @cache
-    def train_once(case: Case, *overrides: str) -> Outcome:
-        folder = tmp_path_factory.mktemp("run") / "run"
-        ended = launch(folder, [*BASE, *overrides, *case.overrides], ranks=case.ranks, timeout_s=240.0)
-        assert ended.ok, ended.text
-        return outcome(folder)
-
-    return train_once
+    return trainer_of(tmp_path_factory, BASE)
 
 
 def overrides_of(model: str, dtype: str, *, iterations: int) -> tuple[str, ...]:
