@@ -1,4 +1,4 @@
-"""docs/from_megatron.md: its flags are Megatron-LM's, its keys are ours, its commands compose."""
+"""docs/from_megatron.md and docs/megatron_flags.md: their flags are Megatron-LM's, their keys are ours, their commands compose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.config.megatron_flags import FLAGS
 from trainer.schedules.batch_size import parse_batch_schedule
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("from_megatron.md", "megatron_flags.md"))
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `--")]
 OURS = {"--trust-pickle", "--nproc-per-node"}  # not Megatron-LM's, but of the commands that the page shows
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", options_page(), flags=re.M))

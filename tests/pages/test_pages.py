@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
 from tests.pages.page import PageRunner
+from tests.pages.preparations import PAGES, SMALL, Page
+
+NOT_RUN_AT_ALL = {"local_checkpoints.md", "trackers.md"}  # two hosts; a server
 
 
 @pytest.fixture
@@ -19,8 +23,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.soak
-def test_the_commands_of_the_first_page_run(folder: Path) -> None:
-    assert PageRunner(folder).run(ROOT / "docs" / "start.md") >= 11
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(folder: Path, page: Page) -> None:
+    if page.prepare:
+        page.prepare(folder)
+    assert PageRunner(folder, SMALL | page.small, page.names).run(ROOT / "docs" / page.name) == page.blocks
+
+
+def test_every_page_with_commands_is_run() -> None:
+    names = {
+        path.name
+        for path in (ROOT / "docs").glob("*.md")
+        if re.search(r"^ *```(sh|console)$", path.read_text(encoding="utf-8"), re.M)
+    }
+    assert names - {page.name for page in PAGES} == NOT_RUN_AT_ALL
 
 
 def test_a_block_that_fails_or_says_another_thing_is_seen(tmp_path: Path) -> None:

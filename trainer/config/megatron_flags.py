@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and the equivalent keys here; docs/from_megatron.md has the differences."""
+"""Flags of Megatron-LM and the equivalent keys here; docs/megatron_flags.md has the differences."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _build_blend(data: RunData, cluster: Cluster) -> Blend:
     if cluster.rank:
         return blend
     if not blend.is_exact:
-        _log.warning(f"data.train: weights are rounded to parts of {blend.period}, see docs/data.md")
+        _log.warning(f"data.train: weights are rounded to parts of {blend.period}, see docs/samples.md")
     for source, share in zip(data.train, blend.shares, strict=True):
         more = f" and {len(source.files) - 1} more files" if len(source.files) > 1 else ""
         _log.info(f"source {source.fingerprint}: {float(share):.6f} of the samples, {source.files[0].path}{more}")
