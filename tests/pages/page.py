@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser
 
 NOT_RUN = "# not run: "
+BASH = "%%bash\n"
 COMMAND_LIMIT_S = 300.0
 _MEASURED = re.compile(r"\d[\d.,]*(?:e-?\d+)? ?(?=%|(?:ms|s|GB|GB/s|tok/s)\b)")
 
@@ -55,6 +57,15 @@ class PageRunner:
             example.evaluate()
             count += not str(example.parsed).startswith(NOT_RUN)
         return count
+
+    def run_notebook(self, notebook: Path) -> int:
+        """Run the code cells of a Jupyter notebook, those of the shell by their `%%bash`, and return their number."""
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        page = self._folder / notebook.with_suffix(".md").name
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        fences = [f"sh\n{text[len(BASH) :]}" if text.startswith(BASH) else f"python\n{text}" for text in sources]
+        page.write_text("".join(f"```{fence}\n```\n" for fence in fences), encoding="utf-8")
+        return self.run(page)
 
     def _sh(self, example: Example) -> None:
         self._output = None

@@ -126,7 +126,8 @@ PAGES = [
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
     ),
-    Page("megatron_flags.md", 1),
+    Page("recipes.md", 9),
+    Page("megatron_flags.md", 2),
     Page(
         "samples.md",
         1,

@@ -30,6 +30,12 @@ def test_the_blocks_of_a_page_run(folder: Path, page: Page) -> None:
     assert PageRunner(folder, SMALL | page.small, page.names).run(ROOT / "docs" / page.name) == page.blocks
 
 
+@pytest.mark.soak
+def test_the_cells_of_the_notebook_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    assert PageRunner(folder).run_notebook(ROOT / "examples" / "first_run.ipynb") == 5
+
+
 def test_every_page_with_commands_is_run() -> None:
     names = {
         path.name
