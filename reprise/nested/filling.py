@@ -244,13 +244,22 @@ class Filling:
         """Make the missing tensors of an optimizer, as before its first step."""
         for where, optimizer in self.tree.optimizers.items():
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
+            flat_elements = sum(p.numel() for p in optimizer.parameters.values()) if optimizer.list_keys else 0
             for spec in (place.spec for place in read_places(checkpoint).values()):
                 *parents, name, key = ("", *keys_of(spec.kind, spec.name))
                 if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
                     parameter = optimizer.parameters[name]
                     dtype = values.dtypes.get(spec.name)
                     shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
-                    tensor = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
+                    tensor = zeros_for(
+                        parameter,
+                        key,
+                        spec,
+                        shape,
+                        flat_elements=flat_elements,
+                        on_device=on_device,
+                        where=checkpoint.path,
+                    )
                     self.made[where][name, key] = tensor
                     resolved = resolve(tensor, partial(str, spec.name))
                     assert resolved is not None

@@ -24,6 +24,7 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 # While one call populates, no thread of the process can map memory: a training step that allocates 50 MB waits for it.
 # Beside 768 MiB in one call an mmap took as long as that call, 0.09 to 2 s; beside 8 MiB at a time, at most 2 ms.
 _POPULATE_BYTES = 8 << 20
+_HUGE_BYTES = 2 << 20  # a huge page of x86-64, and of arm64 with small pages of 4 KiB
 
 
 class Arena:
@@ -70,19 +71,27 @@ class Arena:
 
 
 def populate(memory: Bytes) -> None:
-    """Populate the pages of a mapping. Kernels before 5.14 refuse; pages are then populated on first use."""
-    for at in range(0, memory.nbytes, _POPULATE_BYTES):
+    """Populate the pages of a mapping. Kernels before 5.14 refuse; pages are then populated on first use.
+
+    The last pages come first: a save that begins meanwhile copies from the start, and two threads that fault on one
+    huge page both clear it.
+    """
+    for at in reversed(range(0, memory.nbytes, _POPULATE_BYTES)):
         part = memory[at : at + _POPULATE_BYTES]
         _libc.madvise(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(part.nbytes), _MADV_POPULATE_WRITE)
 
 
 def map_memory(total_bytes: int) -> Bytes:
     """Return page-aligned zeros, on huge pages where the system provides them."""
+    # The part of a huge page at either end of a mapping would be small pages, with a fault for each of them.
+    pages = -(-total_bytes // _HUGE_BYTES) + 1 if total_bytes >= _HUGE_BYTES else 0
     # MAP_PRIVATE: a shared mapping, the default of mmap.mmap, gets small pages only.
-    mapping = mmap.mmap(-1, max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, pages * _HUGE_BYTES or max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, dtype=np.uint8)[:total_bytes]
+    memory = np.frombuffer(mapping, dtype=np.uint8)
+    start = -memory.ctypes.data % _HUGE_BYTES if pages else 0
+    return memory[start : start + total_bytes]
 
 
 def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:

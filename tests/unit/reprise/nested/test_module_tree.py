@@ -137,11 +137,11 @@ def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[st
 def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, history_size: int, steps: int) -> None:
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
-    def made() -> tuple[nn.Linear, torch.optim.LBFGS]:
-        net = nn.Linear(3, 2)
+    def made() -> tuple[nn.Module, torch.optim.LBFGS]:
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
         return net, torch.optim.LBFGS(net.parameters(), max_iter=2, history_size=history_size)
 
-    def step(net: nn.Linear, optimizer: torch.optim.LBFGS) -> str:
+    def step(net: nn.Module, optimizer: torch.optim.LBFGS) -> str:
         def closure() -> float:
             optimizer.zero_grad()
             loss = net(data).square().mean()
@@ -165,3 +165,18 @@ def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, 
     losses = [step(net, optimizer) for _ in range(4)]
     assert losses == [step(again, fresh) for _ in range(4)]
     assert losses == [step(further, further_fresh) for _ in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_of_another_dtype_goes_into_a_fresh_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
+    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        net = nn.Linear(3, 2, dtype=dtype)
+        return net, torch.optim.Adafactor(net.parameters())
+
+    net, optimizer = made()
+    net(torch.ones(3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    again, fresh = made()
+    load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
+    expected, loaded = (repr([sorted(o.state[p].items()) for p in o.state]) for o in (optimizer, fresh))
+    assert loaded == expected

@@ -66,14 +66,16 @@ def test_memory_like_a_file_is_congruent_and_keeps_adjacency(extents: list[tuple
             assert next_memory.ctypes.data == memory.ctypes.data + size
 
 
-def test_memory_is_private_so_that_it_may_lie_on_huge_pages() -> None:
-    memory = map_memory(4 << 20)
+def test_memory_is_private_and_aligned_so_that_all_of_it_may_lie_on_huge_pages() -> None:
+    memory, huge_bytes = map_memory((4 << 20) + PAGE_BYTES), 2 << 20
     at = memory.ctypes.data
+    assert at % huge_bytes == 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, *_ = line.split()
         first, last = (int(end, 16) for end in span.split("-"))
         if first <= at < last:
             assert rights == "rw-p"
+            assert at + 3 * huge_bytes <= last
             return
     raise AssertionError("it is mapped nowhere")
 
