@@ -75,9 +75,9 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
     run = _with_data_origin(run, checkpoint)
-    if run.spikes is not None and SPIKES in checkpoint.state:
+    for watch in run.spikes if SPIKES in checkpoint.state else ():
         try:
-            run.spikes.resume(checkpoint.state[SPIKES])
+            watch.resume(checkpoint.state[SPIKES])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "A state file has no valid record of spikes", where=checkpoint.path, found=repr(error)
