@@ -296,7 +296,8 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
     record = run.state.progress.state_record(_lr(run), run.description)
-    record |= {SPIKES: watch.record() for watch in run.spikes}
+    for watch in run.spikes:
+        record[SPIKES] = watch.record()
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
