@@ -18,10 +18,9 @@ from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format import host_file, manifest
 from reprise.format.box import Image
 from reprise.format.host_file import HostFile
-from reprise.format.layout import Place, TensorSpec, kind_of_file
+from reprise.format.layout import MOST_ELEMENTS, Place, TensorSpec, header_places, kind_of_file
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest, digest_of
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
-from reprise.format.safetensors_file import header_places
 from reprise.json_file import Json
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, named_iteration
@@ -75,7 +74,7 @@ class Checkpoint:
     def held(self, tensor: str) -> Collection[int]:
         """Return the numbers of a tensor's pieces in this folder, in the order of the manifest."""
         if self.host is None:
-            return range(manifest.MOST_ELEMENTS)
+            return range(MOST_ELEMENTS)
         return self.host.held.get(tensor, ())
 
 
@@ -127,7 +126,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
             fix="Load it with the version of this program that wrote it, or a newer one.",
         )
     iteration = state.get("iteration")
-    if type(iteration) is not int or not 0 <= iteration <= manifest.MOST_ELEMENTS:
+    if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
         raise CheckpointError(
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
