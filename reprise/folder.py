@@ -1,6 +1,16 @@
 """The folder of a run's checkpoints: its iterations and their names, its lock, holds, the names of their files."""
 
-from reprise.format.names import ACCESSORIES, ADAPTERS, FORMAT, HOST, INDEX, INTERIM, MANIFEST, STATE
+from reprise.format.names import (
+    ACCESSORIES,
+    ADAPTERS,
+    FORMAT,
+    HOST,
+    INDEX,
+    INTERIM,
+    MANIFEST,
+    STATE,
+    STILL_MIRRORED,
+)
 from reprise.storage.folder import (
     TRACKER,
     WEIGHTS,
@@ -14,7 +24,8 @@ from reprise.storage.folder import (
     shown_name,
 )
 from reprise.storage.holds import HOLD, Hold
-from reprise.storage.lock import FolderLock
+from reprise.storage.lock import FolderLock, is_locked
+from reprise.stores.holds import ManifestVersion, StoredHold, manifest_version, take_hold
 
 __all__ = [
     "ACCESSORIES",
@@ -26,16 +37,22 @@ __all__ = [
     "INTERIM",
     "MANIFEST",
     "STATE",
+    "STILL_MIRRORED",
     "TRACKER",
     "WEIGHTS",
     "CheckpointFolder",
     "FolderLock",
     "FolderTerms",
     "Hold",
+    "ManifestVersion",
+    "StoredHold",
     "is_iteration_name",
+    "is_locked",
     "iteration_name",
     "iteration_of",
     "kind_of",
+    "manifest_version",
     "named_iteration",
     "shown_name",
+    "take_hold",
 ]

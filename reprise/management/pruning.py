@@ -16,7 +16,6 @@ from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
-from reprise.storage.holds import HOLD
 from reprise.storage.lock import FolderLock
 from reprise.stores.extra import require_client
 from reprise.stores.location import is_stored, location
@@ -111,7 +110,8 @@ def prune(
 def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneReport:
     url = StoreUrl.parse(str(path))
     client = require_client(url)
-    from reprise.stores.upload import clear, list_folder
+    from reprise.stores.holds import is_held
+    from reprise.stores.upload import clear, list_folder, retire
 
     folders = {name: list_folder(client, url.child(name)) for name in client.names(url.key)[0]}
     committed = {
@@ -119,15 +119,18 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
         for name, objects in folders.items()
         if (n := iteration_of(Path(name))) is not None and MANIFEST in objects
     }
-    pinned = [iteration for iteration, name in committed.items() if HOLD in folders[name]]
+    pinned = [iteration for iteration, name in committed.items() if is_held(folders[name])]
     iterations = retention.expired(committed, pinned=pinned)
     expired = [
         ExpiredCheckpoint(path / committed[n], n, sum(entry.size for entry in folders[committed[n]].values()))
         for n in iterations
     ]
-    for iteration in () if dry_run else iterations:
-        clear(client, folders[committed[iteration]])
-    return PruneReport(tuple(expired), tuple(sorted({*committed} - {*iterations})), dry_run)
+    if not dry_run:
+        expired = [entry for entry in expired if retire(client, url.child(committed[entry.iteration]))]
+    for entry in () if dry_run else expired:
+        clear(client, folders[committed[entry.iteration]])
+    gone = {entry.iteration for entry in expired}
+    return PruneReport(tuple(expired), tuple(sorted({*committed} - gone)), dry_run)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from reprise.regular_file import read_regular
 HOLD = "hold"
 HEARTBEAT_S = 15.0
 EXPIRY_S = 600.0  # longer than a lock's: a clock that is minutes off deletes nothing that is read
-_OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
+OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
 _MOST_BYTES = 4096
 _BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 _STATE, _START = 0, 19  # the fields of /proc/PID/stat after the name, proc(5)
@@ -144,7 +144,7 @@ class Hold:
     def _create(self) -> None:
         """Write the record, for other hosts to read, and leave no expired hold beside it."""
         for name in os.listdir(self._descriptor):
-            if _OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, time.time):
+            if OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, time.time):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -163,7 +163,7 @@ class Hold:
 
 def _lasts(path: Path, clock: Callable[[], float]) -> bool:
     """Return whether a file is the hold of a process and has not expired."""
-    if not _OF_PROCESS.fullmatch(path.name):
+    if not OF_PROCESS.fullmatch(path.name):
         return False
     try:
         age_s = clock() - path.lstat().st_mtime

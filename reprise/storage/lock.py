@@ -56,6 +56,14 @@ class Holder:
     started: float
 
 
+def is_locked(folder: Path, name: str = "lock") -> bool:
+    """Return whether a job has the lock of a folder, or has died with it: a job that ends leaves the file empty."""
+    try:
+        return (folder / name).stat().st_size > 0
+    except OSError:
+        return False
+
+
 class FolderLock:
     """The lock of one folder, held from `acquire` to `release` or to the end of the process.
 

@@ -197,6 +197,7 @@ def _open_store(root: str, timeout_s: int) -> Any:
     if root.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         options["allow_http"] = endpoint.startswith("http://")  # which the user has then asked for
+        settings["disable_bulk_delete"] = True  # `delete` takes one at a time, and not every store has the other call
         if _needs_profile():
             settings["credential_provider"] = _profile_credentials()
     return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]

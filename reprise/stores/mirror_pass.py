@@ -26,12 +26,22 @@ from reprise.format.mirror_record import (
     iteration_in,
     read_record,
 )
-from reprise.format.names import HOST, MANIFEST, STATE
+from reprise.format.names import HOST, MANIFEST, STATE, STILL_MIRRORED
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
+from reprise.storage.lock import is_locked
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
-from reprise.stores.upload import LocalSource, SourceChangedError, Upload, clear, list_folder, remove_marks, supersede
+from reprise.stores.upload import (
+    LocalSource,
+    SourceChangedError,
+    Upload,
+    clear,
+    list_folder,
+    remove_marks,
+    retire,
+    supersede,
+)
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -82,6 +92,7 @@ class MirrorPass:
         self._inherited = frozenset[str]()  # of the run with which this one began: they stay as they are
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
         self._waiting: _Waiting | None = None
+        self._goes_on: bool | None = None  # as the store has it; None if unknown
 
     def run(self, *, at_end: bool = False) -> bool:
         """Upload one checkpoint, or what the store lacks of it; return whether nothing is left to do for this host.
@@ -103,11 +114,24 @@ class MirrorPass:
                 continue
             if name in record.committed and record.committed[name].digest == files.digest:
                 continue
+            self._tell(goes_on=True)
             self._send(name, local[name], files)
             return False
         if self._host == 0:
             self._prune(local, at_end=at_end)
+            self._tell(goes_on=not at_end and is_locked(self._root))
         return True
+
+    def _tell(self, *, goes_on: bool) -> None:
+        """Keep an object at the URL for as long as checkpoints of the run may come: a follower waits for them."""
+        if self._host or self._record is None or goes_on is self._goes_on:
+            return
+        key = self._url.child(STILL_MIRRORED).key
+        if goes_on:
+            self._client.put(key, b"")
+        else:
+            self._client.delete([key])
+        self._goes_on = goes_on
 
     def _local(self) -> dict[str, Path]:
         """Return the committed checkpoints of the folder, and its saves of the weights alone, by name."""
@@ -300,9 +324,12 @@ class MirrorPass:
             return
         full = sorted((name for name in self._record.committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
-            self._write(replace(self._known, partial=self._known.partial | {name}))
-            self._client.delete([self._url.child(name).child(MANIFEST).key])
-            self._forget(name)
+            before = self._known
+            self._write(replace(before, partial=before.partial | {name}))
+            if retire(self._client, self._url.child(name)):
+                self._forget(name)
+            else:
+                self._write(before)
         due = set(self._rule.due(local, self._known.committed, at_end=at_end))
         for name in sorted(self._known.partial - due):
             clear(self._client, list_folder(self._client, self._url.child(name)))

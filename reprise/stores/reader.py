@@ -157,13 +157,13 @@ class StoreReader:
         size, etag, modified_at = self.ask("head", key)
         return size, etag, modified_at
 
-    def ask(self, call: str, key: str) -> Any:
+    def ask(self, call: str, key: str, **details: str) -> Any:
         """Return the answer to a request.
 
         Raises:
             OSError: as the method of `StoreClient`.
         """
-        return self._ask({"call": call, "key": key})
+        return self._ask({"call": call, "key": key, **details})
 
     def _ask(self, request: Message, into: memoryview | None = None) -> Any:
         """Return the answer to a request, whose bytes of an object go into a buffer."""

@@ -61,6 +61,12 @@ class Server:
                 return [folders, [entry.key.rpartition("/")[2] for entry in objects]]
             case "objects":
                 return [[entry.key, entry.size, entry.modified_at] for entry in self._client.objects(key)]
+            case "put":
+                self._client.put(key, str(request["text"]).encode())
+                return None
+            case "delete":
+                self._client.delete([key])
+                return None
             case _:
                 raise ValueError(request)
 

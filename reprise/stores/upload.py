@@ -20,6 +20,7 @@ from reprise.format.names import MANIFEST
 from reprise.regular_file import open_regular, read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, shares
 from reprise.stores.client import StoreClient, StoredObject
+from reprise.stores.holds import is_held
 from reprise.stores.leftovers import abort_uploads
 from reprise.stores.url import StoreUrl
 
@@ -219,6 +220,22 @@ def clear(client: StoreClient, objects: dict[str, StoredObject]) -> None:
     """Delete the objects of a folder, its manifest first and the marks last."""
     order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(_MARK)))
     client.delete([objects[name].key for name in order])
+
+
+def retire(client: StoreClient, folder: StoreUrl) -> bool:
+    """Delete the manifest of a checkpoint, and so the checkpoint, unless a hold protects it; return whether it is gone.
+
+    A hold that comes meanwhile is seen afterward: the manifest is then written again.
+    """
+    key, objects = folder.child(MANIFEST).key, list_folder(client, folder)
+    if is_held(objects):
+        return False
+    manifest = bytes(client.read(key, 0, objects[MANIFEST].size)) if MANIFEST in objects else b""
+    client.delete([key])
+    if manifest and is_held(list_folder(client, folder)):
+        client.put(key, manifest)
+        return False
+    return True
 
 
 def remove_marks(client: StoreClient, folder: StoreUrl) -> None:

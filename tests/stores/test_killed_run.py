@@ -23,7 +23,7 @@ from tests.stores.saving import committed
 from tests.stores.test_killed import PROCESS_S, mirror_of
 from trainer.commands import follow
 
-KILLS = int(os.environ.get("SOAK_KILLS", "500"))
+KILLS, SEED = int(os.environ.get("SOAK_KILLS", "500")), int(os.environ.get("SOAK_SEED", "0"))
 ITERATIONS = 240
 LONGEST_S = 4.0  # of a pause between two kills
 LOOK = 'ls "$1"/*.safetensors "$1"/manifest.json > "$2"'  # fails for a folder that is not whole
@@ -110,7 +110,7 @@ def uploader_of(parent: int) -> int | None:
 
 @pytest.mark.soak
 def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) -> None:
-    draw, kills, number = random.Random(0), Counter[str](), 0
+    draw, kills, number = random.Random(SEED), Counter[str](), 0
     unbroken = tmp_path / "unbroken" / "run"
     assert launch(unbroken, [*MODEL, f"train.train_iters={ITERATIONS}"]).ok
     while kills.total() < KILLS:
@@ -121,13 +121,14 @@ def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) 
                 scene.pause(draw.uniform(0.0, LONGEST_S))
                 victim = draw.choice(("run", "uploader", "follower"))
                 kills[victim] += scene.kill(victim)
+                print(f"seed {SEED}: {dict(kills)} kills in run {number}", flush=True)
                 assert_equal(scene.store, unbroken / "checkpoints")
         finally:
             scene.end()
         assert follow.main(["--once", *scene.words]) == 0
         mirror_of(scene.root, scene.store, 0, "--once", hosts=1).wait(PROCESS_S)  # as the run says, if it ends early
         check_end(scene, unbroken / "checkpoints")
-    print(f"{dict(kills)} kills in {number} runs")
+    print(f"seed {SEED}: {dict(kills)} kills in {number} whole runs")
 
 
 def assert_equal(store: Path, unbroken: Path) -> None:

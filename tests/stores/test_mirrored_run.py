@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -18,7 +19,12 @@ WAIT_S = 60.0
 
 
 def settings(store: Path, *more: str) -> list[str]:
-    saves = ("checkpoint.save_interval=2", "checkpoint.save_weights_interval=4", "train.train_iters=6")
+    saves = (
+        "checkpoint.save_interval=2",
+        "checkpoint.save_weights_interval=4",
+        "train.train_iters=6",
+        "schedule.lr_decay_iters=6",
+    )
     return [*TINY, *saves, f"checkpoint.mirror=file://{store}", *more]
 
 
@@ -87,3 +93,27 @@ def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem:
     assert not ended.ok
     assert problem in ended.text
     assert "secret" not in ended.text.replace("AWS_SECRET", "")
+
+
+def test_a_lost_folder_is_no_fresh_start_beside_its_mirror(tmp_path: Path) -> None:
+    run, store, unbroken = tmp_path / "run", tmp_path / "store", tmp_path / "unbroken"
+    run_ok(run, settings(store, "train.train_iters=4"))
+    run_ok(unbroken, settings(tmp_path / "other"))
+    shutil.move(run / "checkpoints", tmp_path / "aside")  # a disk of its own that is gone
+    refused = launch(run, settings(store))
+    assert f"go on from the mirror with checkpoint.load=file://{store}" in refused.text
+    shutil.rmtree(run)
+    for load, fix in (("auto", f"Go on from there with checkpoint.load=file://{store}"), ("none", "Start over with")):
+        refused = launch(run, settings(store, f"checkpoint.load={load}"))
+        assert not refused.ok
+        assert "The mirror has checkpoints, but this run has none to continue from" in refused.text
+        assert "iteration 4 in the mirror" in refused.text
+        assert fix in refused.text
+    again = settings(store, f"checkpoint.load=file://{store}")
+    run_ok(run, again)
+    run_ok(run, again)  # the same command goes on from its own
+    names = [*map(iteration_name, (2, 4, 6)), "weights/iter_0000004"]
+    assert sorted(str(path.parent.relative_to(store)) for path in store.rglob("manifest.json")) == names
+    stored, saved = (folder / iteration_name(6) for folder in (store, unbroken / "checkpoints"))
+    for path in saved.glob("*.safetensors"):
+        assert (stored / path.name).read_bytes() == path.read_bytes()

@@ -1,7 +1,8 @@
 """Run a command on every checkpoint of a run: `reprise follow RUN [options] -- COMMAND {}`.
 
-`{}` in the command is the folder of a checkpoint, which is held meanwhile: no retention deletes it. Each checkpoint
-gets one line in `follow.jsonl` in the folder of the run, when its command has ended. The exit status is 0, also after
+`{}` in the command is the folder or the URL of a checkpoint, which is held meanwhile: no retention deletes it. Each
+checkpoint gets one line in `follow.jsonl` in the folder of the run, when its command has ended; where RUN is the URL of
+a mirrored run, in the current folder. The exit status is 0, also after
 SIGINT or SIGTERM; 1 where a command failed or a checkpoint could not be opened; 2 where the run cannot be followed.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import io
 import json
 import logging
@@ -31,11 +33,22 @@ from typing import Protocol
 
 from reprise import json_file
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import FILE_SYSTEM, read_regular
-from reprise.folder import MANIFEST, STATE, WEIGHTS, CheckpointFolder, FolderLock, Hold, shown_name
+from reprise.files import FILE_SYSTEM, files_of, is_store_url, is_stored, read_regular
+from reprise.folder import (
+    STATE,
+    STILL_MIRRORED,
+    WEIGHTS,
+    CheckpointFolder,
+    FolderLock,
+    ManifestVersion,
+    is_locked,
+    manifest_version,
+    shown_name,
+    take_hold,
+)
 from reprise.json_file import Json, dumps, finite_number
-from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, saved_lineage
-from trainer.commands.arguments import amount, local_path, natural, positive
+from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content, saved_lineage
+from trainer.commands.arguments import amount, any_path, natural, positive
 from trainer.compare.evaluations import FOLLOW
 from trainer.compare.read import METRICS_FILE, parse_records
 from trainer.config.saved import RUN_CONFIG
@@ -44,6 +57,7 @@ FINE, FAILED, IMPOSSIBLE = 0, 1, 2
 PLACE = "{}"
 _MOST_LINE_BYTES = 1 << 20  # of a JSON object in a command's output
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, prctl(2)
+_FOLDER_S, _STORE_S = 2.0, 30.0  # between two looks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _libc = ctypes.CDLL(None)
 
@@ -76,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _follow(options: argparse.Namespace, command: Sequence[str], runner: Runner) -> int:
     run: Path = options.run
-    if run.name == "checkpoints" and (run.parent / METRICS_FILE).exists():
+    poll_s = options.poll_seconds if options.poll_seconds is not None else _STORE_S if is_stored(run) else _FOLDER_S
+    if not is_stored(run) and run.name == "checkpoints" and (run.parent / METRICS_FILE).exists():
         run = run.parent
     if options.once and not run.is_dir():
         raise no_folder(run, kind="run")
@@ -85,15 +100,16 @@ def _follow(options: argparse.Namespace, command: Sequence[str], runner: Runner)
     while not run.is_dir():
         if runner.is_stopped:
             return FINE
-        runner.pause(options.poll_seconds)
+        runner.pause(poll_s)
+    folder = Path.cwd() if is_stored(run) else run
     stem = f"{FOLLOW}.{options.name}" if options.name else FOLLOW
-    lock = FolderLock(run, secrets.token_hex(4), kind=f"{stem}.jsonl", another="another --name", name=f"{stem}.lock")
+    lock = FolderLock(folder, secrets.token_hex(4), kind=f"{stem}.jsonl", another="another --name", name=f"{stem}.lock")
     lock.acquire()
     try:
-        with FollowLog.open(run / f"{stem}.jsonl", check=lock.check) as log:
+        with FollowLog.open(folder / f"{stem}.jsonl", check=lock.check) as log:
             choice = Choice(options.every, options.first, weights=options.weights)
             follower = Follower(run, command, log, runner, choice=choice, metric=options.json_metric)
-            return follower.follow(once=options.once, poll_s=options.poll_seconds)
+            return follower.follow(once=options.once, poll_s=poll_s)
     finally:
         lock.release()
 
@@ -199,7 +215,7 @@ class Follower:
     A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another.
 
     Args:
-        run: the folder of the run.
+        run: the folder or the URL of the run.
         metric: the number of the command's result to store, a key or keys joined by dots; None for none.
     """
 
@@ -215,7 +231,7 @@ class Follower:
     ) -> None:
         self._run, self._command, self._log, self._runner = run, command, log, runner
         self._choice, self._metric = choice, metric
-        self._digests: dict[str, tuple[tuple[int, int], str]] = {}  # by checkpoint, with what tells it from any other
+        self._digests: dict[str, tuple[ManifestVersion, str]] = {}  # by checkpoint
         self._problems: dict[str, str] = {}  # by checkpoint
 
     def follow(self, *, once: bool = False, poll_s: float = 2.0) -> int:
@@ -227,16 +243,22 @@ class Follower:
 
         Raises:
             ConfigError: if the command cannot be started.
-            OSError: if a hold or a line cannot be written.
+            OSError: if a hold or a line cannot be written; a store that is away is waited for.
         """
         while not self._runner.is_stopped:
-            is_last_look = once or self._is_run_over()  # before the look: the last save may come in between
-            path = self._next()
-            if path is not None:
-                self._evaluate(path)
-            elif is_last_look:
-                return FAILED if self._problems else FINE
-            else:
+            try:
+                is_last_look = once or self._is_run_over()  # before the look: the last save may come in between
+                path = self._next()
+                if path is not None:
+                    self._evaluate(path)
+                elif is_last_look:
+                    return FAILED if self._problems else FINE
+                else:
+                    self._runner.pause(poll_s)
+            except OSError as error:
+                if once or error.errno == errno.EACCES or not is_store_url(str(error.filename)):
+                    raise
+                _log.warning("%s: %s; the follower tries again", error.filename, error.strerror)
                 self._runner.pause(poll_s)
         return FINE
 
@@ -255,7 +277,7 @@ class Follower:
 
     def _digest(self, path: Path) -> str | None:
         """Return the digest of a checkpoint's manifest; None if the checkpoint fails to open."""
-        key, cached = _manifest_key(path), self._digests.get(path.name)
+        key, cached = manifest_version(path), self._digests.get(path.name)
         if key is None:
             return None
         if cached is not None and cached[0] == key:
@@ -269,7 +291,7 @@ class Follower:
     def _open(self, path: Path) -> Checkpoint | None:
         """Open a checkpoint; None after a failure, which is logged. The next look tries again."""
         try:
-            checkpoint = open_checkpoint(path, FILE_SYSTEM)
+            checkpoint = open_checkpoint(path, files_of(path))
         except TrainerError as error:
             self._digests.pop(path.name, None)
             if path.exists():  # else retention was faster
@@ -280,7 +302,7 @@ class Follower:
 
     def _evaluate(self, path: Path) -> None:
         """Hold a checkpoint, run the command on it, and write its line."""
-        hold = Hold.take(path)
+        hold = take_hold(path)
         if hold is None:
             _log.info("%s was deleted before it could be held", shown_name(path))
             return
@@ -329,14 +351,16 @@ class Follower:
             return False
         path = folder.iteration(committed[-1])
         try:
-            state, train = json_file.read(path / STATE), json_file.read(path / RUN_CONFIG)["config"]["train"]
+            state, train = _json_at(path / STATE), _json_at(path / RUN_CONFIG)["config"]["train"]
             samples = train.get("train_samples")
             is_at_end: bool = (
                 state["iteration"] >= train["train_iters"] if samples is None else state["consumed_samples"] >= samples
             )
         except (TrainerError, LookupError, TypeError, AttributeError):  # of a program that has no last iteration
             return False
-        return is_at_end and not (self._choice.weights and _is_locked(folder.root / WEIGHTS))
+        if is_stored(folder.root):
+            return is_at_end and not (folder.root / STILL_MIRRORED).is_file()
+        return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
 
     def _problem(self, path: Path, problem: str) -> None:
         """Note the problem of a checkpoint, and log a new one."""
@@ -345,21 +369,14 @@ class Follower:
             _log.warning("%s %s", shown_name(path), problem)
 
 
-def _manifest_key(path: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from any other of its name, without reading it; None for no checkpoint."""
+def _json_at(path: Path) -> Json:
+    """Return a JSON file of a checkpoint in a folder or a store."""
+    if not is_stored(path):
+        return json_file.read(path)
     try:
-        status = os.stat(path / MANIFEST)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _is_locked(folder: Path) -> bool:
-    """Return whether a run has the lock of a folder: an owner leaves the file empty."""
-    try:
-        return (folder / "lock").stat().st_size > 0
-    except OSError:
-        return False
+        return json_file.parse(read_content(path, files_of(path)), where=path)
+    except FileNotFoundError:  # deleted meanwhile
+        return {}
 
 
 def number_at(result: object, name: str) -> float | None:
@@ -481,7 +498,9 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"reprise follow RUN [options] -- COMMAND {PLACE}",
         description="Run a command on every checkpoint of a run, from the first to the last that there will be.",
     )
-    parser.add_argument("run", type=local_path, metavar="RUN", help="the folder of the run, which may not exist yet")
+    parser.add_argument(
+        "run", type=any_path, metavar="RUN", help="the folder or the URL of the run, which may not exist yet"
+    )
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="only multiples of N (%(default)s)")
     parser.add_argument(
         "--from", type=natural, default=0, dest="first", metavar="N", help="only from iteration N on (%(default)s)"
@@ -495,7 +514,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--once", action="store_true", help="end after the checkpoints that are there")
     parser.add_argument(
-        "--poll-seconds", type=amount, default=2.0, metavar="S", help="between two looks at the folder (%(default)s)"
+        "--poll-seconds",
+        type=amount,
+        metavar="S",
+        help=f"between two looks at the folder ({_FOLDER_S:g}), or at the store ({_STORE_S:g})",
     )
     return parser
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Patience, cannot_write, failed_read, is_stored, location
+from reprise.files import Patience, cannot_write, failed_read, files_of, is_stored, location
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource
@@ -192,6 +192,8 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
         return {"kind": _OWN, "path": str(run_folder)}
     if section.load == "none":
+        if not lineage.branches:
+            _refuse_mirror(section, fix="Start over with another checkpoint.mirror.")
         return {}
     committed = saves.iterations()
     begins_again = _begins_again(config, saves, lineage, committed)
@@ -249,6 +251,8 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
 def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
     """Refuse a fresh start if the records or the tracker show earlier checkpoints."""
     metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
+    url = config.checkpoint.mirror
+    mirror = f"go on from the mirror with checkpoint.load={url}, " if url else ""
     last = last_recorded_iteration(metrics)
     tracked = None if shared is None else shared.tracker()
     if last is not None:
@@ -257,7 +261,7 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
             where=metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
             found=f"{last} as the last iteration and no iter_ folder",
-            fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
+            fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
         )
     if shared is not None and tracked is not None:
         raise CheckpointError(
@@ -265,7 +269,35 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
             where=shared.root / TRACKER,
             expected=f"the folder {shared.iteration(tracked).name}",
             found="no iter_ folder",
-            fix="Restore the checkpoints, or start over with checkpoint.load=none.",
+            fix=f"Restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
+        )
+    fix = f"Go on from there with checkpoint.load={url}, or start over with another checkpoint.mirror."
+    _refuse_mirror(config.checkpoint, fix=fix)
+
+
+def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
+    """Refuse a new run whose mirror has checkpoints: its folder is lost, or they are of another run.
+
+    A store that is away refuses no run, and is logged.
+    """
+    if section.mirror is None:
+        return
+    path = location(section.mirror)
+    files = files_of(path)
+    try:
+        committed = CheckpointFolder(path, files).committed()
+    except OSError as error:
+        _log.warning("%s cannot be read, so it is unknown whether it has checkpoints: %s", path, error.strerror)
+        return
+    finally:
+        files.end()
+    if committed:
+        raise CheckpointError(
+            "The mirror has checkpoints, but this run has none to continue from",
+            where=path,
+            expected=f"a checkpoint in {section.save}, or an empty mirror",
+            found=f"iteration {max(committed)} in the mirror",
+            fix=fix,
         )
 
 

@@ -363,7 +363,7 @@ def test_a_line_is_refused_where_another_follower_took_over(tmp_path: Path) -> N
     ("words", "status", "message"),
     [
         (["none", "--once", "--", "true", "{}"], 2, "There is no run"),
-        (["s3://b/run", "--", "true", "{}"], 2, "is a URL"),
+        (["https://bucket/run", "--", "true", "{}"], 2, "is a URL"),
         ([".", "--", "true"], 2, "expected a command with {}"),
         (["."], 2, "expected a command with {}"),
         ([".", "--name", "a/b", "--", "true", "{}"], 2, "must be letters"),

@@ -1,0 +1,166 @@
+"""`reprise follow URL`: one line for each checkpoint of a mirrored run, whose holds the mirror and `prune` honor.
+
+A folder stands for the store. No test waits for time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from reprise import prune
+from reprise.files import location
+from reprise.folder import STILL_MIRRORED, take_hold
+from reprise.format.lineage import Branch, Lineage
+from reprise.storage.holds import EXPIRY_S
+from reprise.stores.client import StoreClient
+from reprise.stores.holds import is_held
+from reprise.stores.reader import close_readers
+from reprise.stores.upload import list_folder, retire
+from tests.stores.saving import RUN, committed, give_up, save
+from tests.stores.test_mirror_pass import Site, names_of
+from trainer.commands.follow import CommandOutcome, Follower, FollowLog, main
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    yield Site(tmp_path)
+    close_readers()
+
+
+class Runner:
+    """Calls an event at each pause, or during each command; stops when nothing is left."""
+
+    def __init__(self, *events: Callable[[], object], during: Callable[[], object] = lambda: None) -> None:
+        self._events, self._during, self.is_stopped = list(events), during, False
+        self.urls: list[str] = []
+
+    def run(self, command: Sequence[str]) -> CommandOutcome:
+        self.urls.append(command[-1])
+        self._during()
+        return CommandOutcome(0, 1.0, {"loss": 2.0})
+
+    def pause(self, seconds: float) -> None:
+        if self._events:
+            self._events.pop(0)()
+        else:
+            self.is_stopped = True
+
+
+def follow(site: Site, runner: Runner, *, once: bool = False) -> list[int]:
+    """Follow the URL of a run; return the iterations with a line."""
+    record = site.folder.parent / "follow.jsonl"
+    with FollowLog.open(record) as log:
+        assert Follower(location(str(site.url)), ["evaluate", "{}"], log, runner).follow(once=once) == 0
+    return [json.loads(line)["iteration"] for line in record.read_text().splitlines()]
+
+
+def test_each_checkpoint_of_a_url_has_one_line(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+
+    def more() -> None:
+        save(site.folder, [15])
+        site.mirror()
+
+    first = Runner(lambda: None, more)
+    assert follow(site, first) == [5, 10, 15]
+    assert first.urls == [f"{site.url}/{name}" for name in names_of(5, 10, 15)]
+    assert follow(site, Runner(), once=True) == [5, 10, 15]
+    for iteration in (10, 15):  # saved again after a rewind
+        give_up(site.folder, iteration)
+    save(site.folder, [10], lineage=Lineage((*RUN.branches, Branch("another", 5))), add=0.5)
+    site.mirror()
+    assert follow(site, Runner(), once=True) == [5, 10, 15, 10]
+    assert not list(site.store.rglob("hold.*"))
+
+
+def test_a_followed_checkpoint_outlasts_retention(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror(keep=1)
+    seen = []
+
+    def retain() -> None:
+        if not seen:
+            save(site.folder, [10])
+            site.mirror(keep=1)
+        prune(str(site.url), keep=1)
+        seen.append(committed(site.store))
+
+    assert follow(site, Runner(during=retain), once=True) == [5, 10]
+    assert seen == [names_of(5, 10), names_of(10)]
+
+
+def test_a_hold_of_a_dead_process_expires(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    hold = take_hold(location(f"{site.url}/{names_of(5)[0]}"))
+    assert hold is not None
+    objects = list_folder(StoreClient(site.url.root), site.url.child(names_of(5)[0]))
+    now = max(entry.modified_at for entry in objects.values())
+    assert is_held(objects, clock=lambda: now + EXPIRY_S - 1)
+    assert not is_held(objects, clock=lambda: now + EXPIRY_S)
+    hold.release()
+    assert not list(site.store.rglob("hold.*"))
+
+
+def test_a_hold_that_comes_during_a_deletion_is_seen(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    folder = site.url.child(names_of(5)[0])
+
+    class Client(StoreClient):
+        def delete(self, keys: Sequence[str]) -> None:
+            (site.store / names_of(5)[0] / "hold.1.ab").touch()
+            super().delete(keys)
+
+    assert not retire(Client(site.url.root), folder)
+    assert committed(site.store) == names_of(5)
+
+
+def test_a_follower_waits_for_what_is_still_to_come(site: Site) -> None:
+    save(site.folder, [5, 10])
+    passes, late = site.passes(), []
+    assert not passes.run()  # the newest goes first
+    assert (site.store / STILL_MIRRORED).exists()
+    (site.folder / "lock").write_text("of a run that trains")
+    while not passes.run():
+        pass
+    assert (site.store / STILL_MIRRORED).exists()
+    os.truncate(site.folder / "lock", 0)
+    late.append(passes.run())
+    assert not (site.store / STILL_MIRRORED).exists()
+    assert follow(site, Runner(), once=True) == [5, 10]
+
+
+def test_the_record_of_a_url_lies_beside_the_caller(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    (tmp_path / "beside").mkdir()
+    monkeypatch.chdir(tmp_path / "beside")
+    command = [sys.executable, "-S", "-c", "import sys; print(sys.argv[1])", "{}"]
+    assert main([str(site.url), "--once", "--", *command]) == 0
+    assert f"{site.url}/{names_of(5)[0]}" in capsys.readouterr().out
+    assert [json.loads(line)["iteration"] for line in Path("follow.jsonl").read_text().splitlines()] == [5]
+    assert main([f"{site.url}-elsewhere", "--once", "--", *command]) == 2
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    away = site.store.with_name("away")
+    site.store.rename(away)
+    site.store.symlink_to(site.store)  # an error of the store, and not a missing object
+
+    def mend() -> None:
+        site.store.unlink()
+        away.rename(site.store)
+
+    assert follow(site, Runner(mend, lambda: None)) == [5]

@@ -1,0 +1,118 @@
+"""All that a store is used for, on three servers that differ in what they honor. `make test-stores` installs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reprise.folder import iteration_name
+from scripts.faults.run_files import contents_of
+from tests.harness import TINY, run_ok
+from tests.stores.saving import content, save
+from tests.stores.servers import Server, server
+
+TIMEOUT_S = 300.0
+CREATE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from reprise.stores.client import StoreClient
+client = StoreClient(sys.argv[1])
+with ThreadPoolExecutor(8) as threads:
+    print(sum(threads.map(lambda n: client.create("raced/object", b"%d" % n), range(8))))
+"""
+LARGE = """
+import os, sys
+from pathlib import Path
+from reprise.stores.client import StoreClient
+client, path, size = StoreClient(sys.argv[1]), Path(sys.argv[2]), (20 << 20) + 5
+path.write_bytes(os.urandom(size))
+client.put_file("large/object", path)
+parts = [client.read("large/object", at, min(8 << 20, size - at)) for at in range(0, size, 8 << 20)]
+assert b"".join(parts) == path.read_bytes()
+assert client.head("large/object").size == size
+"""
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module", params=["moto", "juicefs", "azurite"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(request.param, tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+def program(store: Server, *words: object, cwd: Path, is_ok: bool = True) -> str:
+    """Run a program of Python that finds the server; return what it prints."""
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, **store.variables},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (ended.returncode == 0) == is_ok, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def reprise(store: Server, *words: object, cwd: Path, is_ok: bool = True) -> str:
+    return program(store, "-m", "reprise", *words, cwd=cwd, is_ok=is_ok)
+
+
+def test_doctor_names_what_the_server_honors(store: Server, tmp_path: Path) -> None:
+    text = reprise(store, "doctor", f"{store.url}/probed", cwd=tmp_path)
+    assert ("a second creation of an object is refused" in text) == store.creates_once
+    assert ("not honored" in text) != store.creates_once
+
+
+def test_racing_creates_have_one_winner_where_honored(store: Server, tmp_path: Path) -> None:
+    winners = int(program(store, "-c", CREATE, store.url, cwd=tmp_path))
+    assert winners == 1 if store.creates_once else winners >= 1
+
+
+def test_a_file_of_several_parts_comes_back(store: Server, tmp_path: Path) -> None:
+    program(store, "-c", LARGE, store.url, tmp_path / "large", cwd=tmp_path)
+
+
+def test_a_folder_goes_into_the_store_and_back(store: Server, tmp_path: Path) -> None:
+    folder, url = tmp_path / "run", f"{store.url}/there"
+    save(folder, [5, 10, 15])
+    reprise(store, "checkpoint", "mirror", folder, url, "--once", cwd=tmp_path)
+    reprise(store, "checkpoint", "copy", url, tmp_path / "back", cwd=tmp_path)
+    for name in map(iteration_name, (5, 10, 15)):
+        assert content(tmp_path / "back" / name) == content(folder / name)
+    assert "3 checkpoints" in reprise(store, "checkpoint", "verify", url, cwd=tmp_path)
+    assert iteration_name(10) in reprise(store, "checkpoint", "ls", url, cwd=tmp_path)
+    names = [f"{url}/{iteration_name(n)}" for n in (5, 10)]
+    assert "differ" in reprise(store, "checkpoint", "diff", *names, cwd=tmp_path, is_ok=False)
+    echo = [sys.executable, "-c", "import json, sys; print(json.dumps({'url': sys.argv[1]}))", "{}"]
+    reprise(store, "follow", url, "--once", "--", *echo, cwd=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "follow.jsonl").read_text().splitlines()]
+    assert [line["result"]["url"] for line in lines] == [f"{url}/{iteration_name(n)}" for n in (5, 10, 15)]
+    assert "2 were deleted, 1 stay" in reprise(store, "checkpoint", "prune", url, "--keep", "1", cwd=tmp_path)
+    assert iteration_name(10) not in reprise(store, "checkpoint", "ls", url, cwd=tmp_path)
+
+
+def test_a_mirrored_run_goes_on_at_another_topology(
+    store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.variables.items():
+        monkeypatch.setenv(name, value)
+    saves, url = "checkpoint.save_interval=2", f"{store.url}/trained"
+    run_ok(tmp_path / "run", ["model=gpt2_tiny", *TINY, saves, "train.train_iters=4", f"checkpoint.mirror={url}"])
+    run_ok(
+        tmp_path / "two",
+        [f"checkpoint.load={url}", "train.train_iters=6", saves, "parallel=zero3", "checkpoint.reshard=true"],
+        ranks=2,
+    )
+    run_ok(tmp_path / "one", [f"checkpoint.load={tmp_path / 'run'}", "train.train_iters=6", saves])
+    name = Path("checkpoints") / iteration_name(6)
+    two, one = (contents_of(tmp_path / run / name) for run in ("two", "one"))
+    assert {n: data for n, data in two.items() if n.endswith(".safetensors")} == {
+        n: data for n, data in one.items() if n.endswith(".safetensors")
+    }
