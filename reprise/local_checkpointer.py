@@ -15,6 +15,7 @@ from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
+from reprise.local.relay import FileRelay
 from reprise.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
@@ -66,6 +67,7 @@ class LocalCheckpointer:
         files = files or FILE_SYSTEM
         self._channel, self._nonce, self._waits = channel, name, 0
         self._copies = Copies(channel, hosts, nonce=name, count=policy.copies, timeout_s=timeout_s)
+        self._relay = FileRelay(channel, hosts, nonce=name, timeout_s=timeout_s)
         saving = replace(
             policy.saving,
             folder=policy.folder,
@@ -79,7 +81,7 @@ class LocalCheckpointer:
             files=files,
             local_ranks=local_ranks,
             hosts=hosts,
-            local=LocalSaves(FileExchange(), self._copies),
+            local=LocalSaves(FileExchange(), self._copies, self._relay),
         )
         self.folders = HostFolders(
             CheckpointFolder(policy.folder, files, policy.saving.terms),
@@ -137,5 +139,6 @@ class LocalCheckpointer:
     def close(self) -> None:
         """Wait for the running save and copies, and release the locks."""
         self.saver.wait()
+        self._relay.close()
         self._copies.close()
         self.saver.close()

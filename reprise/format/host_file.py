@@ -65,6 +65,17 @@ class HostFile:
         }
         return {name: numbers for name, numbers in pieces.items() if numbers}
 
+    def by_writer(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return the pieces of every host, by its number."""
+        pieces: dict[int, dict[str, list[int]]] = {}
+        for name, writers in self.writers.items():
+            for number, writer in enumerate(writers):
+                pieces.setdefault(writer, {}).setdefault(name, []).append(number)
+        return {
+            host: {name: tuple(numbers) for name, numbers in members.items()}
+            for host, members in sorted(pieces.items())
+        }
+
     def to_bytes(self) -> bytes:
         """Return the JSON form; its last member is the digest of all bytes before its comma."""
         return json_file.sealed(

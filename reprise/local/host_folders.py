@@ -25,7 +25,7 @@ from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoi
 from reprise.loading.same_checkpoint import open_same
 from reprise.local.fetch import Fetcher, damaged_pieces
 from reprise.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
-from reprise.local.survey import Candidate, Transfer, assign, candidates, describe
+from reprise.local.survey import Candidate, PartSummary, Transfer, assign, candidates, describe
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.shared_folder import on_this_host
 
@@ -113,17 +113,51 @@ class HostFolders:
             if self._leads:
                 self._surveyed = self._own()
                 damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
-        texts = {iteration: host.to_bytes().decode() for iteration, host in self._surveyed.items()}
-        data = json.dumps([texts, damaged, sorted(self.given_up)]).encode()
-        tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
+        rows = {iteration: PartSummary.of(part).row() for iteration, part in self._surveyed.items()}
+        data = json.dumps([rows, damaged, sorted(self.given_up)]).encode()
+        received = self._channel.gather(self._key("survey"), data)
+        tables = [json.loads(received[rank]) for rank in self.hosts.leaders] if received else []
+        found = [{int(iteration): PartSummary.from_row(row) for iteration, row in table[0].items()} for table in tables]
+        parts = self._parts(found)
         if tables:
-            leaders = self.hosts.leaders
-            bad = [(number, iteration) for number, rank in enumerate(leaders) for iteration in tables[rank][1]]
-            self.candidates = candidates([_parsed(tables[rank][0], f"rank {rank}") for rank in leaders], bad)
-            for name, rank in zip(self.hosts.names, leaders, strict=True):
-                if tables[rank][2]:
-                    listed = ", ".join(map(str, tables[rank][2]))
+            bad = [(number, iteration) for number, table in enumerate(tables) for iteration in table[1]]
+            self.candidates = candidates(parts, bad)
+            for name, table in zip(self.hosts.names, tables, strict=True):
+                if table[2]:
+                    listed = ", ".join(map(str, table[2]))
                     _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
+
+    def _parts(self, found: Sequence[Mapping[int, PartSummary]]) -> list[dict[int, HostFile]]:
+        """Return on rank 0 the `host.json` of each host, by iteration; one leader sends each division that it lacks.
+
+        Args:
+            found: on rank 0, the summaries of each host by iteration.
+        """
+        divisions = {PartSummary.of(part).division: part for part in self._surveyed.values()}
+
+        def absent() -> dict[str, list[int]]:
+            places = {
+                summary.division: [self.hosts.leaders[number], iteration]
+                for number, summaries in enumerate(found)
+                for iteration, summary in summaries.items()
+            }
+            return {division: place for division, place in places.items() if division not in divisions}
+
+        key = self._key("divisions")
+        for division, (leader, iteration) in self._channel.from_first(key, absent).items():
+            if leader == self._channel.rank:
+                self._channel.put(f"{key}/{division}", self._surveyed[iteration].to_bytes())
+            elif self._channel.coordinates:
+                data = self._channel.take(f"{key}/{division}", sender=f"rank {leader}")
+                divisions[division] = host_file.from_bytes(data, where=f"rank {leader}")
+        by_writer = {division: part.by_writer() for division, part in divisions.items()} if found else {}
+        return [
+            {
+                iteration: summary.part(divisions[summary.division], by_writer[summary.division])
+                for iteration, summary in summaries.items()
+            }
+            for summaries in found
+        ]
 
     @property
     def iterations(self) -> list[int]:
@@ -176,28 +210,42 @@ class HostFolders:
         Raises:
             TrainerError: on every rank, if a piece is to be had nowhere, arrives damaged, or does not fit on a disk.
         """
-        candidate = self._broadcast_candidate(path)
-        self._seed(path, candidate)
-        needs: dict[str, tuple[int, ...]] = {}
+        digest = self._seed(path)
+        needs, lacking = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
         failed = partial(_not_completed, path)
         with self._agreed(failed):
-            checkpoint = open_same(path, candidate.manifest, self.folder.files)
+            checkpoint = open_same(path, digest, self.folder.files)
             if self._channel.rank == 0:
                 check(checkpoint)
             if self._leads:
                 check_first_blocks(checkpoint, read_places(checkpoint))
             places, needs = read_places(checkpoint), dict(pieces_to_read(checkpoint))
+            lacking = without(needs, {} if checkpoint.host is None else checkpoint.host.held)
+        verdicts = self._channel.gather(self._key("lacking"), json.dumps(bool(lacking)).encode())
+        if not self._channel.from_first(self._key("fetching"), lambda: any(map(json.loads, verdicts))):
+            return LoadedFrom.here()  # a large checkpoint has millions of pieces to list
         tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
-        plan, report = b"", LoadedFrom.here()
+        report, key = LoadedFrom.here(), self._key("plan")
         with self._agreed(failed):
             if tables:
-                transfers, shared, report = self._plan(candidate, checkpoint, places, tables)
-                plan = json.dumps([[[t.source, t.target, t.pieces] for t in transfers], shared]).encode()
-        moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
-        if moves or any(from_shared):
-            transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
-            self._fetch(checkpoint, places, transfers, _tuples(from_shared[self._host]))
+                transfers, absent, report = self._plan(self._candidate(path), checkpoint, places, tables)
+                self._send_plan(key, transfers, absent)
+        if self._leads:
+            moves, from_shared = json.loads(self._channel.take(f"{key}/{self._host}", sender="rank 0"))
+            incoming = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
+            self._fetch(checkpoint, places, incoming, _tuples(from_shared))
+        else:
+            self._fetch(checkpoint, places, [], {})
         return report
+
+    def _send_plan(self, key: str, transfers: Sequence[Transfer], absent: Sequence[PieceNumbers]) -> None:
+        """Send every leader the transfers of its host, and the pieces that it takes from the shared folder."""
+        moves: list[list[list[object]]] = [[] for _ in absent]
+        for transfer in transfers:
+            for host in (transfer.source, transfer.target):
+                moves[host].append([transfer.source, transfer.target, transfer.pieces])
+        for host, pieces in enumerate(absent):
+            self._channel.put(f"{key}/{host}", json.dumps([moves[host], pieces]).encode())
 
     def _fetch(
         self,
@@ -282,47 +330,52 @@ class HostFolders:
             return False
         return True
 
-    def _broadcast_candidate(self, path: Path) -> Candidate:
-        """Let every rank know the most complete candidate of an iteration."""
+    def _candidate(self, path: Path) -> Candidate:
+        """Return the most complete candidate of an iteration. Rank 0 only."""
+        return next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
 
-        def describe() -> list[object]:
-            candidate = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
-            texts = {number: host.to_bytes().decode() for number, host in candidate.parts.items()}
-            return [candidate.iteration, candidate.manifest, texts, sorted(candidate.intact)]
-
-        iteration, digest, texts, intact = self._channel.from_first(self._key("candidate"), describe)
-        return Candidate(iteration, digest, _parsed(texts, path), frozenset(intact))
-
-    def _seed(self, path: Path, candidate: Candidate) -> None:
+    def _seed(self, path: Path) -> str:
         """Have the folder of a checkpoint on every host: the JSON files, and tensor files of holes.
 
         A host whose JSON files or headers are damaged gets them anew.
 
+        Returns:
+            The digest of the manifest.
+
         Raises:
             CheckpointError: on every rank, if they are damaged on all hosts.
         """
-        lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.intact]
-        if not lacking:
-            return
-        if not candidate.intact:
+
+        def choose() -> list[object]:
+            candidate = self._candidate(path)
+            lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.intact]
+            return [candidate.iteration, candidate.manifest, min(candidate.intact, default=None), lacking]
+
+        iteration, digest, source, lacking = self._channel.from_first(self._key("candidate"), choose)
+        if source is None:
             raise CheckpointError(
                 "The JSON files or headers of a local checkpoint are damaged on all hosts", where=path
             )
-        source, key = min(candidate.intact), self._key("seed")
-        failed = partial(_not_completed, path)
+        if not lacking:
+            return str(digest)
+        key, failed = self._key("seed"), partial(_not_completed, path)
         with self._agreed(failed):
             if self._leads and self._host == source:
-                self._channel.put(key, FileExchange().pack(skeleton_of(open_checkpoint(path, self.folder.files))))
+                contents = skeleton_of(open_checkpoint(path, self.folder.files))
+                self._channel.put(key, FileExchange().pack({**contents, HOST: self._surveyed[iteration].to_bytes()}))
         with self._agreed(failed):
             if self._leads and self._host in lacking:
                 skeleton = FileExchange().unpack(self._channel.read(key))
-                if self._host in candidate.parts:
+                template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
+                part = self._surveyed.get(iteration)
+                if part is not None and part.manifest == digest:
                     mend_skeleton(path, skeleton, self.folder.files)
                 else:
-                    self.given_up.discard(candidate.iteration)  # which is renamed to make room
-                    make_skeleton(self.folder, candidate, skeleton, attempt=f"{self._nonce}-fetch")
+                    self.given_up.discard(iteration)  # which is renamed to make room
+                    make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
         if self._leads and self._host == source:
             self._channel.delete([key])
+        return str(digest)
 
     def _plan(
         self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
@@ -393,10 +446,6 @@ def _without_room(path: Path, actual: str | None, *, expected: str | None = None
         found=actual,
         fix="Nothing is lost. Make room on this host, or name another folder.",
     )
-
-
-def _parsed(texts: Mapping[str, str], where: Path | str) -> dict[int, HostFile]:
-    return {int(number): host_file.from_bytes(text.encode(), where=where) for number, text in texts.items()}
 
 
 def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

@@ -88,6 +88,39 @@ class Link:
         except (AttributeError, RuntimeError) as error:
             raise self._broken(error) from error
 
+    def send_message(self, name: str, data: bytes) -> None:
+        """Send a message.
+
+        Args:
+            name: of the message, new on this link.
+
+        Raises:
+            LaunchError: if the other side is gone.
+        """
+        try:
+            self._group.send([torch.tensor([_number_of(name), len(data)])], self._peer, _TAG).wait()
+            self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], self._peer, _TAG).wait()
+        except (AttributeError, RuntimeError) as error:
+            raise self._broken(error) from error
+
+    def receive_message(self, name: str) -> bytes:
+        """Return the message with this name, past messages that were not received.
+
+        Raises:
+            LaunchError: if the other side is gone.
+        """
+        number = -1
+        try:
+            while number != _number_of(name):
+                head = torch.zeros(2, dtype=torch.int64)
+                self._group.recv([head], self._peer, _TAG).wait()
+                number, size = head.tolist()
+                data = torch.empty(size, dtype=torch.uint8)
+                self._group.recv([data], self._peer, _TAG).wait()
+        except (AttributeError, RuntimeError) as error:
+            raise self._broken(error) from error
+        return data.numpy().tobytes()
+
     def _greet(self, hello: bytes, *, sends: bool) -> None:
         """Compare the two sides' lists of pieces."""
         hello_bytes = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
@@ -103,6 +136,10 @@ class Link:
         return LaunchError(
             "A link between two hosts failed", where=self._name, found=str(error).splitlines()[0].split("] ")[-1]
         )
+
+
+def _number_of(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1  # in int64
 
 
 def _hello(checkpoint: Checkpoint, pieces: PieceNumbers) -> bytes:

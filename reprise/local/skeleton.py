@@ -12,10 +12,10 @@ from reprise import json_file
 from reprise.atomic import replace_file
 from reprise.errors import CheckpointError
 from reprise.format import host_file
+from reprise.format.host_file import HostFile
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.reader import Checkpoint, open_tensor_file, read_header
-from reprise.local.survey import Candidate
 from reprise.regular_file import read_regular
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -86,22 +86,22 @@ def write_skeleton(
 
 
 def make_skeleton(
-    folder: CheckpointFolder, candidate: Candidate, contents: Mapping[str, bytes], *, attempt: str
+    folder: CheckpointFolder, iteration: int, part: HostFile, contents: Mapping[str, bytes], *, attempt: str
 ) -> None:
     """Make the folder of a checkpoint, without any piece, and give it its name.
 
     Args:
+        part: the `host.json` of any host with the checkpoint.
         attempt: a unique name in the life of the folder.
 
     Raises:
         OSError: if the disk fails.
     """
-    files, partial = folder.files, folder.partial(candidate.iteration, attempt)
-    template = next(iter(candidate.parts.values()))
-    host = replace(template, host=None, held={}).to_bytes()
+    files, partial = folder.files, folder.partial(iteration, attempt)
+    host = replace(part, host=None, held={}).to_bytes()
     write_skeleton(partial, {**contents, HOST: host}, files, is_whole=False)
     files.sync_folder(partial)
-    folder.commit(candidate.iteration, attempt)
+    folder.commit(iteration, attempt)
 
 
 def mend_skeleton(path: Path, contents: Mapping[str, bytes], files: Files) -> None:

@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from reprise.format.host_file import HostFile, PieceNumbers, missing
+from reprise.format.host_file import HostFile, PieceNumbers, missing, union, without
+from reprise.format.manifest import digest_of
 
 _MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """A `host.json` in a size that does not grow with the hosts, for rank 0.
+
+    Args:
+        division: digest of the hosts and writers, which are equal in all parts of a checkpoint.
+        whole: the numbers of the hosts of the save all of whose pieces are in the folder.
+        others: the pieces of other hosts in the folder.
+    """
+
+    attempt: str
+    manifest: str
+    host: int | None
+    division: str
+    whole: tuple[int, ...]
+    others: PieceNumbers
+
+    @staticmethod
+    def of(part: HostFile) -> PartSummary:
+        """Return the summary of a part."""
+        by_writer = part.by_writer()
+        whole = tuple(number for number, pieces in by_writer.items() if not without(pieces, part.held))
+        others = without(part.held, union(by_writer[number] for number in whole))
+        text = json.dumps([part.hosts, part.writers])
+        return PartSummary(part.attempt, part.manifest, part.host, digest_of(text.encode()), whole, others)
+
+    def part(self, division: HostFile, by_writer: Mapping[int, PieceNumbers]) -> HostFile:
+        """Return the part.
+
+        Args:
+            division: a part with the same division.
+            by_writer: its `HostFile.by_writer`.
+        """
+        held = union([*(by_writer[number] for number in self.whole), self.others])
+        return HostFile(self.attempt, self.manifest, self.host, division.hosts, division.writers, held)
+
+    def row(self) -> list[object]:
+        """Return the JSON form."""
+        return [self.attempt, self.manifest, self.host, self.division, self.whole, self.others]
+
+    @staticmethod
+    def from_row(row: Sequence[Any]) -> PartSummary:
+        """Return the summary of a JSON form."""
+        attempt, manifest, host, division, whole, others = row
+        numbers = {name: tuple(members) for name, members in others.items()}
+        return PartSummary(attempt, manifest, host, division, tuple(whole), numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +145,11 @@ def assign(
         needs: by number of the host, the pieces missing on it.
         host_files: by number of the host, its `host.json`.
     """
-    present = {
-        number: {(name, piece) for name, members in host.held.items() for piece in members}
-        for number, host in host_files.items()
-    }
+    holders: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for number, host in host_files.items() if any(needs) else ():
+        for name, members in host.held.items():
+            for piece in members:
+                holders[name, piece].append(number)
     load: Counter[int] = Counter()
     routes: dict[tuple[int, int], dict[str, list[int]]] = {}
     absent: list[dict[str, tuple[int, ...]]] = []
@@ -105,7 +157,7 @@ def assign(
         lacking: dict[str, list[int]] = {}
         for name, members in pieces.items():
             for piece in members:
-                sources = [number for number in present if number != target and (name, piece) in present[number]]
+                sources = [number for number in holders[name, piece] if number != target]
                 if not sources:
                     lacking.setdefault(name, []).append(piece)
                     continue

@@ -40,6 +40,7 @@ from reprise.format.manifest import DIGEST_BYTES, TensorEntry, Written, WrittenP
 from reprise.format.names import MANIFEST
 from reprise.format.report import RankReport, encode
 from reprise.layout import Layout, TensorKind, TensorSpec, build_layout
+from scripts.bench import scale_local
 from scripts.bench.machine import describe
 from scripts.bench.planning import CASES, as_if_written, pieces_of_ranks
 from trainer.compare.text_table import format_table
@@ -288,6 +289,7 @@ MEASURES: Mapping[str, Measure] = {
         (128, 512, 2048, 8192),
         "ranks, LLaMA-3 405B at tp 8, pp 16, ZeRO 3",
     ),
+    "local": Measure(scale_local.measure, (4, 8, 16, 32), "hosts, 64 pieces each"),
 }
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
-from reprise.local.survey import Candidate, assign, candidates, describe
+from reprise.local.survey import Candidate, PartSummary, assign, candidates, describe
 
 WRITERS = {"a": (0, 1, 1), "b": (1,), "c": (0,)}
 
@@ -50,6 +51,20 @@ def as_numbers(pieces: frozenset[tuple[str, int]]) -> dict[str, tuple[int, ...]]
 
 
 SETS = st.frozensets(st.sampled_from(PIECES)).map(as_numbers)
+
+
+@given(SETS, st.sampled_from([None, 0, 1]))
+def test_a_part_is_the_same_after_its_summary(held: PieceNumbers, host: int | None) -> None:
+    part = replace(host_file(0, held=held), host=host)
+    row = json.loads(json.dumps(PartSummary.of(part).row()))
+    other = host_file(1)
+    assert PartSummary.from_row(row).part(other, other.by_writer()) == part
+
+
+def test_a_summary_of_whole_hosts_names_no_piece() -> None:
+    row = PartSummary.of(host_file(0, held=union([host_file(0).own, host_file(1).own]))).row()
+    assert row[-2:] == [(0, 1), {}]
+    assert PartSummary.of(host_file(0)).division == PartSummary.of(host_file(1)).division
 
 
 @given(st.lists(st.tuples(SETS, SETS), min_size=1, max_size=4))
