@@ -14,20 +14,26 @@ pytestmark = pytest.mark.slow
 
 TABLE, NORM = "transformer.wte.weight", "transformer.ln_f.weight"
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "checkpoint.save_interval=2")
-# layout: overrides, the tensor of which each of two ranks has a copy
+# layout: overrides, the tensor of which the last rank and one in the first half have a copy
 LAYOUTS = {
     "zero0": (("parallel.zero_stage=0",), TABLE),
     "zero0 moments": (("parallel.zero_stage=0",), f"exp_avg_sq.{TABLE}"),
     "tp2 norm": (("parallel.tensor_model_parallel_size=2",), NORM),
     "zero3, replicated step": (("parallel.zero_stage=3",), f"step.{TABLE}"),
+    "zero3, copies of a shard": (("parallel.zero_stage=3", "parallel.replicate=2", "train.micro_batch_size=1"), TABLE),
 }
+
+
+def ranks_of(layout: str) -> int:
+    return 4 if "copies" in layout else 2
 
 
 def train_with_a_flip(folder: Path, layout: str, *more: str, during: int = 6) -> Ended:
     overrides, name = LAYOUTS[layout]
-    told = {"name": "flipped bit", "rank": 1, "begins": during, "ends": during + 1, "tensor": name}
+    ranks = ranks_of(layout)
+    told = {"name": "flipped bit", "rank": ranks - 1, "begins": during, "ends": during + 1, "tensor": name}
     arguments = [json.dumps(told), f"run.dir={folder}", *BASE, *overrides, *more]
-    return call_on_ranks(troubles.main, arguments, folder=folder, ranks=2)
+    return call_on_ranks(troubles.main, arguments, folder=folder, ranks=ranks)
 
 
 def iterations(folder: Path) -> list[str]:
@@ -40,10 +46,11 @@ def test_a_flipped_bit_ends_the_run_before_the_next_commit(tmp_path: Path, layou
     assert all(ended.statuses), ended.text
     assert "hold different bits" in ended.text
     assert LAYOUTS[layout][1] in ended.text
-    assert "rank 0 against rank 1" in ended.text
+    ranks = ranks_of(layout)
+    assert f"rank {ranks // 2 - 1} against rank {ranks - 1}" in ended.text
     assert iterations(tmp_path) == ["iter_0000002", "iter_0000004"]
     # What was committed before is whole, and the same command goes on from it.
-    resumed = launch(tmp_path, [*BASE, *LAYOUTS[layout][0]], ranks=2)
+    resumed = launch(tmp_path, [*BASE, *LAYOUTS[layout][0]], ranks=ranks)
     assert resumed.ok, resumed.text
     assert iterations(tmp_path)[-1] == "iter_0000008"
 

@@ -20,6 +20,7 @@ from tests.harness import TINY, curve, launch, tensor_files
 TP = "parallel.tensor_model_parallel_size=2"
 SP = "parallel.sequence_parallel=true"
 PP = "parallel.pipeline_model_parallel_size=2"
+COPIES = "parallel.replicate=2"
 VPP = "parallel.num_virtual_stages_per_pipeline_rank=2"
 
 # Sizes that nothing divides: 257 tokens, a width of 20. Lanes of 3 micro batches where there are 4.
@@ -51,6 +52,7 @@ def pipelines(*, ranks: int, stage: int) -> list[Case]:
 ALONE = Case("1", 1)
 EVERY = [
     *(Case(f"dp{ranks} zero{stage}", ranks, (zero(stage),)) for ranks in (2, 4) for stage in range(4)),
+    *(Case(f"dp4 zero{stage} in 2 copies", 4, (zero(stage), COPIES)) for stage in range(1, 4)),
     *pipelines(ranks=2, stage=1),
     *(case for stage in range(4) for case in pipelines(ranks=4, stage=stage)),
 ]
@@ -106,7 +108,7 @@ def named(cases: list[Case]) -> list[object]:
 
 
 # The cases of the gate in float32; the soak has every case of every family.
-GATED = {"gpt2": ("dp4 zero1", "dp4 zero3", "pp2 vpp2"), "llama3": ("dp2 zero0", "pp2 dp2 zero1")}
+GATED = {"gpt2": ("dp4 zero1", "dp4 zero3", "dp4 zero3 in 2 copies", "pp2 vpp2"), "llama3": ("dp2 zero0", "pp2 dp2 zero1")}
 
 
 def chosen(*names: str) -> list[object]:

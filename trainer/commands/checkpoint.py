@@ -33,7 +33,7 @@ from trainer.report.history import read_history, run_folder
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 _PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pieces lie on other hosts
-_SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
+_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
 _MOST_SHOWN = 10
 _GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
 
@@ -392,7 +392,7 @@ def _topology(state: Mapping[str, Any]) -> str:
         return _short(topology)
     sizes: dict[str, int] = {"world_size": 1, **topology}
     ranks = sizes["world_size"]
-    axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
+    axes = [f"{name}={sizes[name]}" for name in ("dp", "replicate", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
     zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
     return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
 

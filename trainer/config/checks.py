@@ -201,12 +201,25 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
+    problems += _copies_problems(parallel.replicate, parallel.zero_stage, data_ranks=world_size // (tp * pp))
     problems += _invariant_tensor_problems(config)
     if pp * vpp > max(1, model.n_layer):
         problems.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
     if vpp > 1 and pp == 1:
         problems.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
     return problems
+
+
+def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[str]:
+    """Return the problems of `parallel.replicate`."""
+    if copies == 1:
+        return []
+    if zero_stage == 0:
+        return [f"parallel.replicate={copies}: needs a parallel.zero_stage above 0, which has a copy on every rank"]
+    if data_ranks % copies or data_ranks == copies:
+        rule = "must divide them, with 2 ranks or more for a copy"
+        return [f"parallel.replicate={copies}: {data_ranks} data-parallel ranks: {rule}"]
+    return []
 
 
 def _invariant_tensor_problems(config: Config) -> list[str]:

@@ -42,7 +42,8 @@ def topology_of(config: Config, world_size: int) -> Topology:
     parallel = config.parallel
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     dp = world_size // (pp * tp)
-    return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
+    vpp, replicate = parallel.num_virtual_stages_per_pipeline_rank, parallel.replicate
+    return Topology(pp, dp, tp, vpp=vpp, sp=parallel.sequence_parallel, replicate=replicate)
 
 
 def batch_schedule_of(train: TrainSection) -> BatchSchedule:
@@ -79,4 +80,5 @@ def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_ba
     lanes = lanes_of(config)
     if lanes is None:
         return list(range(dp_rank, global_batch_size // config.train.micro_batch_size, topology.dp))
-    return lanes.micro_batches_of(dp_rank, topology.dp, ranks_first=reduces_lanes_over_ranks(config, topology))
+    copies = topology.replicate if reduces_lanes_over_ranks(config, topology) else topology.dp
+    return lanes.micro_batches_of(dp_rank, topology.dp, blocks=copies)

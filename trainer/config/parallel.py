@@ -17,6 +17,9 @@ class ParallelSection:
         zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations and reduces gradients
             once per iteration; 2 reduces them after every micro-batch; 3 also frees gathered parameters after the
             forward pass.
+        replicate: copies of the state. The data-parallel ranks of a copy shard it as `zero_stage` says, and copies add
+            their gradients once per iteration: set it to the number of fast domains, such as hosts. Needs a
+            `zero_stage` above 0, and divides the data-parallel ranks.
         invariant_ranks: the largest number of data-parallel ranks up to which losses and checkpoints have the same
             bits, at any ZeRO stage and with any pipeline; a power of two that divides the micro batches of an
             iteration. 0 leaves the order of sums to the topology.
@@ -30,6 +33,7 @@ class ParallelSection:
     pipeline_model_parallel_size: int = 1
     num_virtual_stages_per_pipeline_rank: int = 1
     zero_stage: int = 1
+    replicate: int = 1
     invariant_ranks: int = 0
     invariant_tensor_ranks: int = 0
 
@@ -39,6 +43,7 @@ PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
+    "replicate",
 )
 # The keys that keep bits across topologies.
 INVARIANT = ("invariant_ranks", "invariant_tensor_ranks")

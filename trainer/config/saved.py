@@ -65,6 +65,7 @@ _PARALLEL = {
     "pp": "pipeline_model_parallel_size",
     "vpp": "num_virtual_stages_per_pipeline_rank",
     "zero_stage": "zero_stage",
+    "replicate": "replicate",
     "invariant_ranks": "invariant_ranks",
     "invariant_tensor_ranks": "invariant_tensor_ranks",
 }

@@ -32,7 +32,9 @@ def shard(
     compute_dtype: torch.dtype,
     rest_dtype: torch.dtype,
 ) -> None:
-    """Shard the rows of each parameter over a one-dimensional mesh; stage 0 leaves the model unchanged.
+    """Shard the rows of each parameter over the last dimension of a mesh; stage 0 leaves the model unchanged.
+
+    Over a first dimension of a two-dimensional mesh, FSDP2 keeps copies.
 
     Every block is its own FSDP group. All other parameters form a single group, because separate groups would untie
     the embedding from the output layer.
@@ -62,10 +64,17 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [cast("FSDPModule", module) for module in model.modules() if is_fsdp_module(module)]
 
 
-def set_gradient_sync(model: nn.Module, *, is_on: bool) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients over ranks."""
+def set_gradient_sync(model: nn.Module, *, is_on: bool, over_copies: bool = True) -> None:
+    """Set whether the next backward pass of a sharded model reduces gradients over ranks.
+
+    Args:
+        over_copies: over the copies of the state too, and not only over the ranks of each.
+    """
     if is_fsdp_module(model):
-        cast("FSDPModule", model).set_requires_gradient_sync(is_on)
+        module = cast("FSDPModule", model)
+        module.set_requires_gradient_sync(is_on)
+        if not over_copies:
+            module.set_requires_all_reduce(False)
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:

@@ -33,12 +33,15 @@ class ShardedLanes(GradientReduction):
     Args:
         model: sharded over data-parallel ranks.
         parameters: its trainable parameters.
+        copies: the group of the ranks with the same shards, or None.
     """
 
-    def __init__(self, model: Model, parameters: Sequence[nn.Parameter], lanes: Lanes) -> None:
+    def __init__(
+        self, model: Model, parameters: Sequence[nn.Parameter], lanes: Lanes, copies: dist.ProcessGroup | None
+    ) -> None:
         from trainer.parallel.tree_reduce_scatter import TreeReduceScatter
 
-        self._model, self._parameters, self._lanes = model, parameters, lanes
+        self._model, self._parameters, self._lanes, self._copies = model, parameters, lanes, copies
         self._sum = PairwiseSum[list[torch.Tensor]](_add_all)
         for module in sharded_modules(model):
             module.set_custom_reduce_scatter(TreeReduceScatter())
@@ -64,7 +67,11 @@ class ShardedLanes(GradientReduction):
             self._sum.push([_taken(parameter) for parameter in self._parameters])
 
     def finish(self) -> None:
-        _set_means(self._parameters, self._sum.take(), self._lanes.micro_batches)
+        totals = self._sum.take()
+        if self._copies is not None:
+            bucketed = buckets(totals, lambda total: total.nbytes)
+            totals = [total for bucket in bucketed for total in _summed(bucket, self._copies)]
+        _set_means(self._parameters, totals, self._lanes.micro_batches)
 
     def _ends_lane(self) -> bool:
         return self._passes % self._lanes.length == 0
@@ -84,7 +91,8 @@ class LocalLanes(GradientReduction):
 
     Args:
         models: this rank's stages.
-        data: the data-parallel mesh, or None.
+        data: the mesh of the data-parallel ranks, or of those of a copy, or None.
+        copies: see `ShardedLanes`.
         embedding_group: see `ParallelContext`.
     """
 
@@ -95,9 +103,10 @@ class LocalLanes(GradientReduction):
         *,
         zero_stage: int,
         data: DeviceMesh | None,
+        copies: dist.ProcessGroup | None,
         embedding_group: dist.ProcessGroup | None,
     ) -> None:
-        self._models, self._lanes = models, lanes
+        self._models, self._lanes, self._copies = models, lanes, copies
         self._group = None if data is None else data.get_group()
         self._is_sharded = zero_stage > 0
         self._embedding_group = embedding_group
@@ -127,8 +136,11 @@ class LocalLanes(GradientReduction):
             totals = [sums.total(self._embedding_group) for sums in bucket]
             parameters = [sums.parameter for sums in bucket]
             if self._group is not None:
-                reduce = _scattered if self._is_sharded else _summed
-                totals = reduce(parameters, totals, self._group)
+                totals = (
+                    _scattered(parameters, totals, self._group) if self._is_sharded else _summed(totals, self._group)
+                )
+            if self._copies is not None:
+                totals = _summed(totals, self._copies)
             _set_means(parameters, totals, self._lanes.micro_batches)
 
 
@@ -225,8 +237,8 @@ def _add_all(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torc
     return first
 
 
-def _summed(_: Sequence[nn.Parameter], gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the sums over ranks of whole gradients. A collective call."""
+def _summed(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the sums over ranks of equal parts of gradients. A collective call."""
     total = sum_all(_flatten_dense_tensors(gradients), group)  # type: ignore[no-untyped-call]
     return list(_unflatten_dense_tensors(total, gradients))  # type: ignore[no-untyped-call]
 

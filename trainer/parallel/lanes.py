@@ -30,19 +30,21 @@ class Lanes:
         """Return how many micro batches a lane has."""
         return self.micro_batches // self.count
 
-    def of_rank(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
+    def of_rank(self, rank: int, ranks: int, *, blocks: int) -> list[int]:
         """Return the lanes of a data-parallel rank, in order.
 
         Args:
-            ranks_first: the lowest levels of the tree are sums over ranks, so neighbors have neighboring lanes. Else a
-                rank adds a contiguous block of lanes before anything is sent.
+            blocks: of contiguous lanes, each of as many ranks. The lowest levels of the tree within a block are sums
+                over its ranks, so neighbors have neighboring lanes. With a block for each rank, a rank adds its own
+                before anything is sent.
         """
-        share = self.count // ranks
-        return list(range(rank, self.count, ranks)) if ranks_first else list(range(rank * share, (rank + 1) * share))
+        size, members = self.count // blocks, ranks // blocks
+        block, place = divmod(rank, members)
+        return list(range(block * size + place, (block + 1) * size, members))
 
-    def micro_batches_of(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
+    def micro_batches_of(self, rank: int, ranks: int, *, blocks: int) -> list[int]:
         """Return the numbers in the iteration of a rank's micro batches, lane by lane."""
-        lanes = self.of_rank(rank, ranks, ranks_first=ranks_first)
+        lanes = self.of_rank(rank, ranks, blocks=blocks)
         return [lane * self.length + number for lane in lanes for number in range(self.length)]
 
 

@@ -10,11 +10,13 @@ from trainer.parallel.topology import Topology
 
 
 def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """Return the mesh of all ranks with the axes `Topology.AXES`. A collective call of all ranks."""
-    return init_device_mesh(device_type, topology.sizes, mesh_dim_names=topology.AXES)
+    """Return the mesh of all ranks with `Topology.mesh_axes`. A collective call of all ranks."""
+    axes = topology.mesh_axes
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def stage_grid(topology: Topology, pp: int) -> Grid:
     """Return the ranks with the stages of pipeline rank `pp`, on the axes after pp."""
-    ranks = np.arange(topology.world_size).reshape(topology.sizes)
-    return Grid(ranks[pp], topology.AXES[1:])
+    axes = topology.mesh_axes
+    ranks = np.arange(topology.world_size).reshape(tuple(axes.values()))
+    return Grid(ranks[pp], tuple(axes)[1:])

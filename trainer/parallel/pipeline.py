@@ -204,10 +204,10 @@ def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of this rank's first and last stage, None on stages between. A collective call of all ranks.
 
     Args:
-        mesh: the mesh of all ranks with the axes pp, dp and tp.
+        mesh: the mesh of all ranks, pp first.
     """
     local_group: dist.ProcessGroup | None = None
-    columns = mesh.mesh.flatten(1)  # [pp, dp * tp]
+    columns = mesh.mesh.flatten(1)  # [pp, ranks of a stage]
     for column in range(columns.shape[1]):
         ranks = [int(columns[0, column]), int(columns[-1, column])]
         group = dist.new_group(ranks)

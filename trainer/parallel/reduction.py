@@ -43,6 +43,7 @@ class MeanReduction(GradientReduction):
         parameters: this rank's trainable parameters.
         data: the data-parallel mesh, or None.
         embedding_group: see `ParallelContext`.
+        has_copies: whether there are several copies of the sharded state, see `parallel.replicate`.
     """
 
     models: Sequence[Model]
@@ -51,13 +52,15 @@ class MeanReduction(GradientReduction):
     data: DeviceMesh | None
     is_tensor_parallel: bool
     embedding_group: dist.ProcessGroup | None
+    has_copies: bool = False
 
     def loss_divisor(self, micro_batches: int) -> int:
         return micro_batches
 
     def before_backward(self, number: int, micro_batches: int) -> None:
         (model,) = self.models
-        set_gradient_sync(model, is_on=self.zero_stage >= 2 or number == micro_batches - 1)
+        is_last = number == micro_batches - 1
+        set_gradient_sync(model, is_on=self.zero_stage >= 2 or is_last, over_copies=is_last or not self.has_copies)
 
     def after_backward(self, number: int) -> None:
         """Autograd has added the gradients."""

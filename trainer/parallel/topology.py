@@ -28,9 +28,10 @@ class Topology:
     Args:
         vpp: virtual stages of each pipeline rank.
         sp: whether activations between tensor-parallel products are cut along the sequence.
+        replicate: copies of the state that data-parallel ranks shard; consecutive ranks share a copy.
     """
 
-    # The one order of the axes, of meshes and grids too; consecutive ranks differ in the last first.
+    # The one order of the axes; consecutive ranks differ in the last first.
     AXES: ClassVar[tuple[str, ...]] = ("pp", "dp", "tp")
 
     pp: int
@@ -38,11 +39,23 @@ class Topology:
     tp: int
     vpp: int = 1
     sp: bool = False
+    replicate: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of `AXES`."""
         return tuple(getattr(self, axis) for axis in self.AXES)
+
+    @property
+    def shards(self) -> int:
+        """Return the number of data-parallel ranks that share a copy of the state."""
+        return self.dp // self.replicate
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Return the axes of meshes and grids with their sizes; where there are copies, `dp` has the ranks of one."""
+        copies = {"replicate": self.replicate} if self.replicate > 1 else {}
+        return {"pp": self.pp, **copies, "dp": self.shards, "tp": self.tp}
 
     @property
     def world_size(self) -> int:

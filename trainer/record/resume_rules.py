@@ -169,7 +169,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 # With `parallel.invariant_ranks`, no bit of an iteration depends on these.
-_OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage"))
+_OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
 # With `parallel.invariant_tensor_ranks`, nor on these.
 _OF_NO_TENSOR_BIT = frozenset({"topology.tp", "topology.sp"})
 # No iteration depends on the fields of these rules.
@@ -205,11 +205,11 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
     `adam`. A member of the optimizer missing in the saved state is removed from both. Other patterns of `freeze` for
-    the same trained parameters are no difference. A missing `invariant_ranks` or `invariant_tensor_ranks` is 0. Saved
-    counts of samples are converted to samples of the current length.
+    the same trained parameters are no difference. A missing `invariant_ranks` or `invariant_tensor_ranks` is 0, and a
+    missing `replicate` is 1. Saved counts of samples are converted to samples of the current length.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
-    saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
+    saved, current = _with_whole_topology(saved), _with_whole_topology(current)
     saved_optimizer, current_optimizer = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(saved_optimizer, Mapping):
         return saved, current
@@ -229,11 +229,11 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
 
 
-def _with_invariant_ranks(state: Json) -> Json:
+def _with_whole_topology(state: Json) -> Json:
     topology = state.get("topology", {})
-    return (
-        {**state, "topology": {**dict.fromkeys(INVARIANT, 0), **topology}} if isinstance(topology, Mapping) else state
-    )
+    if not isinstance(topology, Mapping):
+        return state
+    return {**state, "topology": {**dict.fromkeys(INVARIANT, 0), "replicate": 1, **topology}}
 
 
 def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:

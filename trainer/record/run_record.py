@@ -76,6 +76,7 @@ def describe(
             "sp": topology.sp,
             "dp": topology.dp,
             "zero_stage": config.parallel.zero_stage,
+            **({"replicate": topology.replicate} if topology.replicate > 1 else {}),
             **{key: getattr(config.parallel, key) for key in INVARIANT if getattr(config.parallel, key)},
         },
         "batch": {

@@ -172,7 +172,8 @@ def topology_text(launch: LaunchSpan) -> str:
     if not isinstance(topology, dict):
         return "ranks not recorded"
     ranks = topology.get("world_size", 1)
-    axes = [f"{name}={topology[name]}" for name in ("dp", "tp", "pp", "vpp") if topology.get(name, 1) != 1]
+    names = ("dp", "replicate", "tp", "pp", "vpp")
+    axes = [f"{name}={topology[name]}" for name in names if topology.get(name, 1) != 1]
     zero = [f"zero_stage={topology['zero_stage']}"] if topology.get("dp", 1) != 1 and "zero_stage" in topology else []
     return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
 

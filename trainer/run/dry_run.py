@@ -133,9 +133,10 @@ def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[
 
 
 def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> RankMemory:
-    boxes_of_parts = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+    boxes_of_parts = [boxes_at(part, simulated.grid, dp=dp % topology.shards, tp=tp) for part in simulated.parts]
+    rank = int(simulated.grid.ranks.reshape(topology.dp, topology.tp)[dp, tp])
     parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
-    pieces = pieces_of(holdings_of(config, boxes_of_parts, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
+    pieces = pieces_of(holdings_of(config, boxes_of_parts, layout, simulated.grid), rank)
     written_bytes = sum(piece.hi - piece.lo for piece in pieces)
     working = _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
     activations = _activation_bytes(config, simulated.parts, topology)
@@ -275,9 +276,10 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
+    copies = f", replicate {topology.replicate}" if topology.replicate > 1 else ""
     return (
         f"{parameter_count(config.model):,} parameters{_trained_share(config)} on {topology.world_size:,} ranks "
-        f"({sizes}, zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
+        f"({sizes}, zero_stage {config.parallel.zero_stage}{copies}); a checkpoint has {layout.total_bytes:,} bytes"
     )
 
 

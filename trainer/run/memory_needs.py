@@ -32,7 +32,7 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
         is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
     """
     topology = topology_of(config, world_size)
-    copies = topology.dp if config.parallel.zero_stage == 0 else 1
+    copies = topology.dp if config.parallel.zero_stage == 0 else topology.replicate
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, config.train.freeze)
     averages = config.train.ema_decay > 0

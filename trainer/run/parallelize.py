@@ -85,8 +85,11 @@ def build_stage(
             block.compile()
     if mesh is not None and topology.dp > 1:
         block_dtype, rest_dtype = gathered_dtypes(config, topology)
+        # Lanes add over copies in a tree of their own.
+        shares_mean = topology.replicate > 1 and lanes_of(config) is None
+        data_mesh = mesh["replicate", "dp"] if shares_mean else mesh["dp"]
         zero_stage = config.parallel.zero_stage
-        data.shard(model, blocks, mesh["dp"], zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
+        data.shard(model, blocks, data_mesh, zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
     # Like `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.3 s of a start.
     model._apply(lambda like: with_memory(like, _empty(local_of(like), device)))  # type: ignore[no-untyped-call]
     model.tie_weights()
@@ -147,9 +150,9 @@ def build_context(
     loss = _loss(config, tensor_mesh)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
-    dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
+    is_sharded = topology.dp > 1 and config.parallel.zero_stage > 0
     return ParallelContext(
-        reduction=_build_reduction(config, state, topology, dp_mesh, embedding_group),
+        reduction=_build_reduction(config, state, topology, mesh, embedding_group),
         lanes=lanes_of(config),
         needs_loss_parallel=topology.tp > 1 and config.parallel.invariant_tensor_ranks == 0,
         loss=loss,
@@ -159,7 +162,7 @@ def build_context(
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(config, state, topology, cluster.rank),
         form=window_form(config.data),
-        waits_in_passes=topology.tp * topology.pp > 1 or (dp_mesh is not None and config.parallel.zero_stage > 0),
+        waits_in_passes=topology.tp * topology.pp > 1 or is_sharded,
     )
 
 
@@ -167,18 +170,23 @@ def _build_reduction(
     config: Config,
     state: TrainerState,
     topology: Topology,
-    dp_mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None,
     embedding_group: dist.ProcessGroup | None,
 ) -> GradientReduction:
+    dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
+    copies = mesh.get_group("replicate") if mesh is not None and topology.replicate > 1 else None
     models, zero_stage = [part.model for part in state.parts], config.parallel.zero_stage
     lanes = lanes_of(config)
     if lanes is None:
         is_tensor_parallel = topology.tp > 1
         parameters = list(state.parameters())
-        return MeanReduction(models, parameters, zero_stage, dp_mesh, is_tensor_parallel, embedding_group)
+        has_copies = copies is not None
+        return MeanReduction(models, parameters, zero_stage, dp_mesh, is_tensor_parallel, embedding_group, has_copies)
     if reduces_lanes_over_ranks(config, topology):
-        return ShardedLanes(models[0], list(state.parameters()), lanes)
-    return LocalLanes(models, lanes, zero_stage=zero_stage, data=dp_mesh, embedding_group=embedding_group)
+        return ShardedLanes(models[0], list(state.parameters()), lanes, copies)
+    return LocalLanes(
+        models, lanes, zero_stage=zero_stage, data=dp_mesh, copies=copies, embedding_group=embedding_group
+    )
 
 
 def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -87,41 +87,50 @@ def _add_in_place(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 lanes_on_ranks = pytest.mark.parametrize(
     ("count", "ranks"), [(count, ranks) for count in POWERS[:6] for ranks in POWERS if ranks <= count]
 )
-either_way = pytest.mark.parametrize("ranks_first", [True, False])
 
 
-def test_the_lanes_of_a_rank_are_a_block_or_every_so_many() -> None:
+def test_the_lanes_of_a_rank_are_a_block_or_every_so_many_of_one() -> None:
     lanes = Lanes(8, 16)
-    assert [lanes.of_rank(rank, 2, ranks_first=False) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [lanes.of_rank(rank, 2, ranks_first=True) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert lanes.micro_batches_of(1, 4, ranks_first=False) == [4, 5, 6, 7]
-    assert lanes.micro_batches_of(1, 4, ranks_first=True) == [2, 3, 10, 11]
+    assert [lanes.of_rank(rank, 2, blocks=2) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [lanes.of_rank(rank, 2, blocks=1) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [lanes.of_rank(rank, 4, blocks=2) for rank in range(4)] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert lanes.micro_batches_of(1, 4, blocks=4) == [4, 5, 6, 7]
+    assert lanes.micro_batches_of(1, 4, blocks=1) == [2, 3, 10, 11]
 
 
-@either_way
-@given(count=_powers, ranks=_powers, length=st.integers(1, 5))
-def test_every_micro_batch_is_on_one_rank(ranks_first: bool, count: int, ranks: int, length: int) -> None:
-    count = max(count, ranks)
+@given(count=_powers, ranks=_powers, blocks=_powers, length=st.integers(1, 5))
+def test_every_micro_batch_is_on_one_rank(count: int, ranks: int, blocks: int, length: int) -> None:
+    count, blocks = max(count, ranks), min(blocks, ranks)
     lanes = Lanes(count, count * length)
     assert lanes.length == length
-    shares = [lanes.micro_batches_of(rank, ranks, ranks_first=ranks_first) for rank in range(ranks)]
+    shares = [lanes.micro_batches_of(rank, ranks, blocks=blocks) for rank in range(ranks)]
     assert {len(share) for share in shares} == {lanes.micro_batches // ranks}
     assert sorted(number for share in shares for number in share) == list(range(lanes.micro_batches))
 
 
 def ranks_first_sum(lanes: Lanes, ranks: int) -> str:
     """Add every lane of all ranks over the ranks, then on a rank."""
-    shares = [lanes.of_rank(rank, ranks, ranks_first=True) for rank in range(ranks)]
+    shares = [lanes.of_rank(rank, ranks, blocks=1) for rank in range(ranks)]
     return pairwise([tree([str(lane) for lane in at_once]) for at_once in zip(*shares, strict=True)])
+
+
+def copies_last_sum(lanes: Lanes, ranks: int) -> str:
+    """Add every lane of a copy over its ranks, then on a rank, then over two copies."""
+    copies, members = min(2, ranks), ranks // min(2, ranks)
+    shares = [lanes.of_rank(rank, ranks, blocks=copies) for rank in range(ranks)]
+    halves = [shares[copy * members : (copy + 1) * members] for copy in range(copies)]
+    return tree(
+        [pairwise([tree([str(lane) for lane in at_once]) for at_once in zip(*half, strict=True)]) for half in halves]
+    )
 
 
 def ranks_last_sum(lanes: Lanes, ranks: int) -> str:
     """Add the lanes of each rank, then over the ranks."""
-    shares = [lanes.of_rank(rank, ranks, ranks_first=False) for rank in range(ranks)]
+    shares = [lanes.of_rank(rank, ranks, blocks=ranks) for rank in range(ranks)]
     return tree([pairwise([str(lane) for lane in share]) for share in shares])
 
 
-@pytest.mark.parametrize("add", [ranks_first_sum, ranks_last_sum])
+@pytest.mark.parametrize("add", [ranks_first_sum, copies_last_sum, ranks_last_sum])
 @lanes_on_ranks
 def test_the_tree_is_the_same_on_every_number_of_ranks(
     add: Callable[[Lanes, int], str], count: int, ranks: int

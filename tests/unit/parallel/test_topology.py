@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from reprise.errors import LaunchError
 from trainer.launch.control import should_exit
 from trainer.launch.environment import Environment
+from trainer.parallel.mesh import stage_grid
 from trainer.parallel.topology import Coordinate, Topology
 
 sizes = st.integers(1, 5)
@@ -19,6 +20,14 @@ def test_every_coordinate_has_one_rank_and_tp_runs_fastest(pp: int, dp: int, tp:
     topology = Topology(pp=pp, dp=dp, tp=tp)
     found = [topology.coordinate(rank) for rank in range(topology.world_size)]
     assert found == [Coordinate(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
+
+
+def test_consecutive_data_parallel_ranks_share_a_copy() -> None:
+    grid = stage_grid(Topology(pp=2, dp=4, tp=2, replicate=2), 1)
+    assert grid.axes == ("replicate", "dp", "tp")
+    assert grid.holders({"replicate": 0, "tp": 0}) == (8, 10)
+    assert grid.holders({"dp": 0, "tp": 0}) == (8, 12)
+    assert grid.holders({"tp": 1}) == (9, 11, 13, 15)
 
 
 def test_a_plain_process_is_a_world_of_one() -> None:
