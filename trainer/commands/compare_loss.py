@@ -16,7 +16,7 @@ from dataclasses import replace
 from reprise.errors import DataError, TrainerError
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
-from trainer.compare.curves import TOLERANCES, Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
+from trainer.compare.curves import TOLERANCES, Comparison, Curve, Tolerance, common_dtype, compare, read_curves, report
 from trainer.compare.evaluations import Series, evaluation_table, read_evaluations
 from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if all(map(is_log_folder, (options.base, *options.tests))):
             return _compare_folders(options)
-        base, *tests = (_read(path, options) for path in (options.base, *options.tests))
+        base, *tests = _read((options.base, *options.tests), options)
         names = name_runs([curve.source for curve in (base, *tests)])
         comparisons = [_compare(base, test, options) for test in tests]
         evaluations = [read_evaluations(path) for path in (options.base, *options.tests)]
@@ -62,10 +62,10 @@ def _compare_folders(options: argparse.Namespace) -> int:
         )
     test = options.tests[0]
     pairs = pair_logs(options.base, test)
-    comparisons = {
-        name: _compare(_read(str(base_log), options), _read(str(test_log), options), options)
-        for name, (base_log, test_log) in pairs.both.items()
-    }
+    comparisons = dict[str, Comparison]()
+    for name, sides in pairs.both.items():
+        of_base, of_test = _read([str(log) for log in sides], options)
+        comparisons[name] = _compare(of_base, of_test, options)
     alone = [(name, options.base) for name in pairs.only_in_base] + [(name, test) for name in pairs.only_in_test]
     equal = sum(comparison.equal for comparison in comparisons.values())
     if options.json:
@@ -99,9 +99,9 @@ def _plot(
         plot_comparisons(comparisons, names, path, evaluations=evaluations)
 
 
-def _read(path: str, options: argparse.Namespace) -> Curve:
-    curve = read_curve(path, last_wins=options.last_wins)
-    return replace(curve, dtype=options.dtype or curve.dtype or dtype_in_name(path))
+def _read(paths: Sequence[str], options: argparse.Namespace) -> list[Curve]:
+    curves = zip(paths, read_curves(paths, last_wins=options.last_wins), strict=True)
+    return [replace(curve, dtype=options.dtype or curve.dtype or dtype_in_name(path)) for path, curve in curves]
 
 
 def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Tolerance:

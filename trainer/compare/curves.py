@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from reprise.errors import DataError
-from trainer.compare.read import QUANTITIES, VALID_LOSS, Curve, Point, Reading, read_curve
+from trainer.compare.points import QUANTITIES, Point, Reading
+from trainer.compare.read import VALID_LOSS, Curve, read_curve, read_curves
 from trainer.compare.text_table import format_table
+
+if TYPE_CHECKING:
+    from trainer.compare.columns import Mask, Points
 
 __all__ = [
     "TOLERANCES",
@@ -23,6 +28,7 @@ __all__ = [
     "compare",
     "fits_float32",
     "read_curve",
+    "read_curves",
     "report",
     "tolerance_of",
     "ulp_distance",
@@ -137,46 +143,47 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     Raises:
         DataError: equal bits are required and a loss is known as a decimal only.
     """
+    from trainer.compare.columns import Points, absolute_differences, beyond, common_points, missing_iterations, unequal
+
+    of_base, of_test = Points.of(base.points), Points.of(test.points)
     if tolerance is None:
-        _require_exact(base)
-        _require_exact(test)
-    of_base = {point.iteration: point for point in base.points}
-    of_test = {point.iteration: point for point in test.points}
-    common = [(of_base[iteration], of_test[iteration]) for iteration in sorted(of_base.keys() & of_test.keys())]
-    unequal = {reference.iteration: _unequal_bits(reference, candidate) for reference, candidate in common}
+        _require_exact(base.source, of_base)
+        _require_exact(test.source, of_test)
+    sides = common_points(of_base, of_test)
+    common = sides[0].iterations
+    is_unequal = unequal(*sides)
+    losses = sides[0].values[:1], sides[1].values[:1]
+    sizes = absolute_differences(*losses)[0]
     evaluated = sorted(base.evaluations.keys() & test.evaluations.keys())
     evaluations = [CurveDifference(n, VALID_LOSS, base.evaluations[n], test.evaluations[n]) for n in evaluated]
-    for difference in evaluations:
-        if _differ(difference.base, difference.test):
-            unequal.setdefault(difference.iteration, []).append(difference)
+    unequal_evaluations = [d for d in evaluations if _differ(d.base, d.test)]
     if tolerance is None:
-        differences = [difference for unequal_values in unequal.values() for difference in unequal_values]
+        differences = _differences(*sides, is_unequal) + unequal_evaluations
+        iterations = {*common.tolist()} if unequal_evaluations else set[int]()
+        differences.sort(key=lambda d: (d.quantity == VALID_LOSS and d.iteration not in iterations, d.iteration))
     else:
-        differences = [
-            CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss)
-            for reference, candidate in common
-            if not tolerance.admits(reference.loss.value, candidate.loss.value)
-        ]
+        is_beyond = beyond(*losses, absolute=tolerance.absolute, relative=tolerance.relative)
+        differences = _differences(*sides, is_beyond)
         differences += [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
         differences.sort(key=lambda difference: difference.iteration)
-    missing = sorted(of_base.keys() - of_test.keys())
-    start = min(of_test, default=0)
-    prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
-    losses = [
-        CurveDifference(reference.iteration, "loss", reference.loss, candidate.loss) for reference, candidate in common
-    ]
-    largest = max(losses, key=lambda difference: difference.size, default=None)
+    missing = missing_iterations(of_base, common)
+    start = of_test.iterations.min() if len(of_test) else 0
+    prefix = int((missing < start).sum()) if allow_missing_prefix else 0
+    is_equal = sides[0].exact[0] & sides[1].exact[0] & ~is_unequal.any(axis=0)
+    for difference in unequal_evaluations:
+        is_equal &= common != difference.iteration
+    largest = int(sizes.argmax()) if sizes.size else 0
     return Comparison(
         base=base,
         test=test,
         tolerance=tolerance,
-        compared=len(common),
+        compared=common.size,
         differences=tuple(differences),
-        missing_in_base=tuple(sorted(of_test.keys() - of_base.keys())),
-        missing_in_test=tuple(missing[len(prefix) :]),
-        allowed_prefix=tuple(prefix),
-        bit_equal=sum(a.loss.exact and b.loss.exact and not unequal[a.iteration] for a, b in common),
-        largest=largest if largest is not None and largest.size > 0 else None,
+        missing_in_base=tuple(missing_iterations(of_test, common).tolist()),
+        missing_in_test=tuple(missing[prefix:].tolist()),
+        allowed_prefix=tuple(missing[:prefix].tolist()),
+        bit_equal=int(is_equal.sum()),
+        largest=_difference(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
         evaluated=len(evaluated),
     )
 
@@ -256,24 +263,27 @@ def fits_float32(value: float) -> bool:
     return bool(narrow == value) or math.isnan(value)
 
 
-def _require_exact(curve: Curve) -> None:
-    point = next((point for point in curve.points if not point.loss.exact), None)
-    if point is not None:
+def _require_exact(source: str, points: Points) -> None:
+    if not points.exact[0].all():
         raise DataError(
             "Equal bits cannot be proved from decimals",
-            where=f"{curve.source}, iteration {point.iteration}",
+            where=f"{source}, iteration {points.iterations[points.exact[0].argmin()]}",
             expected="loss_hex in every record",
             fix="Compare the metrics.jsonl of both runs, or drop --bitwise.",
         )
 
 
-def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
-    pairs = zip(QUANTITIES, (base.loss, base.grad_norm, base.lr), (test.loss, test.grad_norm, test.lr), strict=True)
+def _differences(base: Points, test: Points, mask: Mask) -> list[CurveDifference]:
+    """Return the differences of two curves with the same iterations where the mask says so, by iteration."""
     return [
-        CurveDifference(base.iteration, quantity, reference, candidate)
-        for quantity, reference, candidate in pairs
-        if reference is not None and candidate is not None and _differ(reference, candidate)
+        _difference(base, test, int(quantity), int(place)) for place, quantity in zip(*mask.T.nonzero(), strict=True)
     ]
+
+
+def _difference(base: Points, test: Points, quantity: int, place: int) -> CurveDifference:
+    readings = base.reading(quantity, place), test.reading(quantity, place)
+    reference, candidate = (reading or Reading(math.nan, False) for reading in readings)
+    return CurveDifference(int(base.iterations[place]), QUANTITIES[quantity], reference, candidate)
 
 
 def _differ(base: Reading, test: Reading) -> bool:
@@ -298,7 +308,9 @@ def _hint(comparison: Comparison) -> str:
 
 
 def _bits(comparison: Comparison) -> str:
-    if not all(point.loss.exact for curve in (comparison.base, comparison.test) for point in curve.points):
+    from trainer.compare.columns import Points
+
+    if not all(Points.of(curve.points).exact[0].all() for curve in (comparison.base, comparison.test)):
         return "bits       not compared: decimals cannot prove equal bits"
     return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
 

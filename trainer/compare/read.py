@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import multiprocessing
+import os
 import re
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from reprise.errors import DataError
-from reprise.files import SMALL_BYTES, read_regular
-from reprise.json_file import integer
+from reprise.files import SMALL_BYTES, open_regular, read_regular
+from reprise.json_file import MAX_INTEGER, integer
+from trainer.compare.points import QUANTITIES, Point, Reading
 
 METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
-QUANTITIES = ("loss", "grad_norm", "lr")
 VALID_LOSS = "valid_loss"
 FORMATS = (
     "metrics.jsonl records with iteration and loss, `step 1/100 | train loss 4.2 |` (also `| loss 4.2`), "
@@ -33,6 +42,8 @@ _FIELDS = {
 }
 # Larger than the metrics of 10 million iterations; all of it is held in memory.
 _MOST_BYTES = 4 << 30
+# Reading of it takes longer than the start of a process.
+_LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +72,6 @@ _LINE_FORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A number of a curve; `exact` if its bits are known, which a decimal does not give."""
-
-    value: float
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The values logged after an iteration; None for a quantity not logged."""
-
-    iteration: int
-    loss: Reading
-    grad_norm: Reading | None = None
-    lr: Reading | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Curve:
     """The points of a run in order of iteration, each iteration at most once; never empty from `read_curve`.
 
@@ -90,7 +83,7 @@ class Curve:
     """
 
     source: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     dtype: str | None = None
     notes: tuple[str, ...] = ()
     evaluations: Mapping[int, Reading] = field(default_factory=dict)
@@ -113,11 +106,50 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
         DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
             values) or a malformed record; the message has the file and the line.
     """
-    file, text, is_metrics = read_run_file(path, what="a loss curve")
-    if is_metrics:
+    what = "a loss curve"
+    file = run_file(path)
+    if file.suffix == ".jsonl":
+        curve = _read_metrics(file, what=what)
+    else:
+        file, text, is_metrics = read_run_file(path, what=what)
+        if not is_metrics:
+            return parse_log(text, source=str(file), last_wins=last_wins)
         curve = parse_metrics(text, source=str(file))
-        return replace(curve, dtype=read_dtype(file.parent / CONFIG_FILE))
-    return parse_log(text, source=str(file), last_wins=last_wins)
+    return replace(curve, dtype=read_dtype(file.parent / CONFIG_FILE))
+
+
+def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:
+    """Read the curves of several files as `read_curve` does; large ones side by side, a process for each core."""
+    workers = min(len(paths), os.cpu_count() or 1)
+    if workers < 2 or min(map(_size_of, paths)) < _LARGE_BYTES:
+        return [read_curve(path, last_wins=last_wins) for path in paths]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool:
+        return [*pool.map(partial(read_curve, last_wins=last_wins), paths)]
+
+
+def _begin_worker() -> None:
+    """Initialize a process that reads: it ends when its parent does, and ignores the terminal's signals."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _size_of(path: str) -> int:
+    file = run_file(path)
+    return file.stat().st_size if file.is_file() else 0
+
+
+def run_file(path: str | Path) -> Path:
+    """Return the file of a run: of a folder its metrics.jsonl, or llm.c's main.log if there is only that."""
+    path = Path(path)
+    file = path / METRICS_FILE if path.is_dir() else path
+    return path / LLMC_LOG if path.is_dir() and not file.exists() and (path / LLMC_LOG).exists() else file
 
 
 def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
@@ -130,15 +162,11 @@ def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
     Raises:
         DataError: it cannot be read, is not a regular file, or is larger than 4 GiB.
     """
-    path = Path(path)
-    file = path / METRICS_FILE if path.is_dir() else path
-    if path.is_dir() and not file.exists() and (path / LLMC_LOG).exists():
-        file = path / LLMC_LOG
+    file = run_file(path)
     try:
         text = read_regular(file, limit_bytes=_MOST_BYTES).decode("utf-8-sig", errors="replace")
     except OSError as error:
-        expected = f"a run folder with {METRICS_FILE}, or a file of a run"
-        raise DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror) from error
+        raise _unreadable(file, what, error) from error
     return file, text, file.suffix == ".jsonl" or _begins_with_record(text)
 
 
@@ -150,20 +178,63 @@ def parse_metrics(text: str, *, source: str) -> Curve:
     Raises:
         DataError: no record has a loss, an iteration comes twice, or a line is not a record.
     """
-    points: dict[int, Point] = {}
-    evaluations: dict[int, Reading] = {}
-    records, notes = parse_records(text, source=source)
-    for where, record in records:
-        loss = _reading_of_record(record, VALID_LOSS, where) if record.get("event") == "evaluation" else None
-        if loss is not None:
-            evaluations[_iteration(record, where)] = loss
-        point = _point_of_record(record, where)
-        if point is None:
-            continue
-        if point.iteration in points:
-            raise DataError(f"Iteration {point.iteration} comes twice", where=where, expected="one record an iteration")
-        points[point.iteration] = point
-    return replace(_curve(points, source, notes), evaluations=evaluations)
+    return _parse_metrics(io.BytesIO(text.encode()), source=source)
+
+
+def _read_metrics(path: Path, *, what: str) -> Curve:
+    """Read the curve of a metrics.jsonl."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(path))
+            return _parse_metrics(file, source=str(path))
+    except OSError as error:
+        raise _unreadable(path, what, error) from error
+
+
+def _unreadable(file: Path, what: str, error: OSError) -> DataError:
+    expected = f"a run folder with {METRICS_FILE}, or a file of a run"
+    return DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror)
+
+
+def _parse_metrics(file: BinaryIO, *, source: str) -> Curve:
+    from trainer.compare.metrics_file import blocks_of, first_repeated, read_points
+
+    lines = _MetricsLines(source)
+    numbers, points = read_points(blocks_of(file), read_line=lines.read)
+    if repeated := first_repeated(numbers, points):
+        number, iteration = repeated
+        where = f"{source}, line {number}"
+        raise DataError(f"Iteration {iteration} comes twice", where=where, expected="one record an iteration")
+    if lines.error is not None:
+        raise lines.error
+    return replace(_curve(points, source, lines.notes), evaluations=lines.evaluations)
+
+
+class _MetricsLines:
+    """Reads the lines of a metrics.jsonl that are not of the usual form."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self.notes: list[str] = []
+        self.evaluations: dict[int, Reading] = {}
+        self.error: DataError | None = None  # of the first unusable record: a line that is no record goes before
+
+    def read(self, number: int, data: bytes) -> Point | None:
+        """Return the point of a line; None without a loss, and after an unusable record."""
+        where = f"{self._source}, line {number}"
+        line = data.decode(errors="replace")
+        record = _record(line.removesuffix("\n"), where, None if line.endswith("\n") else self.notes)
+        if record is None or self.error is not None:
+            return None
+        try:
+            loss = _reading_of_record(record, VALID_LOSS, where) if record.get("event") == "evaluation" else None
+            if loss is not None:
+                self.evaluations[_iteration(record, where)] = loss
+            return _point_of_record(record, where)
+        except DataError as error:
+            self.error = error
+            return None
 
 
 def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, object]]], list[str]]:
@@ -176,23 +247,32 @@ def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, 
     notes: list[str] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         where = f"{source}, line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                notes.append(f"{where} is torn (no newline at its end) and was left out")
-                continue
-            raise DataError(
-                "Cannot read a metrics record", where=where, expected="a JSON object", found=error
-            ) from error
-        if not isinstance(record, dict):
-            text_of_record = repr(record)[:60]
-            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=text_of_record)
-        records.append((where, record))
+        record = _record(line, where, notes if number == len(lines) else None)
+        if record is not None:
+            records.append((where, record))
     return records, notes
+
+
+def _record(line: str, where: str, notes: list[str] | None) -> dict[str, object] | None:
+    """Return the object of a line; None for an empty line, and for a torn one, with a note.
+
+    Args:
+        notes: of the file, if the line is its last, without a newline.
+    """
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        if notes is not None:
+            notes.append(f"{where} is torn (no newline at its end) and was left out")
+            return None
+        raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=error) from error
+    if not isinstance(record, dict):
+        text = repr(record)[:60]
+        raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=text)
+    return record
 
 
 def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
@@ -229,7 +309,9 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
         counts_from_0 = counts_from_0 or parsed[0].first == 0
     if counts_from_0:
         notes.append(f"{source} counts from 0, as llm.c does: its step 0 is iteration 1")
-    return _curve(points, source, notes)
+    if max(points, default=0) > MAX_INTEGER:
+        raise DataError("An iteration is too large", where=source, expected=f"<= {MAX_INTEGER}", found=max(points))
+    return _curve([points[iteration] for iteration in sorted(points)], source, notes)
 
 
 def _begins_with_record(text: str) -> bool:
@@ -313,10 +395,10 @@ def _reading(text: str, where: str, *, written_as_hex: bool = False) -> Reading:
     return Reading(value, is_hex or not math.isfinite(value))
 
 
-def _curve(points: Mapping[int, Point], source: str, notes: Iterable[str]) -> Curve:
-    if not points:
+def _curve(points: Sequence[Point], source: str, notes: Iterable[str]) -> Curve:
+    if not len(points):
         raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
-    return Curve(source, tuple(points[iteration] for iteration in sorted(points)), notes=tuple(notes))
+    return Curve(source, points, notes=tuple(notes))
 
 
 def _key(point: Point) -> tuple[str | None, ...]:

@@ -83,7 +83,8 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     The file is read from its end, back to a line of training that stays: no line before it is of a later iteration.
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
     both, and the next cut rewrites the side file. A file that was read to its begin is replaced by a new one, so an
-    older, suspended process appends to the old, unlinked file when it continues. A larger file is cut in place.
+    older, suspended process appends to the old, unlinked file when it continues. A larger file is cut in place; lines
+    that move there are in a file of their own meanwhile, from which the next cut after a kill takes them.
 
     Args:
         owes_evaluation: also move the evaluation of `iteration`, because it will run again.
@@ -94,26 +95,31 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     if not path.exists():
         return set()
     side, last_cut = _last_side_file(path)
-    begin, lines = _tail(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, last_cut)))
+    moved = _moved_lines(path)
+    begin, lines = _tail(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, [*last_cut, *moved])))
+    known = [*dict.fromkeys([*lines, *moved])] if moved else lines
     retained, cut, recorded = list[bytes](), list[bytes](), set[int]()
-    for line in lines:
+    for line in known:
         number, event = _parsed(line)
         is_kept = number is not None and number <= iteration
         if owes_evaluation and number == iteration:
             is_kept = event != "evaluation"
-        if line != b"\n":  # of a cut in place that was killed
+        is_fragment = number is None and bool(moved) and line not in last_cut
+        if line != b"\n" and not is_fragment:  # of a cut in place that was killed
             (retained if is_kept else cut).append(line)
         if number is not None and is_kept and event is None:
             recorded.add(number)
-    is_unfinished = bool(last_cut) and {*last_cut} <= {*lines}
-    if not is_unfinished:
+    is_unfinished = bool(last_cut) and (bool(moved) or {*last_cut} <= {*lines})
+    if is_unfinished:
+        cut = [*(line for line in last_cut if line not in known), *cut]
+    else:
         side = _side_path(path, _number_of(side) + 1)
     if cut:
         replace_file(files, side, b"".join(cut))
     _rewrite(path, begin, lines, retained, files)
     if is_unfinished and not cut:
         files.remove_file(side)
-    for temporary in (temporary_of(path), temporary_of(side)):
+    for temporary in (temporary_of(path), temporary_of(side), _moved_path(path)):
         files.remove_file(temporary)
     return recorded
 
@@ -152,15 +158,26 @@ def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[
     equal = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, lines, retained)))
     at, end = begin + sum(map(len, lines[:equal])), begin + sum(map(len, lines))
     data = b"".join(retained[equal:])
-    # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
-    padded = memoryview(data + b"\n" * (end - at - len(data)))
     with path.open("r+b", buffering=0) as file:
-        while padded:
-            count = os.pwrite(file.fileno(), padded, end - len(padded))
-            padded = padded[count:]
-        os.fsync(file.fileno())  # a file system may keep the new length before the bytes
+        if data:
+            # A process may be killed within a write.
+            files.write_whole(_moved_path(path), data)
+            files.sync_folder(path.parent)
+            # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
+            files.write(file.fileno(), [memoryview(data + b"\n" * (end - at - len(data)))], offset=at)
+            files.sync(file.fileno())  # a file system may keep the new length before the bytes
         file.truncate(at + len(data))
-        os.fsync(file.fileno())
+        files.sync(file.fileno())
+
+
+def _moved_path(path: Path) -> Path:
+    return temporary_of(path.with_suffix(".moved"))
+
+
+def _moved_lines(path: Path) -> list[bytes]:
+    """Return the lines that a killed cut in place was moving."""
+    moved = _moved_path(path)
+    return [line for line in _LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if moved.exists() else []
 
 
 def newest_side_file(path: Path) -> str | None:

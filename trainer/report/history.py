@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from reprise.errors import DataError
 from reprise.files import read_regular
 from reprise.json_file import Json
-from trainer.compare.read import METRICS_FILE, VALID_LOSS, Reading, parse_records
+from trainer.compare.points import Reading
+from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
 from trainer.metrics.launch_log import LAUNCHES
 
 _MOST_ITERATIONS = 1 << 53  # which float64 holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from reprise.files import FILE_SYSTEM, temporary_of
 from reprise.savers import SaveReport
 from tests.fakes import iteration_record
+from trainer.metrics import tensorboard_files
 from trainer.metrics.run_log import RunLog
 from trainer.metrics.tensorboard_files import _parsed, cut_events, put_before
 
@@ -105,6 +107,53 @@ def test_what_a_killed_cut_left_is_removed(tmp_path: Path) -> None:
     temporary_of(path).write_bytes(path.read_bytes())
     cut_events(tmp_path, 1, files=FILE_SYSTEM)
     assert points(tmp_path) == {"loss": [1]}
+
+
+@pytest.mark.parametrize("last", [1, 2, 150, 397, 399, 400])
+def test_a_tail_of_any_length_cuts_what_the_whole_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Saves that end late have their points behind those of later iterations."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 401):
+            writer.add_scalar("train/loss", float(step), step)
+            if step % 10 == 5:
+                writer.add_scalar("save/seconds", 1.0, step - 3)
+            if step == 200:
+                writer.add_text("sample", "a" * 3000, step)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    outcomes = set()
+    for tail_bytes in (1 << 20, 5000, 500, 1):
+        path.write_bytes(data + data[:20])
+        monkeypatch.setattr(tensorboard_files, "_TAIL_BYTES", tail_bytes)
+        cut_events(tmp_path, last, files=FILE_SYSTEM)
+        outcomes.add(path.read_bytes())
+    assert len(outcomes) == 1
+    saves = [step for step in range(2, 401, 10) if step <= last]
+    assert points(tmp_path).get("save/seconds", []) == saves
+    assert points(tmp_path)["train/loss"] == [*range(1, last + 1)]
+
+
+def test_a_cut_that_is_killed_between_its_calls_is_completed(tmp_path: Path) -> None:
+    class Killed(type(FILE_SYSTEM)):  # type: ignore[misc]
+        def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+            super().write(descriptor, [buffer[: self.most] for buffer in buffers], offset=offset)
+            raise KeyboardInterrupt
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for tag, step in [*(("train/loss", step) for step in range(1, 9)), ("save/seconds", 4), ("train/loss", 9)]:
+            writer.add_scalar(tag, float(step), step)
+    (path,) = tmp_path.iterdir()
+    data, files = path.read_bytes(), Killed()
+    for files.most in (0, 10, 1000):
+        path.write_bytes(data)
+        with pytest.raises(KeyboardInterrupt):
+            cut_events(tmp_path, 4, files=files)
+        cut_events(tmp_path, 4, files=FILE_SYSTEM)
+        found = points(tmp_path)
+        assert found.pop("save/seconds", [4]) == [4]
+        assert found == {"train/loss": [1, 2, 3, 4]}
 
 
 @given(st.lists(st.integers(min_value=90, max_value=120), max_size=6))

@@ -1,0 +1,91 @@
+"""A metrics.jsonl is read as `json` reads each of its lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprise.errors import DataError
+from trainer.compare import metrics_file, read
+from trainer.compare.columns import Points
+from trainer.compare.read import parse_metrics, parse_records, read_curves
+
+FLOATS = st.floats() | st.floats(1e-6, 20) | st.sampled_from([0.0, -0.0, 5e-324, math.nan, math.inf, 1e308])
+KEYS = st.sampled_from(["loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr", "lr_hex", "seconds", "time", "event"])
+ODD_VALUES = st.sampled_from(
+    ["null", "NaN", "-Infinity", "1e5", "01", "1.", ".5", "-1", "1e-05", '"0x1.8p+1"', '"nan"', "[1]", "9" * 5000]
+)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> str:
+    """A line in the form of a run, with members left out, odd or repeated at times."""
+    members = [f'"iteration": {draw(st.integers(0, 3) | st.integers(0, 2**63 - 1))}']
+    for name in ("loss", "grad_norm", "lr"):
+        if draw(st.integers(0, 9)) < 9:
+            value = draw(FLOATS)
+            text = json.dumps(value if math.isfinite(value) else None)
+            members += [f'"{name}": {text}', f'"{name}_hex": "{value.hex()}"']
+    members += ['"seconds": 0.25', f'"time": {draw(st.floats(0, 2e9))!r}']
+    if draw(st.integers(0, 5)) == 0:
+        members.insert(draw(st.integers(0, len(members))), f'"{draw(KEYS)}": {draw(ODD_VALUES)}')
+    if draw(st.integers(0, 9)) == 0:
+        members = ['"iteration": 7', '"event": "evaluation"', '"valid_loss": 2.5', '"valid_loss_hex": "0x1.4p+1"']
+    return "{" + ", ".join(members) + "}"
+
+
+def outcome(text: str) -> str:
+    """Return the curve of a text with the bits of its numbers, or the error."""
+    try:
+        curve = parse_metrics(text, source="m")
+    except DataError as error:
+        return f"{error}"
+    columns = Points.of(curve.points)
+    bits = [[value.hex() for value in row] for row in columns.values.tolist()]
+    masks = columns.exact.tolist(), columns.present.tolist()
+    return repr((columns.iterations.tolist(), bits, masks, curve.evaluations, curve.notes))
+
+
+@given(st.lists(lines(), max_size=6), st.sampled_from(["\n", ""]), st.integers(0, 40), st.integers(1, 300))
+def test_every_text_gives_what_json_gives(written: list[str], end: str, cut: int, block_bytes: int) -> None:
+    text = "\n".join(written) + end
+    text = text if end else text[: len(text) - cut]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics_file, "BLOCK_BYTES", block_bytes)
+        quick = outcome(text)
+        patch.setattr(metrics_file, "_LINES", re.compile(rb"(?!)()()()()|([^\n]*+\n|[^\n]++)"))
+        assert quick == outcome(text)
+
+
+def test_the_lines_of_a_run_need_no_json() -> None:
+    line = (
+        '{"iteration": 2, "loss": 4.99, "loss_hex": "0x1.3f75b90000000p+2", "grad_norm": 6.5, "grad_norm_hex": '
+        '"0x1.a031076093b2ep-12", "lr": 2e-05, "lr_hex": "0x0.0p+0", "consumed_samples": 16, "seconds": 1.5}\n'
+    )
+    _, points = metrics_file.read_points([line.encode()], read_line=lambda _, data: pytest.fail(data.decode()))
+    ((_, record),) = parse_records(line, source="m")[0]
+    hexes = [record[f"{name}_hex"] for name in ("loss", "grad_norm", "lr")]
+    assert [value.hex() for (value,) in points.values.tolist()] == hexes
+
+
+def test_large_files_are_read_side_by_side_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "torn.jsonl")]
+    line = '{"iteration": 2, "loss": 4.5, "loss_hex": "0x1.2p+2"}\n'
+    for path, text in zip(paths, (line, line, "{\n" + line), strict=True):
+        Path(path).write_text(text)
+    curves = read_curves(paths[:2])
+    with pytest.raises(DataError) as alone:
+        read_curves(paths)
+    monkeypatch.setattr(read, "_LARGE_BYTES", 0)
+    assert read_curves(paths[:2]) == curves
+    with pytest.raises(DataError) as beside:
+        read_curves(paths)
+    assert str(beside.value) == str(alone.value)
