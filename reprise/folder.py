@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints: its iterations and their names, its lock, holds, the names of their files."""
 
-from reprise.format.names import ACCESSORIES, ADAPTERS, FORMAT, HOST, INDEX, INTERIM, MANIFEST, STATE
+from reprise.format.names import ACCESSORIES, ADAPTERS, FORMAT, HOST, INDEX, INTERIM, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.storage.folder import (
     TRACKER,
     WEIGHTS,
@@ -25,6 +25,7 @@ __all__ = [
     "INDEX",
     "INTERIM",
     "MANIFEST",
+    "OPTIMIZER_DROPPED",
     "STATE",
     "TRACKER",
     "WEIGHTS",
