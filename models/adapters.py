@@ -15,11 +15,6 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 _MOST_ALPHA = 1e9
 
 
-def is_adapted(config: ModelConfig) -> bool:
-    """Return whether a model has adapters: its base is then frozen and in no checkpoint."""
-    return config.lora.rank > 0
-
-
 def base_of(config: ModelConfig) -> ModelConfig:
     """Return the model without adapters."""
     return replace(config, lora=LoraConfig())
@@ -27,7 +22,7 @@ def base_of(config: ModelConfig) -> ModelConfig:
 
 def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the modules with an adapter, in model order; none without `model.lora.rank`."""
-    return tuple(name for name in _projections(config) if is_adapted(config) and _fits(name, _targets(config)))
+    return tuple(name for name in _projections(config) if config.is_adapted and _fits(name, _targets(config)))
 
 
 def adapter_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
@@ -64,7 +59,7 @@ _ZEROS = Initial(InitialKind.zeros)
 
 def saved_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the tensors in a checkpoint of the model: its adapters if any, else the complete model."""
-    return adapter_tensors(config) if is_adapted(config) else stored_tensors(config)
+    return adapter_tensors(config) if config.is_adapted else stored_tensors(config)
 
 
 def stored_name(parameter: str) -> str:
@@ -122,7 +117,7 @@ def peft_config(config: ModelConfig) -> dict[str, object]:
 
 def model_documents(config: ModelConfig) -> dict[str, dict[str, object]]:
     """Return the JSON files by which transformers or PEFT opens a checkpoint, by file name."""
-    if is_adapted(config):
+    if config.is_adapted:
         return {"adapter_config.json": peft_config(config)}
     return {"config.json": hf_config(config), "generation_config.json": generation_config(config)}
 

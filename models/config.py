@@ -115,6 +115,11 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
+    def is_adapted(self) -> bool:
+        """Return whether the model has adapters: its base is then frozen and in no checkpoint."""
+        return self.lora.rank > 0
+
+    @property
     def head_width(self) -> int:
         """Return the width of an attention head."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim

@@ -1,12 +1,12 @@
 """Opens checkpoints, chooses the one to load, and reads tensors and files from it."""
 
+from reprise.format.layout import header_places
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
-from reprise.format.safetensors_file import header_places
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms, committed_in, no_folder
-from reprise.loading.gather import Gatherer, Target
-from reprise.loading.loader import LoadReport, check_tensors, fill
+from reprise.loading.loader import LoadReport, Target, check_tensors, fill
 from reprise.loading.reader import (
     Checkpoint,
+    Gatherer,
     OpenFile,
     find_accessory,
     open_checkpoint,

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError
-from reprise.format.manifest import MOST_ELEMENTS
+from reprise.format.layout import MOST_ELEMENTS
 from reprise.regular_file import is_url
 from reprise.storage.folder import iteration_name
 

@@ -73,13 +73,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.config.terms",),
     (
-        "trainer.record.compatibility",
         "trainer.config",
         "trainer.record.data_origin",
         "trainer.launch",
-        "trainer.record.resume_rules",
     ),
     ("trainer.optim.table",),
+    ("trainer.record.resume_rules",),
     (
         "trainer.record.environment",
         "trainer.run.memory_needs",
@@ -88,7 +87,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.parallel",
         "trainer.run.mirror",
         "trainer.run.random",
-        "trainer.record.resume_rules",
         "trainer.run.run_data",
         "trainer.record.run_record",
     ),
@@ -300,6 +298,8 @@ RETIRED_CLASSES: dict[str, str] = {
 # Unit tests of no single module, and what they are of. Any other lies where its module does.
 OF_NO_MODULE = {
     "tests.unit.reprise.format.test_document": "docs/checkpoint_format.md and the reader it prints",
+    "tests.unit.reprise.format.test_safetensors_file": "the headers of safetensors files",
+    "tests.unit.reprise.loading.test_gather": "scattered bytes of a file, read into live tensors",
     "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
     "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
     "tests.unit.reprise.test_library_page": "sentences of docs/library.md",
@@ -315,6 +315,7 @@ OF_NO_MODULE = {
     "tests.unit.models.test_alignment": "layers with operands anywhere in memory",
     "tests.unit.models.test_dropout": "dropout in every family",
     "tests.unit.models.test_models": "every family against transformers",
+    "tests.unit.record.test_compatibility": "the settlement of differences from a record",
     "tests.unit.test_hooks": ".pre-commit-config.yaml",
     "tests.unit.test_makefile": "the Makefile",
     "tests.unit.test_startup": "the imports of the commands",

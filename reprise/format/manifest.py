@@ -21,7 +21,7 @@ import xxhash
 from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, whole
-from reprise.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
+from reprise.format.layout import DTYPE_NAMES, MOST_ELEMENTS, Layout, Place, is_shape
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
 
@@ -29,7 +29,6 @@ Integers = npt.NDArray[np.int64]
 FORMAT = MANIFEST_FORMAT
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
-MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
 _MOST_REMEMBERED = 64
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 
@@ -149,13 +148,6 @@ class Manifest:
 def digest_of(data: bytes | memoryview) -> str:
     """Return the `xxh3_64` digest of `data` as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
-
-
-def is_shape(sizes: Sequence[int]) -> bool:
-    """Return whether a tensor can have these sizes: limits on the number of dimensions and elements hold."""
-    if len(sizes) > MOST_DIMENSIONS or any(size > MOST_ELEMENTS for size in sizes):
-        return False
-    return math.prod(sizes) <= MOST_ELEMENTS
 
 
 def block_count(total_bytes: int) -> int:

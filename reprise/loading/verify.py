@@ -10,8 +10,7 @@ import numpy as np
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import blocks_of
-from reprise.loading.gather import Gatherer
-from reprise.loading.reader import Checkpoint, check_block, open_tensor_file
+from reprise.loading.reader import Checkpoint, Gatherer, check_block, open_tensor_file
 
 
 def verify_share(

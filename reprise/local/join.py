@@ -17,9 +17,10 @@ from reprise.format.host_file import HostFile
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.gather import Bytes, Gatherer
 from reprise.loading.reader import (
+    Bytes,
     Checkpoint,
+    Gatherer,
     OpenFile,
     open_checkpoint,
     open_tensor_file,

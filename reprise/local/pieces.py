@@ -16,8 +16,7 @@ from reprise.format.host_file import PieceNumbers, path_of, union
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.gather import GAP_BYTES, SCRATCH_BYTES, Bytes, Gatherer
-from reprise.loading.reader import Checkpoint, OpenFile, open_tensor_file
+from reprise.loading.reader import GAP_BYTES, SCRATCH_BYTES, Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file
 from reprise.saving.writer import MOST_OPEN
 
 _log = logging.getLogger(__name__)

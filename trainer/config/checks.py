@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from models.adapters import adapter_problems, is_adapted
+from models.adapters import adapter_problems
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
@@ -110,7 +110,7 @@ def _trained_problems(config: Config) -> list[str]:
     """Return the problems of the choice of trained and frozen parameters."""
     model, section = config.model, config.checkpoint
     problems = adapter_problems(model) or freeze_problems(model, config.train.freeze)
-    if problems or not is_adapted(model):
+    if problems or not model.is_adapted:
         return problems
     if config.optimizer.name is not OptimizerName.adamw:
         problems.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
@@ -236,7 +236,7 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
         problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro batches and ranks")
     if train.compile:
         problems.append(f"{key}: not with train.compile, which fuses what the shards keep apart")
-    if is_adapted(model):
+    if model.is_adapted:
         problems.append(f"{key}: not with model.lora.rank={model.lora.rank}")
     return problems
 
@@ -312,6 +312,6 @@ def _save_needs(config: Config) -> list[str]:
     has_folder = section.save is not None or section.local.dir is not None
     if config.train.on_spike is OnSpike.rewind and (not has_folder or section.no_save_optim):
         problems.append("train.on_spike=rewind: needs a folder to save to, and checkpoint.no_save_optim=false")
-    if section.base is not None and not is_adapted(config.model):
+    if section.base is not None and not config.model.is_adapted:
         problems.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
     return problems

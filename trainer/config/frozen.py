@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from models.adapters import is_adapted
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 
@@ -16,13 +15,13 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
     Args:
         patterns: shell patterns, those of `train.freeze`.
     """
-    is_base = is_adapted(model)
+    is_base = model.is_adapted
     return frozenset(name for name in stored_tensors(model) if is_base or any(fnmatchcase(name, p) for p in patterns))
 
 
 def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
     """Return the problems of patterns: those without a match, and a match of all parameters."""
-    if is_adapted(model):
+    if model.is_adapted:
         reason = f"model.lora.rank={model.lora.rank} freezes all but the adapters, leave the key out"
         return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []
     stored, second = stored_tensors(model), aliases(model)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base_of, is_adapted, scale_of
+from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base_of, scale_of
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
@@ -40,7 +40,7 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
     adapters, expected = adapters_of(checkpoint, averages=averages), checkpoint.state.get("base")
-    if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
+    if not (isinstance(expected, Mapping) and adapters.model.is_adapted):
         raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
     weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"), checkpoint.files)
     if identity != dict(expected):

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from models import families
-from models.adapters import is_adapted
 from models.families import problems as model_problems
 from reprise import savers
 from reprise.errors import ConfigError, MismatchError
@@ -32,7 +31,7 @@ from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.record import resume_rules, run_record
-from trainer.record.compatibility import differences, settle
+from trainer.record.resume_rules import differences, settle
 from trainer.run.build import describe_alone, run_config
 from trainer.run.inputs import tokenizer_of
 from trainer.run.state import checkpoint_specs
@@ -105,7 +104,7 @@ def _check(config: Config) -> None:
         batch_schedule_of(config.train)
     except ValueError as error:
         problems.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
-    if is_adapted(config.model):
+    if config.model.is_adapted:
         problems.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
     if problems:
         raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(problems))

@@ -15,7 +15,7 @@ from reprise.json_file import Json
 from trainer.config.schema import Config
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster
-from trainer.record.compatibility import flattened
+from trainer.record.resume_rules import flattened
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from models.adapters import adapter_problems, is_adapted
+from models.adapters import adapter_problems
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from reprise.errors import CheckpointError
@@ -38,7 +38,7 @@ def model_record(config: ModelConfig) -> Json:
     for field in fields(config):
         if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
             del table[field.name]
-    if not is_adapted(config):
+    if not config.is_adapted:
         del table["lora"]
     return table
 

@@ -11,7 +11,7 @@ import numpy
 from reprise.json_file import Json
 from trainer.compare.speed import SKIPPED, Spread
 from trainer.compare.text_table import duration
-from trainer.record.compatibility import flattened
+from trainer.record.resume_rules import flattened
 from trainer.report.charts import (
     COLOURS,
     MARKS,

@@ -62,7 +62,7 @@ class Run:
         model_files: the JSON files of a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
         saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
-        spikes: looks for spikes; None for a run that does not.
+        spikes: looks for spikes; empty for a run that does not.
         logs: the log of rank 0 once it is open.
         mirrors: the process that uploads checkpoints, on the first rank of each host with a mirror.
     """
@@ -86,7 +86,7 @@ class Run:
     own_time: OwnTime
     profiler: Profiler
     start_times: StartTimes
-    spikes: SpikeWatch | None = None
+    spikes: tuple[SpikeWatch, ...] = ()
     logs: tuple[RunLog, ...] = ()
     mirrors: tuple[MirrorProcess, ...] = ()
 
@@ -153,9 +153,9 @@ def build(
             files=saves.files,
         ),
         start_times=times or StartTimes(),
-        spikes=None
+        spikes=()
         if config.train.on_spike is OnSpike.off
-        else SpikeWatch(config.train.spike_factor, config.train.spike_window),
+        else (SpikeWatch(config.train.spike_factor, config.train.spike_window),),
     )
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
-from models.adapters import is_adapted, saved_tensors
+from models.adapters import saved_tensors
 from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
@@ -286,7 +286,7 @@ def _trained_share(config: Config) -> str:
     frozen = frozen_names(config.model, config.train.freeze)
     trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
     count = sum(prod(tensor.shape) for tensor in trained)
-    if is_adapted(config.model):
+    if config.model.is_adapted:
         return f", frozen beneath adapters of {count:,} parameters,"
     return f", {count:,} of them trained," if frozen else ""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from models.adapters import is_adapted, saved_tensors
+from models.adapters import saved_tensors
 from models.families import parameter_count
 from reprise.errors import ConfigError, OutOfMemoryError, TrainerError
 from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
@@ -40,7 +40,7 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     state_shapes = [tensor for tensor in state if tensor.stored.shape]
     moments = sum(prod(tensor.stored.shape) for tensor in state_shapes)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
-    weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
+    weights = parameter_count(padded) + (gradients if padded.is_adapted else 0)
     state_bytes = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
     itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
     rounded = (

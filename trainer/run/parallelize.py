@@ -12,7 +12,6 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import families
-from models.adapters import is_adapted
 from models.build import build_model
 from models.config import Stage
 from models.layers import token_loss
@@ -76,7 +75,7 @@ def build_stage(
         tensor.shard(model, tensor_mesh, sequence_parallel=topology.sp)
         model.tie_weights()
     _freeze(model, frozen_names(config.model, config.train.freeze))
-    if is_adapted(config.model):
+    if config.model.is_adapted:
         from trainer.parallel.adapters import add_adapters
 
         add_adapters(model, tensor_mesh)

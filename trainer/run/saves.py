@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from models import families
-from models.adapters import is_adapted
 from reprise.errors import TrainerError
 from reprise.files import Files, is_stored, location
 from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
@@ -204,7 +203,7 @@ class WeightsTarget(SaveTarget):
         super().__init__(owner.saver)
         self._owner = owner
         self._files: dict[str, Document] = {}
-        if not is_adapted(config.model):  # PEFT's configuration of adapters has no dtype
+        if not config.model.is_adapted:  # PEFT's configuration of adapters has no dtype
             dtype = config.checkpoint.weights_dtype.value
             self._files["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from models.adapters import PREFIX, adapter_tensors, is_adapted, saved_tensors, stored_name
+from models.adapters import PREFIX, adapter_tensors, saved_tensors, stored_name
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
@@ -82,7 +82,7 @@ class TrainerState:
         Raises:
             CheckpointError: for a trainable parameter without optimizer state.
         """
-        is_base = {TensorKind.MODEL} if is_adapted(self.config) else set()
+        is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
         for part in self.parts:
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
@@ -91,7 +91,7 @@ class TrainerState:
 
     def base_shards(self) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor beneath adapters, which no checkpoint of the run holds."""
-        for part in self.parts if is_adapted(self.config) else ():
+        for part in self.parts if self.config.is_adapted else ():
             for tensor in self._live(part, None):
                 if tensor.spec.kind is TensorKind.MODEL:
                     yield tensor
@@ -126,7 +126,7 @@ class TrainerState:
         if enumerated is None or enumerated.marks != marks:
             optimizer = self.optimizer if with_optimizer else None
             specs = tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages))
-            second_names = {} if is_adapted(self.config) else aliases(self.config)
+            second_names = {} if self.config.is_adapted else aliases(self.config)
             enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)), second_names)
             self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
@@ -220,7 +220,7 @@ def checkpoint_specs(
         frozen: the stored names of the parameters unchanged by the optimizer.
         averages: whether there is a moving average of each parameter, beside the optimizer's state.
     """
-    kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
+    kind = TensorKind.ADAPTER if config.is_adapted else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():
         yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
     for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen, averages=averages):

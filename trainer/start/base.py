@@ -19,7 +19,7 @@ from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
 from trainer.record import resume_rules, run_record
-from trainer.record.compatibility import differences, settle
+from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
 from trainer.start.decide import Start, named_source
 from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of, weights_of

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError
 from reprise.files import Patience, cannot_write, failed_read, is_stored, location
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
@@ -207,9 +206,9 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")
             return {"kind": _OWN, "path": str(run_folder)}
-        if is_adapted(config.model) and section.base is None:
+        if config.model.is_adapted and section.base is None:
             return {}  # the base, which is loaded for itself: the adapters begin
-        return named_source(location(section.load), with_weights=not is_adapted(config.model))
+        return named_source(location(section.load), with_weights=not config.model.is_adapted)
     if committed:
         return {"kind": "checkpoint", "path": str(run_folder)}
     if section.ckpt_step is not None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from models import families
-from models.adapters import is_adapted
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.folder import OPTIMIZER_DROPPED
 from reprise.json_file import Json, integer
@@ -22,9 +21,8 @@ from trainer.optim.adamw import apply_settings
 from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
-from trainer.record.compatibility import differences, settle
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
-from trainer.record.resume_rules import in_samples_of
+from trainer.record.resume_rules import differences, in_samples_of, settle
 from trainer.run.build import Run
 from trainer.run.saves import SharedTarget
 from trainer.schedules.progress import Progress
@@ -44,7 +42,7 @@ def fill(run: Run, start: Start) -> Run:
     Raises:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the source.
     """
-    if is_adapted(run.config.model):
+    if run.config.model.is_adapted:
         run = with_base(run, start)
     part = Part("", run.config.model, run.state.shards, start.section, partial(_refuse, run, start.section))
     restored, checkpoint = start.source.fill(run, part).restored, None
@@ -76,9 +74,9 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
     run = _with_data_origin(run, checkpoint)
-    if run.spikes is not None and SPIKES in checkpoint.state:
+    for watch in run.spikes if SPIKES in checkpoint.state else ():
         try:
-            run.spikes.resume(checkpoint.state[SPIKES])
+            watch.resume(checkpoint.state[SPIKES])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "A state file has no valid record of spikes", where=checkpoint.path, found=repr(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from models import families
-from models.adapters import adapter_initial_values, is_adapted
+from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.json_file import Json
 from reprise.layout import TensorKind, TensorSpec
@@ -92,7 +92,7 @@ class InitialValues:
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the initial values of `train.seed`."""
         model, seed = part.model, run.config.train.seed
-        values = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
+        values = adapter_initial_values(model) if model.is_adapted else families.initial_values(model)
         fill_initial_values(part.weights(), values, seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {seed}")

@@ -17,7 +17,7 @@ from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
 from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
-from trainer.metrics.spikes import SPIKES, Spike
+from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
@@ -58,13 +58,10 @@ def train(run: Run) -> Rewind | None:
         _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
-        flags, spike = _train_and_record(run, slowdown)
-        if spike is not None:
-            if settings.on_spike is not OnSpike.warn:  # the save under way may be that to go back to
-                _await_saves(run, slowdown)
-            if (rewind := react(run, spike)) is not None:
-                run.profiler.close()
-                return rewind
+        flags, result = _train_and_record(run, slowdown)
+        if (rewind := _rewind_at_spike(run, result, slowdown)) is not None:
+            run.profiler.close()
+            return rewind
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
             _check_replicas(run)
@@ -121,8 +118,8 @@ def _goes_on(run: Run) -> bool:
     return progress.iteration < run.train_iters and not progress.owes_evaluation
 
 
-def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, Spike | None]:
-    """Train an iteration, record it and the finished saves; return the control flags of all ranks, and its spike."""
+def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepResult]:
+    """Train an iteration, record it and the finished saves; return the control flags of all ranks, and the result."""
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
@@ -135,10 +132,19 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, Spike
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for target in run.saves:
         _record_saves(run, target, target.saver.reports(), slowdown)
-    spike, skips = None, result.skipped is not None and _skips(run.config.train.on_nonfinite)
-    if run.spikes is not None and not skips:
-        spike = run.spikes.add(run.state.progress.iteration, result.loss, result.grad_norm)
-    return ControlFlags.of(result.flags), spike
+    return ControlFlags.of(result.flags), result
+
+
+def _rewind_at_spike(run: Run, result: StepResult, slowdown: Slowdown) -> Rewind | None:
+    """Return the rewind to make after an iteration, if it has a spike to be passed over. A call of all ranks."""
+    settings = run.config.train
+    for watch in () if result.skipped is not None and _skips(settings.on_nonfinite) else run.spikes:
+        spike = watch.add(run.state.progress.iteration, result.loss, result.grad_norm)
+        if spike is not None:
+            if settings.on_spike is not OnSpike.warn:  # the save under way may be that to go back to
+                _await_saves(run, slowdown)
+            return react(run, watch, spike)
+    return None
 
 
 def iterate(run: Run) -> StepResult:
@@ -290,8 +296,8 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
     record = run.state.progress.state_record(_lr(run), run.description)
-    if run.spikes is not None:
-        record[SPIKES] = run.spikes.record()
+    for watch in run.spikes:
+        record[SPIKES] = watch.record()
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,

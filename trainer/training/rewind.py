@@ -16,7 +16,7 @@ from trainer.data.position_map import SKIPPED, PositionMap
 from trainer.launch.control import RunControl
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.jsonl_sink import METRICS
-from trainer.metrics.spikes import Spike
+from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class Rewind:
 
     def begun(self, run: Run) -> Run:
         """Return the run that has gone back, with what it keeps; log the rewind."""
-        assert run.spikes is not None
-        run.spikes.rewound = list(self.rewound)
+        for watch in run.spikes:
+            watch.rewound = list(self.rewound)
         for log in run.logs:
             abandoned = newest_side_file(Path(run.config.run.dir) / METRICS)
             members = {"from": self.spike.iteration, "skipped": list(self.gap), "abandoned": abandoned}
@@ -68,8 +68,8 @@ class Rewind:
         return replace(run, control=self.control)
 
 
-def react(run: Run, spike: Spike) -> Rewind | None:
-    """Log a spike, and return the rewind to make, if any. A call of all ranks, with no save under way.
+def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
+    """Log a spike of the watch, and return the rewind to make, if any. A call of all ranks, with no save under way.
 
     Raises:
         TrainerError: on every rank, if the spike ends the run; nothing of its iteration is saved.
@@ -80,12 +80,11 @@ def react(run: Run, spike: Spike) -> Rewind | None:
         log.note(spike.iteration, "spike", members, f"a spike: {spike}")
     if settings.on_spike is OnSpike.warn:
         return None
-    assert run.spikes is not None
     key = f"spike/{run.cluster.nonce}/{spike.iteration}"
     iteration, count = run.cluster.channel.from_first(key, lambda: _newest_before(run, spike.iteration))
     positions = PositionMap.from_record(run.description.get(SKIPPED, []))
     gap = positions.end(count), positions.end(run.state.progress.consumed_samples)
-    rewound = (*run.spikes.rewound, gap)
+    rewound = (*watch.rewound, gap)
     if settings.on_spike is OnSpike.rewind and iteration >= 0 and len(rewound) <= settings.max_rewinds:
         return Rewind(iteration, spike, gap, rewound, run.control)
     raise _stopped(run, spike, iteration, rewound)

@@ -26,7 +26,7 @@ from trainer.config.optimizer import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.record import resume_rules, run_record
-from trainer.record.compatibility import differences, settle
+from trainer.record.resume_rules import differences, settle
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer/optimizer-00001-of-00001.safetensors"

@@ -18,8 +18,7 @@ from trainer.config.train import Dtype
 from trainer.data.section import DataKind
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology
-from trainer.record.compatibility import Verdict
-from trainer.record.resume_rules import RULES, flags_set, rules_for
+from trainer.record.resume_rules import RULES, Verdict, flags_set, rules_for
 from trainer.record.run_record import describe
 from trainer.schedules.lr import resolve
 

@@ -6,7 +6,7 @@ import pytest
 
 from reprise.errors import MismatchError
 from reprise.json_file import Json
-from trainer.record.compatibility import Rule, Verdict, differences, settle
+from trainer.record.resume_rules import Rule, Verdict, differences, settle
 
 TABLE = (
     Rule("model", Verdict.REFUSED),

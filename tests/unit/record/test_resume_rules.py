@@ -18,8 +18,17 @@ from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.config.schema import Config
 from trainer.optim.table import settings_record
 from trainer.record import resume_rules, run_record
-from trainer.record.compatibility import Difference, Verdict, differences, flattened, rule_for, settle
-from trainer.record.resume_rules import RULES, compared, in_samples_of
+from trainer.record.resume_rules import (
+    RULES,
+    Difference,
+    Verdict,
+    compared,
+    differences,
+    flattened,
+    in_samples_of,
+    rule_for,
+    settle,
+)
 from trainer.record.run_record import saved_progress
 from trainer.schedules.lr import resolve
 from trainer.schedules.progress import Progress

@@ -17,8 +17,8 @@ from torch import nn
 
 from reprise import load, save
 from reprise.errors import CheckpointError
+from reprise.format import layout as header
 from reprise.format import manifest
-from reprise.format import safetensors_file as header
 from reprise.format.layout import TensorKind
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from reprise.format.box import Box, Image, image, in_bytes, whole
 from reprise.format.layout import TensorKind, TensorSpec
-from reprise.loading.gather import Bytes, Gatherer, Target
+from reprise.loading.loader import Target
+from reprise.loading.reader import Bytes, Gatherer
 from reprise.tensors.live import LiveTensor
 
 OFFSET = 5

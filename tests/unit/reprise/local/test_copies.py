@@ -14,8 +14,7 @@ from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.format.host_file import without
 from reprise.format.layout import Layout
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.gather import Bytes
-from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.reader import Bytes, open_checkpoint, read_places
 from reprise.local import link
 from reprise.local.copies import Copies
 from reprise.local.fetch import damaged_pieces
