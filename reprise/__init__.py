@@ -8,7 +8,8 @@
     import reprise                                          what is done with saved checkpoints:
     reprise.list, reprise.show                              what a folder and a checkpoint hold
     reprise.verify, reprise.diff                            every byte; two checkpoints, tensor by tensor
-    reprise.prune, reprise.gather                           delete old ones; join the folders of hosts
+    reprise.prune, reprise.drop_optimizer                   delete old ones, or their optimizer's state
+    reprise.gather                                          join the folders of hosts
     reprise.copy                                            into an object store, out of it, from one to another
 
 It needs nothing of the trainer around it and works on any torch model and optimizer.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from reprise.management.copying import CopiedCheckpoint, copy
     from reprise.management.gathering import GatherReport, GatherSource, gather
     from reprise.management.host_share import HostPieces, HostShare
+    from reprise.management.lightening import LightenedCheckpoint, drop_optimizer
     from reprise.management.listing import CheckpointStatus, CheckpointSummary, list_checkpoints
     from reprise.management.progress import ProgressCallback
     from reprise.management.pruning import ExpiredCheckpoint, PruneReport, prune
@@ -66,6 +68,7 @@ __all__ = [
     "GatherSource",
     "HostPieces",
     "HostShare",
+    "LightenedCheckpoint",
     "LoadedState",
     "LockError",
     "MismatchError",
@@ -80,6 +83,7 @@ __all__ = [
     "VerifiedCheckpoint",
     "copy",
     "diff",
+    "drop_optimizer",
     "gather",
     "latest",
     "load",
@@ -100,6 +104,7 @@ _NAMES = {
     "management.copying": ("CopiedCheckpoint", "copy"),
     "management.gathering": ("GatherReport", "GatherSource", "gather"),
     "management.host_share": ("HostPieces", "HostShare"),
+    "management.lightening": ("LightenedCheckpoint", "drop_optimizer"),
     "management.listing": ("CheckpointStatus", "CheckpointSummary", "list_checkpoints"),
     "management.pruning": ("ExpiredCheckpoint", "PruneReport", "prune"),
     "management.verification": ("VerifiedCheckpoint", "verify"),

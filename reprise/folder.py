@@ -8,6 +8,7 @@ from reprise.format.names import (
     INDEX,
     INTERIM,
     MANIFEST,
+    OPTIMIZER_DROPPED,
     STATE,
     STILL_MIRRORED,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "INDEX",
     "INTERIM",
     "MANIFEST",
+    "OPTIMIZER_DROPPED",
     "STATE",
     "STILL_MIRRORED",
     "TRACKER",

@@ -84,7 +84,7 @@ def prune(
     if is_stored(place):
         return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
     checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
-    with contextlib.nullcontext() if dry_run else _locked(checkpoints) as lock:
+    with contextlib.nullcontext() if dry_run else locked(checkpoints) as lock:
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
         retained = sorted(set(committed) - set(iterations))
@@ -134,7 +134,8 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
 
 
 @contextlib.contextmanager
-def _locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
+def locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
+    """Hold the lock of a checkpoint folder."""
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     lock.acquire()
     try:

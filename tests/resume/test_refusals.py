@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import reprise
 from reprise.folder import MANIFEST, STATE
 from reprise.format import manifest
 from reprise.format.manifest import FileEntry, digest_of
@@ -286,3 +287,15 @@ def test_an_unchanged_run_loads_without_a_word(run: Path) -> None:
     ended = run_ok(run, BASE)
     assert "now" not in ended.text.split("loaded")[0]
     assert re.search(r"loaded (\d+) of \1 tensors, \d+ bytes, .* GB/s: iteration 3 from ", ended.text)
+
+
+def test_a_checkpoint_without_its_moments_is_refused(tmp_path: Path) -> None:
+    overrides = [*BASE, "checkpoint.save_interval=1"]
+    run_ok(tmp_path / "run", overrides)
+    reprise.drop_optimizer(tmp_path / "run", before=3)
+    before = all_files(tmp_path / "run" / "checkpoints")
+    refused = launch(tmp_path / "run", [*overrides, "checkpoint.ckpt_step=2"])
+    assert not refused.ok
+    assert "no optimizer state: `reprise checkpoint prune --optimizer` dropped it" in refused.text
+    assert "Resume from a checkpoint that has it, with checkpoint.ckpt_step." in refused.text
+    assert all_files(tmp_path / "run" / "checkpoints") == before

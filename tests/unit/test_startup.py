@@ -43,7 +43,8 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "train --help", "compare-loss --help", "compare-speed --help"]
+    "words",
+    ["--help", "--version", "train --help", "compare-loss --help", "compare-speed --help", "compare-steps --help"],
 )
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
     imported = imports_of("-m", "reprise", *words.split())

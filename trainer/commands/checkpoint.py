@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
-from reprise.errors import TrainerError
+from reprise.errors import ConfigError, TrainerError
 from reprise.files import FILE_SYSTEM, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
@@ -264,7 +264,11 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Delete all but the newest checkpoints, those with a `hold` file, and every multiple of an interval."""
+    """Delete all but the newest checkpoints, or the optimizer's state of old ones; neither where a `hold` file lies."""
+    if options.optimizer != (options.before is not None):
+        raise ConfigError("--optimizer and --before N go together", fix="Name both, or --keep K.")
+    if options.optimizer:
+        return _drop_optimizer(options)
     report = reprise.prune(
         options.run,
         keep=options.keep,
@@ -280,6 +284,23 @@ def prune(options: argparse.Namespace) -> int:
     if not options.json:
         verb = "would be" if report.is_dry_run else "were"
         print(f"{len(rows)} {verb} deleted, {len(report.retained)} stay")
+    return FINE
+
+
+def _drop_optimizer(options: argparse.Namespace) -> int:
+    checkpoints = reprise.drop_optimizer(options.run, before=options.before, dry_run=options.dry_run, terms=LOCAL)
+    rows: list[Row] = [
+        {
+            "iteration": checkpoint.iteration,
+            "bytes": checkpoint.dropped_bytes,
+            "dropped": not (options.dry_run or checkpoint.reason),
+            "stays": checkpoint.reason,
+        }
+        for checkpoint in checkpoints
+    ]
+    if not any(checkpoint.reason for checkpoint in checkpoints):
+        rows = without_columns(rows, "stays")
+    print_rows(rows, as_json=options.json)
     return FINE
 
 
@@ -368,7 +389,10 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
     pruned.add_argument("run", type=any_path, metavar="RUN", help="the folder or URL of a run")
-    pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
+    rules = pruned.add_mutually_exclusive_group(required=True)
+    rules.add_argument("--keep", type=positive, metavar="K", help="how many of the newest stay")
+    rules.add_argument("--optimizer", action="store_true", help="delete the optimizer's state alone, with --before")
+    pruned.add_argument("--before", type=natural, metavar="N", help="of all checkpoints before this iteration")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
     return parser

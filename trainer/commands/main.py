@@ -48,6 +48,9 @@ COMMANDS = {
     ),
     "report": Command("trainer.commands.report", "write a page about runs: curves, life, goodput, settings"),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),
+    "compare-steps": Command(
+        "trainer.commands.compare_steps", "find the first tensor in which two runs differ", _COMPOSITION
+    ),
     "compare-speed": Command(
         "trainer.commands.compare_speed", "compare the speed of runs, and the cost of their saves"
     ),

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -66,6 +66,13 @@ def compose(overrides: Sequence[str]) -> Config:
         ConfigError: for a malformed override, an unknown key, or a value without resolution.
     """
     return resolve(_composed(readable(overrides))).config
+
+
+def compose_values(values: Mapping[str, object]) -> Config:
+    """Return the configuration with these values by dotted key, without validation; see `compose`."""
+    raw = _composed([])
+    _reported(lambda: _update(raw, values), ())
+    return resolve(raw).config
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -126,16 +133,16 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
         mirror = values.pop("checkpoint.mirror")
         values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror_")}
         _log.warning(f"checkpoint.mirror={mirror} is of the run that is loaded: this one has no mirror unless named")
-
-    def update() -> None:
-        for key, value in values.items():
-            # A nested section of the schema takes members only; a dict in its place would be of another type.
-            is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
-            OmegaConf.update(raw, key, escape(value), merge=is_section)
-
-    _reported(update, [str(saved.path)])
+    _reported(lambda: _update(raw, values), [str(saved.path)])
     _log.info(f"the configuration is that of {saved.path}, under the keys of the command")
     return raw
+
+
+def _update(raw: DictConfig, values: Mapping[str, object]) -> None:
+    for key, value in values.items():
+        # A nested section of the schema takes members only; a dict in its place would be of another type.
+        is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
+        OmegaConf.update(raw, key, escape(value), merge=is_section)
 
 
 def _is_named(key: str, names: Collection[str]) -> bool:

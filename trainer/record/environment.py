@@ -20,7 +20,7 @@ from trainer.record.resume_rules import flattened
 _log = logging.getLogger(__name__)
 
 # Variables by which the libraries take other kernels; torch's own is in `kernels`.
-_KERNEL_VARIABLES = (
+KERNEL_VARIABLES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_DEBUG_CPU_TYPE",
@@ -33,7 +33,7 @@ _KERNEL_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
 )
 # Variables by which float32 products are made of numbers of fewer bits.
-_PRECISION_VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
+PRECISION_VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
 
 
 def environment_record(config: Config, device: torch.device, threads: int) -> Json:
@@ -75,9 +75,9 @@ def _math(variables: Mapping[str, str]) -> Json:
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "mkl": _version(r"Math Kernel Library Version (\S+)", libraries),
         "onednn": _version(r"MKL-DNN (\S+)", libraries) if torch.backends.mkldnn.enabled else "off",
-        "settings": _settings(_KERNEL_VARIABLES, variables),
+        "settings": _settings(KERNEL_VARIABLES, variables),
         "float32_products": " ".join(
-            filter(None, [torch.get_float32_matmul_precision(), _settings(_PRECISION_VARIABLES, variables)])
+            filter(None, [torch.get_float32_matmul_precision(), _settings(PRECISION_VARIABLES, variables)])
         ),
     }
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from models import families
 from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.folder import OPTIMIZER_DROPPED
 from reprise.json_file import Json, integer
 from reprise.live_tensors import local_of
 from reprise.reading import Checkpoint, open_checkpoint
@@ -172,11 +173,14 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     for line in settle(changes, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
+        is_dropped = OPTIMIZER_DROPPED in checkpoint.state
+        reason = "`reprise checkpoint prune --optimizer` dropped it"
+        reason = reason if is_dropped else "it was saved with checkpoint.no_save_optim, or as weights alone"
         raise MismatchError(
-            "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim, or as weights alone",
+            f"The checkpoint has no optimizer state: {reason}",
             where=checkpoint.path,
-            fix="To continue with zero moments, set checkpoint.no_load_optim=true; to start at iteration 0 from its "
-            "weights, set checkpoint.finetune=true.",
+            fix="Resume from a checkpoint that has it, with checkpoint.ckpt_step. To continue with zero moments, set "
+            "checkpoint.no_load_optim=true; to start at iteration 0 from its weights, set checkpoint.finetune=true.",
         )
     samples = 0
     if not section.finetune:

@@ -1,0 +1,283 @@
+"""`reprise compare-steps` names where two runs part: ten faults, each put into one of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.nn.functional as F
+
+import models.gpt2
+import trainer.__main__
+import trainer.training.loop
+from models.layers import LayerNorm
+from reprise.files import FILE_SYSTEM
+from tests.harness import TINY, call_on_ranks
+from trainer.commands.compare_steps import compare_steps
+from trainer.config.compose import compose_command, over_saved, resolve
+from trainer.data.batches import Samples
+from trainer.launch.environment import Environment
+from trainer.train_command import run
+from trainer.training.replay import RecordedRun, replay
+
+BASE = (
+    "model=gpt2_tiny",
+    *TINY,
+    "train.global_batch_size=8",
+    "model.dropout=0.1",
+    "train.train_iters=6",
+    "train.threads=1",
+    "checkpoint.save_interval=2",
+)
+Patch = pytest.MonkeyPatch
+
+
+def _around_iterations(patch: Patch, act: Callable[[Any, int], None]) -> None:
+    """Call `act` with the run and the number of each iteration that was trained."""
+    iterate = trainer.training.loop.iterate
+
+    def acting(run: Any) -> Any:
+        result = iterate(run)
+        act(run, run.state.progress.iteration)
+        return result
+
+    patch.setattr(trainer.training.loop, "iterate", acting)
+
+
+def flip_weight(patch: Patch) -> None:
+    """Flip the lowest bit of one weight after iteration 4, before it is saved."""
+
+    def flip(run: Any, iteration: int) -> None:
+        if iteration == 4:
+            weight = run.state.parts[0].model.transformer["h"]["1"].mlp.c_fc.weight
+            weight.data.view(torch.int32)[3, 7] ^= 1
+
+    _around_iterations(patch, flip)
+
+
+def flip_moment(patch: Patch) -> None:
+    """Flip a bit of one second moment there."""
+
+    def flip(run: Any, iteration: int) -> None:
+        if iteration == 4:
+            (part,) = run.state.parts
+            weight = part.model.transformer["h"]["1"].mlp.c_fc.weight
+            part.optimizer.state[weight]["exp_avg_sq"].view(torch.int32)[3, 7] ^= 1 << 22
+
+    _around_iterations(patch, flip)
+
+
+def change_mask(patch: Patch) -> None:
+    """Draw the masks of a micro batch of iteration 5 from another key."""
+    dropout_key = trainer.training.loop.dropout_key
+
+    def other(seed: int, iteration: int, *, micro_batch: int) -> int:
+        return dropout_key(seed + (iteration == 5 and micro_batch == 2), iteration, micro_batch=micro_batch)
+
+    patch.setattr(trainer.training.loop, "dropout_key", other)
+
+
+def change_order(patch: Patch) -> None:
+    """Let one norm sum in another order."""
+    ordinary, calls = LayerNorm.forward, [0]
+
+    def forward(norm: LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] % 5 != 4:  # two norms a block, and the last: this is the second of the second block
+            return ordinary(norm, x)
+        weight, bias = norm.weight.flip(0), norm.bias.flip(0)
+        return F.layer_norm(x.flip(-1), [x.shape[-1]], weight, bias, norm.eps).flip(-1)
+
+    patch.setattr(LayerNorm, "forward", forward)
+
+
+def change_kernel(patch: Patch) -> None:
+    """Compute attention by products in place of the fused kernel."""
+
+    def attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        return (torch.dropout(scores.softmax(-1), dropout_p, train=True) @ v).transpose(1, 2).flatten(2)
+
+    patch.setattr(models.gpt2, "causal_attention", attention)
+
+
+def change_sample(patch: Patch) -> None:
+    """Change a token of one sample of iteration 3."""
+    read = Samples.shuffled
+
+    def shuffled(samples: Samples, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        windows = read(samples, positions, seed).copy()
+        windows[positions == 2 * 8 + 5, 4] ^= 1
+        return windows
+
+    patch.setattr(Samples, "shuffled", shuffled)
+
+
+def round_output(patch: Patch) -> None:
+    """Round the output of one MLP to bfloat16."""
+    forward = models.gpt2.GPT2MLP.forward
+
+    def rounded(mlp: Any, x: torch.Tensor, key: int | None) -> torch.Tensor:
+        output = forward(mlp, x, key)
+        return output.bfloat16().float() if mlp.dropout.layer == 0 else output
+
+    patch.setattr(models.gpt2.GPT2MLP, "forward", rounded)
+
+
+@pytest.fixture
+def train(monkeypatch: Patch) -> Iterator[Callable[[Path, Sequence[str]], None]]:
+    """Return a function that runs the trainer's command in this process."""
+    threads = torch.get_num_threads()
+
+    def call(folder: Path, overrides: Sequence[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["trainer", f"run.dir={folder}", *overrides])
+        raw = compose_command()
+        assert raw is not None
+        run(resolve(over_saved(raw, FILE_SYSTEM)), Environment.read({}))
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+# A fault of the program of B, which stays when B is trained again, or a key; and the place of the first difference.
+FAULTS: dict[str, tuple[Callable[[Patch], None] | str, tuple[int, str, int, str, str]]] = {
+    "mask": (change_mask, (5, "forward", 2, "dropout", "output")),
+    "order of a sum": (change_order, (1, "forward", 0, "transformer.h.1.ln_2", "output")),
+    "kernel": (change_kernel, (1, "forward", 0, "transformer.h.0.attn.c_proj", "output")),
+    "learning rate": ("optimizer.lr=0.0011", (1, "optimizer", -1, "optimizer setting lr", "value")),
+    "sample": (change_sample, (3, "forward", 2, "the model", "input")),
+    "eps": ("optimizer.adam_eps=1e-7", (1, "optimizer", -1, "optimizer setting eps", "value")),
+    "rounding": (round_output, (1, "forward", 0, "transformer.h.0.mlp", "output")),
+}
+FAST = ("kernel",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAULTS]
+)
+def test_the_first_tensor_of_a_fault_is_named(
+    tmp_path: Path, monkeypatch: Patch, train: Callable[[Path, Sequence[str]], None], name: str
+) -> None:
+    fault, place = FAULTS[name]
+    train(tmp_path / "a", BASE)
+    with monkeypatch.context() as patch:
+        if callable(fault):
+            fault(patch)
+        train(tmp_path / "b", [*BASE, *([fault] if isinstance(fault, str) else [])])
+
+    def again(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
+        with monkeypatch.context() as patch:
+            if callable(fault) and run.folder.name == "b":
+                fault(patch)
+            replay(run.folder, first, last, out, FILE_SYSTEM, begin=begin, values=values)
+
+    report = compare_steps(tmp_path / "a", tmp_path / "b", folder=tmp_path / "records", train=again)
+    assert report.difference is not None
+    actual = report.difference.place
+    assert (actual.iteration, actual.phase, actual.micro, actual.name, actual.what) == place, report
+    assert report.difference.largest
+    assert report.unrepeated == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("flip", "tensor"), [pytest.param(flip_weight, "", marks=pytest.mark.slow), (flip_moment, "exp_avg_sq.")]
+)
+def test_a_flipped_bit_is_named(
+    tmp_path: Path,
+    monkeypatch: Patch,
+    train: Callable[[Path, Sequence[str]], None],
+    flip: Callable[[Patch], None],
+    tensor: str,
+) -> None:
+    train(tmp_path / "a", BASE)
+    with monkeypatch.context() as patch:
+        flip(patch)
+        train(tmp_path / "b", BASE)
+    report = compare_steps(tmp_path / "a", tmp_path / "b", train=_again)
+    assert report.difference is None  # of what is computed again from the newest equal checkpoints
+    assert report.first == (2, 2)
+    assert report.unrepeated[0] == ()
+    assert report.unrepeated[1][0] in (5, 6)
+    assert report.saved.startswith(f"iteration 4, {tensor}transformer.h.1.mlp.c_fc.weight: 1 of "), report.saved
+
+
+def _again(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
+    replay(run.folder, first, last, out, FILE_SYSTEM, begin=begin, values=values)
+
+
+@pytest.mark.slow
+def test_another_number_of_threads_is_named(tmp_path: Path, train: Callable[[Path, Sequence[str]], None]) -> None:
+    rows = ["train.seq_length=32", "train.micro_batch_size=8"]
+    train(tmp_path / "a", [*BASE, *rows])
+    train(tmp_path / "b", [*BASE, *rows, "train.threads=2"])
+    report = compare_steps(tmp_path / "a", tmp_path / "b", train=_again)
+    assert report.difference is not None
+    place = report.difference.place
+    assert (place.iteration, place.phase, place.what) == (1, "gradient", "gradient")
+    assert ".ln_" in place.name
+    assert "train.threads: 1 and 2" in report.settings
+
+
+TENSOR = ["model.pad_vocab_multiple=2", "parallel.invariant_ranks=4", "parallel.invariant_tensor_ranks=2"]
+LAYOUTS = {
+    "zero3": (["parallel.invariant_ranks=4"], ["parallel.zero_stage=3"], 2),
+    "tp2": (TENSOR, ["parallel.tensor_model_parallel_size=2"], 2),
+    "zero3 and tp2": (
+        TENSOR,
+        ["parallel.zero_stage=3", "parallel.tensor_model_parallel_size=2"],
+        4,
+    ),
+}
+
+
+def train_rounded(arguments: list[str]) -> None:
+    """Run the trainer's command, or train a run again, with an MLP that is rounded."""
+    round_output(Patch())
+    record(arguments)
+
+
+def record(arguments: list[str]) -> None:
+    """Run the trainer's command, or train a run again."""
+    if len(arguments) > len(BASE):
+        sys.argv = ["trainer", *arguments]
+        trainer.__main__.main()
+    else:
+        folder, first, last, begin, out, *values = arguments
+        replay(Path(folder), int(first), int(last), Path(out), FILE_SYSTEM, begin=int(begin), values=values)
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "zero3" else pytest.mark.soak) for name in LAYOUTS]
+)
+def test_logical_tensors_are_compared_across_topologies(tmp_path: Path, layout: str, is_faulty: bool) -> None:
+    invariance, sizes, ranks = LAYOUTS[layout]
+    faulty = train_rounded if is_faulty else record
+    for name, function, count, overrides in (("a", record, 1, []), ("b", faulty, ranks, sizes)):
+        words = [f"run.dir={tmp_path / name}", *BASE, *invariance, *overrides]
+        ended = call_on_ranks(function, words, folder=tmp_path / name, ranks=count)
+        assert ended.ok, ended.text
+
+    def again(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
+        words = [str(run.folder), str(first), str(last), str(begin), str(out), *values]
+        function = faulty if run.folder.name == "b" else record
+        ended = call_on_ranks(function, words, folder=out, ranks=run.ranks)
+        assert ended.ok, ended.text
+
+    report = compare_steps(tmp_path / "a", tmp_path / "b", iteration=2, folder=tmp_path / "records", train=again)
+    assert report.unrepeated == ((), ())
+    if not is_faulty:
+        assert (report.iteration, report.difference, report.alone) == (None, None, (0, 0))
+        return
+    assert report.difference is not None
+    place = report.difference.place
+    assert (place.iteration, place.phase, place.name, place.what) == (1, "forward", "transformer.h.0.mlp", "output")
+    assert report.difference.largest

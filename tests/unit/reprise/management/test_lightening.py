@@ -1,0 +1,124 @@
+"""`reprise.drop_optimizer`: old checkpoints become lighter and stay valid, whenever the process dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import reprise
+from reprise.errors import CheckpointError, ConfigError, LockError
+from reprise.files import FILE_SYSTEM
+from reprise.folder import FORMAT, STATE, CheckpointFolder, FolderLock
+from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord
+from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.reading import open_checkpoint
+from reprise.savers import write_checkpoint
+from tests.crash.killing import AFTER, BEFORE, Killer
+from trainer.interop.tensor_files import write_tensor_files
+
+SPECS = [
+    TensorSpec(kind, name, (2, 3), torch.float32, (2, 3))
+    for kind, name in ((TensorKind.MODEL, "weight"), (TensorKind.OPTIMIZER, "exp_avg.weight"))
+]
+
+
+def full_run(tmp_path: Path) -> Path:
+    """Save three checkpoints as a run does, with the moments of their only weight; return their folder."""
+    folder, layout = (
+        CheckpointFolder(tmp_path / "run" / "checkpoints", FILE_SYSTEM),
+        build_layout(SPECS, file_bytes=DEFAULT_FILE_BYTES),
+    )
+    for iteration in (10, 20, 30):
+        values = torch.full((2, 3), float(iteration))
+        write_checkpoint(
+            folder,
+            iteration,
+            layout,
+            lambda target, values=values: write_tensor_files(target, FILE_SYSTEM, layout, lambda _: values),
+            documents={STATE: {"format": FORMAT, "iteration": iteration}},
+            aliases={},
+        )
+    return folder.root
+
+
+def killed(folder: Path, at: int | None, when: str) -> int:
+    """Drop the state of two checkpoints in a process that dies at a call; return the number of calls, without one."""
+    notes = folder.parent / "calls"
+    process = os.fork()
+    if process == 0:
+        killer = Killer(folder, notes=folder.parent / "notes", at=at, when=when)
+        killer.install()
+        reprise.drop_optimizer(folder, before=30)
+        notes.write_text(str(len(killer.calls)))
+        os._exit(0)
+    os.waitpid(process, 0)
+    return int(notes.read_text()) if at is None else 0
+
+
+def names(path: Path) -> set[str]:
+    return set(open_checkpoint(path, FILE_SYSTEM).manifest.tensors)
+
+
+def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    before = (folder / "iter_0000010" / "model.safetensors").read_bytes()
+    plan = reprise.drop_optimizer(folder, before=30, dry_run=True)
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+    assert reprise.drop_optimizer(tmp_path / "run", before=30) == plan
+    assert [(c.iteration, c.dropped_bytes, c.reason) for c in plan] == [(10, 24, ""), (20, 24, "")]
+    assert names(folder / "iter_0000010") == names(folder / "iter_0000020") == {"weight"}
+    assert names(folder / "iter_0000030") == {"weight", "exp_avg.weight"}
+    assert (folder / "iter_0000010" / "model.safetensors").read_bytes() == before
+    assert not (folder / "iter_0000010" / "optimizer").exists()
+    light = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM)
+    assert not light.has_optimizer
+    assert len(light.state["optimizer_dropped"]["manifest_xxh3_64"]) == 16
+    assert all(result.problem is None for result in reprise.verify(folder))
+    assert {path.name for path in folder.glob("*iter_*")} == {"iter_0000010", "iter_0000020", "iter_0000030"}
+    assert reprise.drop_optimizer(folder, before=30) == ()
+
+
+def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    (folder / "iter_0000010" / "hold").touch()
+    digest = open_checkpoint(folder / "iter_0000020", FILE_SYSTEM).digest
+    for entry, reason in (
+        (MirroredCheckpoint("0" * 16), "not in s3://bucket/run yet"),
+        (MirroredCheckpoint(digest), ""),
+    ):
+        (folder / MIRROR).write_bytes(MirrorRecord("s3://bucket/run", {"iter_0000020": entry}).to_bytes())
+        results = reprise.drop_optimizer(folder, before=30)
+        assert [(c.iteration, c.reason) for c in results] == [(10, "held"), (20, reason)]
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+    assert names(folder / "iter_0000020") == {"weight"}
+
+
+def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    with pytest.raises(CheckpointError, match="None of the checkpoints that would stay has an optimizer's state"):
+        reprise.drop_optimizer(folder, before=31)
+    with pytest.raises(ConfigError, match="dropped in folders, not in a store"):
+        reprise.drop_optimizer("s3://bucket/run", before=30)
+    lock = FolderLock(folder, "a run")
+    lock.acquire()
+    with pytest.raises(LockError):
+        reprise.drop_optimizer(folder, before=30)
+    lock.release()
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+
+
+def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    calls = killed(full_run(tmp_path / "all"), None, BEFORE)
+    assert calls > 20
+    for at in range(calls):
+        for when in (BEFORE, AFTER):
+            folder = full_run(tmp_path / f"{at}{when}")
+            killed(folder, at, when)
+            (folder / ".lock").unlink(missing_ok=True)
+            CheckpointFolder(folder, FILE_SYSTEM).sweep()
+            assert names(folder / "iter_0000010") in ({"weight"}, {"weight", "exp_avg.weight"}), (at, when)
+            assert all(result.problem is None for result in reprise.verify(folder)), (at, when)
+            assert len(reprise.list(folder)) == 3, (at, when)

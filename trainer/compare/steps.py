@@ -1,0 +1,345 @@
+"""Compares what two runs computed in the same iterations, tensor by tensor, from the records of their ranks.
+
+A record is a folder with two files a rank: `rank0.jsonl` has a line for each tensor, `rank0.bin` the values of those
+that had room. Logical tensors (parameters, gradients, the optimizer's state) are recorded box by box with digests that
+add up to the same sum however the tensor is cut, activations as each rank has them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reprise.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+RECORDS, VALUES = "rank{}.jsonl", "rank{}.bin"
+_MODULO = 1 << 64
+
+
+class StepPhase(Enum):
+    """A part of an iteration, in the order in which differences spread."""
+
+    start = "start"
+    forward = "forward"
+    backward = "backward"
+    gradient = "gradient"
+    figures = "figures"
+    optimizer = "optimizer"
+
+
+_ORDER = {phase.value: number for number, phase in enumerate(StepPhase)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """What is compared: a tensor of an iteration, or a number.
+
+    Args:
+        micro: the number of the micro batch in the iteration, over all ranks; -1 outside the passes.
+        name: of the module, the stored tensor or the setting.
+        what: `input`, `output`, `gradient of its output`, `weight`, a moment, or `value`.
+    """
+
+    iteration: int
+    phase: str
+    micro: int
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        batch = f", micro batch {self.micro}" if self.micro >= 0 else ""
+        return f"iteration {self.iteration}, {self.phase}{batch}: {self.what} of {self.name}"
+
+    @property
+    def key(self) -> str:
+        """Return the place in a word, for `--values`."""
+        return json.dumps([self.iteration, self.phase, self.micro, self.name, self.what], separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What a rank has of a tensor.
+
+    Args:
+        order: the rank's pipeline stage and tensor-parallel index, the number of the call of a module that is called
+            several times, and the number of the record among those of the rank.
+        offset, whole: the corner of its box and the shape of the tensor, for a logical tensor; else empty.
+        norm, largest: the L2 norm, and the largest absolute value.
+        at: the offset of its values in `file`; None for values that were not kept.
+    """
+
+    rank: int
+    order: tuple[int, int, int, int]
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+    digest: str
+    norm: float
+    largest: float
+    file: Path
+    at: int | None
+
+    def values(self) -> torch.Tensor | None:
+        """Return the values, or None if they were not kept."""
+        import torch
+
+        if self.at is None:
+            return None
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype)
+        with open(self.file, "rb") as file:
+            file.seek(self.at)
+            data = bytearray(file.read(math.prod(self.shape) * dtype.itemsize))
+        return torch.frombuffer(data, dtype=dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The records of all ranks of a run.
+
+    Args:
+        header: of rank 0: the run, its settings, and the first and last iteration.
+        parts: of each place, in order.
+    """
+
+    header: Mapping[str, Any]
+    parts: Mapping[StepPlace, Sequence[StepPart]]
+
+    def figures(self) -> dict[int, tuple[str, ...]]:
+        """Return the loss and the gradient norm of each iteration, as hex."""
+        figures = dict[int, tuple[str, ...]]()
+        for place, parts in self.parts.items():
+            if place.phase == StepPhase.figures.value:
+                figures[place.iteration] = (*figures.get(place.iteration, ()), parts[0].digest)
+        return figures
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """The first tensor in which two records differ.
+
+    Args:
+        detail: dtypes, shapes or values that differ, or between which ranks of one run the difference is.
+        differing, total: numbers of values; `differing` is 0 if the values of one side were not kept.
+        largest: the largest absolute difference, infinite if either value is NaN; None without both values.
+        at: the index of the first value that differs, in the logical tensor.
+        equal: places before it in the order of comparison that are equal.
+    """
+
+    place: StepPlace
+    detail: str
+    differing: int
+    total: int
+    largest: float | None
+    at: tuple[int, ...]
+    equal: int
+
+
+def read_record(folder: Path) -> StepRecord:
+    """Read the records in a folder.
+
+    Raises:
+        DataError: if it has none, or a rank's are incomplete.
+    """
+    headers, parts = list[dict[str, Any]](), dict[StepPlace, list[StepPart]]()
+    for rank in range(len(list(folder.glob(RECORDS.format("*"))))):
+        path = folder / RECORDS.format(rank)
+        try:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            (header, *records, end) = lines
+            if end != {"end": True}:
+                raise ValueError(end)
+        except (OSError, ValueError) as error:
+            raise DataError("The record of a rank is incomplete", where=path, fix="Record the run again.") from error
+        headers.append(header)
+        for number, record in enumerate(records):
+            order = (header["stage"], header["tensor_rank"], record["call"], number)
+            place = StepPlace(*record["place"])
+            parts.setdefault(place, []).append(_part(rank, order, record, folder / VALUES.format(rank)))
+    if len(headers) != (headers[0]["ranks"] if headers else -1):
+        raise DataError("A folder has no record of all ranks", where=folder, found=f"{len(headers)} ranks")
+    return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
+
+
+def _part(rank: int, order: tuple[int, int, int, int], record: dict[str, Any], file: Path) -> StepPart:
+    return StepPart(
+        rank,
+        order,
+        dtype=record["dtype"],
+        shape=tuple(record["shape"]),
+        offset=tuple(record["offset"]),
+        whole=tuple(record["whole"]),
+        digest=record["digest"],
+        norm=float.fromhex(record["norm"]),
+        largest=float.fromhex(record["largest"]),
+        file=file,
+        at=record["at"],
+    )
+
+
+def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
+    """Return the first tensor in which two runs differ, in the order of the computation of A; None without any.
+
+    Places that only one of them has are left out: see `unmatched`.
+    """
+    common = sorted(a.parts.keys() & b.parts.keys(), key=lambda place: _order(place, a.parts[place]))
+    for equal, place in enumerate(common):
+        difference = _compare(place, a.parts[place], b.parts[place], equal)
+        if difference is not None:
+            return difference
+    return None
+
+
+def unmatched(a: StepRecord, b: StepRecord) -> tuple[int, int]:
+    """Return how many places only A has, and only B."""
+    return len(a.parts.keys() - b.parts.keys()), len(b.parts.keys() - a.parts.keys())
+
+
+def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, int, int, int, int]:
+    """Return the position of a place in an iteration; later pipeline stages come first in a backward pass."""
+    stage, _, _, number = parts[0].order
+    return place.iteration, _ORDER[place.phase], place.micro, -stage if place.phase == "backward" else stage, number
+
+
+def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int) -> StepDifference | None:
+    whole, other = a[0].whole or a[0].shape, b[0].whole or b[0].shape
+    if a[0].offset or a[0].whole:
+        if whole != other or a[0].dtype != b[0].dtype:
+            return StepDifference(place, f"{_form(a[0])} and {_form(b[0])}", 0, 0, None, (), equal)
+        for name, parts in (("A", a), ("B", b)):
+            ranks = _unequal_replicas(parts)
+            if ranks:
+                detail = f"ranks {ranks[0].rank} and {ranks[1].rank} of {name}, which have the same part, differ"
+                return _sized(place, detail, ranks[0].values(), ranks[1].values(), ranks, equal)
+        if _sum(a) == _sum(b):
+            return None
+        return _sized(place, "", _joined(a), _joined(b), (*a[:1], *b[:1]), equal)
+    if place.what == "value":
+        x, y = (float.fromhex(parts[0].digest) for parts in (a, b))
+        if x.hex() == y.hex():
+            return None
+        return StepDifference(place, f"{x!r} and {y!r}", 1, 1, abs(x - y), (), equal)
+    return _compare_activations(place, a, b, equal)
+
+
+def _compare_activations(
+    place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int
+) -> StepDifference | None:
+    """Compare what ranks have of an activation: copies, equal parts, or parts along one dimension."""
+    a, b = _without_copies(a), _without_copies(b)
+    if len(a) == len(b):
+        for part, other in zip(a, b, strict=True):
+            if (part.dtype, part.shape) != (other.dtype, other.shape):
+                return StepDifference(place, f"{_form(part)} and {_form(other)}", 0, 0, None, (), equal)
+            if part.digest != other.digest:
+                detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
+                return _sized(place, detail, part.values(), other.values(), (part, other), equal)
+        return None
+    values, others = _along(a, b[0].shape), _along(b, a[0].shape)
+    if values is None or others is None or values.shape != others.shape:
+        return None  # cut in a way that cannot be joined here; a later place shows a difference
+    return _sized(place, "", values, others, (a[0], b[0]), equal)
+
+
+def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
+    """Return a single part for copies on several ranks."""
+    alike = {(part.digest, part.shape) for part in parts}
+    return parts[:1] if len(alike) == 1 and len({part.rank for part in parts}) == len(parts) else parts
+
+
+def _along(parts: Sequence[StepPart], like: tuple[int, ...]) -> torch.Tensor | None:
+    """Return the parts joined along the one dimension in which they are shorter than a shape, or their only one."""
+    import torch
+
+    values = [value for part in parts if (value := part.values()) is not None]
+    if len(values) != len(parts) or len(parts) == 1:
+        return values[0] if len(values) == len(parts) else None
+    shape = parts[0].shape
+    dims = [dim for dim, (size, length) in enumerate(zip(shape, like, strict=False)) if size * len(parts) == length]
+    return torch.cat(values, dims[0]) if len(dims) == 1 and len(shape) == len(like) else None
+
+
+def _unequal_replicas(parts: Sequence[StepPart]) -> tuple[StepPart, StepPart] | tuple[()]:
+    first = dict[tuple[tuple[int, ...], tuple[int, ...]], StepPart]()
+    for part in parts:
+        other = first.setdefault((part.offset, part.shape), part)
+        if other.digest != part.digest:
+            return other, part
+    return ()
+
+
+def _boxes(parts: Sequence[StepPart]) -> list[StepPart]:
+    return list({(part.offset, part.shape): part for part in parts}.values())
+
+
+def _sum(parts: Sequence[StepPart]) -> int:
+    """Return the digest of a logical tensor, the sum of those of its boxes."""
+    return sum(int(part.digest, 16) for part in _boxes(parts)) % _MODULO
+
+
+def _joined(parts: Sequence[StepPart]) -> torch.Tensor | None:
+    """Return the values of a logical tensor from those of its boxes; None if any were not kept."""
+    import torch
+
+    whole = torch.zeros(parts[0].whole, dtype=getattr(torch, parts[0].dtype))
+    for part in _boxes(parts):
+        values = part.values()
+        if values is None:
+            return None
+        whole[tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))] = values
+    return whole
+
+
+def _sized(
+    place: StepPlace,
+    detail: str,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    parts: Sequence[StepPart],
+    equal: int,
+) -> StepDifference | None:
+    """Return a difference with its size; None for values with equal bits, which digests did not compare."""
+    import torch
+
+    if a is None or b is None:
+        numbers = " and ".join(f"norm {part.norm:.9g}, largest {part.largest:.9g}" for part in parts)
+        text = f"{detail}; {numbers}" if detail else numbers
+        return StepDifference(place, text, 0, math.prod(parts[0].whole or parts[0].shape), None, (), equal)
+    bits = [values.contiguous().view(-1, 1).view(torch.uint8).view(values.numel(), -1) for values in (a, b)]
+    places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+    if not len(places):
+        return None
+    x, y = a.flatten()[places].double(), b.flatten()[places].double()
+    largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
+    first = tuple(int(index) for index in torch.unravel_index(places[0], a.shape)) if a.ndim else ()
+    form = f"{str(a.dtype).removeprefix('torch.')} {list(a.shape)}"
+    values_text = f"{float(x[0]):.9g} and {float(y[0]):.9g}"
+    text = "; ".join(filter(None, [detail, f"{form}, {values_text} at {list(first)}"]))
+    return StepDifference(place, text, len(places), a.numel(), largest, first, equal)
+
+
+def _form(part: StepPart) -> str:
+    return f"{part.dtype} {list(part.whole or part.shape)}"
+
+
+def described(difference: StepDifference) -> Iterator[str]:
+    """Yield the lines about a difference."""
+    yield str(difference.place)
+    if difference.largest is not None and difference.place.what != "value":
+        yield (
+            f"  {difference.differing} of {difference.total} values differ, by at most {difference.largest:.3g}: "
+            f"{difference.detail}"
+        )
+    else:
+        yield f"  {difference.detail}"
+    yield f"  {difference.equal} tensors and numbers before it have equal bits"

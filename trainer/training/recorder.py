@@ -1,0 +1,308 @@
+"""Records what iterations compute: digests of every tensor, two numbers, and the values while there is room."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+from torch import nn
+
+from models.layers import Embedding
+from models.network import Model
+from reprise.json_file import Json
+from reprise.layout import TensorKind
+from reprise.live_tensors import LiveTensor, local_of, memory_of
+from trainer.compare.steps import RECORDS, VALUES, StepPhase, StepPlace
+from trainer.config.derived import topology_of
+from trainer.optim.adamw import stored_names
+from trainer.parallel.context import ParallelContext
+from trainer.parallel.reduction import GradientReduction
+from trainer.run.build import Run
+from trainer.training.loop import iterate
+
+_ROOM_BYTES = 256 << 20  # of values that a rank keeps
+_CHUNK = 1 << 20  # elements whose digest is computed at once
+_MASK = (1 << 64) - 1
+# Odd constants of splitmix64, as int64.
+_STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
+    """Train a filled run to an iteration, and record what it computes in a folder. A call of all ranks.
+
+    Args:
+        header: what the record says of the run.
+        begin, last: the first and the last iteration in the record.
+        values: keys of the places whose values are kept; empty for all while there is room.
+    """
+    cluster, topology = run.cluster, topology_of(run.config, run.cluster.world_size)
+    place = topology.coordinate(cluster.rank)
+    header = {**header, "ranks": cluster.world_size, "stage": place.pp, "tensor_rank": place.tp}
+    folder.mkdir(parents=True, exist_ok=True)
+    while run.state.progress.iteration < begin - 1:
+        iterate(run)
+    with (
+        open(folder / RECORDS.format(cluster.rank), "w") as lines,
+        open(folder / VALUES.format(cluster.rank), "wb") as file,
+    ):
+        lines.write(json.dumps(header) + "\n")
+        recorder = Recorder(run, lines, file, values)
+        with recorder.watching() as watched:
+            recorder.begin(run.state.progress.iteration + 1)
+            recorder.state(StepPhase.start)
+            while watched.state.progress.iteration < last:
+                recorder.begin(watched.state.progress.iteration + 1)
+                result = iterate(watched)
+                recorder.number(StepPhase.figures, "loss", result.loss)
+                recorder.number(StepPhase.figures, "gradient norm", result.grad_norm)
+                recorder.settings()
+                recorder.state(StepPhase.optimizer)
+        lines.write(json.dumps({"end": True}) + "\n")
+
+
+class Recorder:
+    """The record of one rank.
+
+    Args:
+        lines, file: the open files of its records and values.
+        values: see `record_steps`.
+    """
+
+    def __init__(self, run: Run, lines: IO[str], file: IO[bytes], values: Collection[str]) -> None:
+        self._run, self._lines, self._file, self._values = run, lines, file, values
+        self._iteration = 0
+        self._passes = [_Passes() for _ in run.state.parts]
+
+    @contextmanager
+    def watching(self) -> Iterator[Run]:
+        """Yield the run with hooks on its modules, its loss and its gradients."""
+        run, handles = self._run, list[Any]()
+        for part, passes in zip(run.state.parts, self._passes, strict=True):
+            handles += self._hooks(part.model, passes)
+        context = replace(run.context, loss=self._loss(run.context), reduction=_Recorded(run.context, self.gradients))
+        try:
+            yield replace(run, context=context)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration."""
+        self._iteration = iteration
+        size = self._run.batch_schedule.at(self._run.state.progress.consumed_samples)
+        for passes in self._passes:
+            passes.begin(self._run.train_data.numbers_of(size))
+
+    def state(self, phase: StepPhase) -> None:
+        """Record the parameters and the optimizer's state, box by box."""
+        for tensor in self._run.state.shards():
+            key, _, name = tensor.spec.name.partition(".")
+            if tensor.spec.kind is not TensorKind.OPTIMIZER:
+                key, name = "weight", tensor.spec.name
+            self._logical(StepPlace(self._iteration, phase.value, -1, name, key), tensor)
+
+    def gradients(self) -> None:
+        """Record the gradients of all parameters, reduced and not clipped."""
+        boxes = {tensor.spec.name: tensor for tensor in self._run.state.shards(with_optimizer=False)}
+        for part in self._run.state.parts:
+            for parameter, name in stored_names(part.model).items():
+                if parameter.grad is None or name not in boxes:
+                    continue
+                gradient, box = local_of(parameter.grad), boxes[name].box
+                for dim, size in enumerate(box.shape):  # the padding lies behind
+                    gradient = gradient.narrow(dim, 0, size)
+                place = StepPlace(self._iteration, StepPhase.gradient.value, -1, name, "gradient")
+                self._logical(place, replace(boxes[name], local=gradient))
+
+    def settings(self) -> None:
+        """Record the numbers of the optimizer's last step: the values of each setting, whatever the groups are."""
+        values = dict[str, set[float]]()
+        for part in self._run.state.parts:
+            for group in part.optimizer.param_groups:
+                for name, value in group.items():
+                    for index, item in enumerate(value if isinstance(value, tuple | list) else [value]):
+                        if isinstance(item, int | float):
+                            key = f"{name}[{index}]" if isinstance(value, tuple | list) else name
+                            values.setdefault(key, set()).add(item)
+        for name, numbers in values.items():
+            for index, number in enumerate(sorted(numbers, reverse=True)):
+                which = f", value {index}" if index else ""
+                self.number(StepPhase.optimizer, f"optimizer setting {name}{which}", number)
+
+    def number(self, phase: StepPhase, name: str, value: float) -> None:
+        """Record a number."""
+        place = StepPlace(self._iteration, phase.value, -1, name, "value")
+        self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
+
+    def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
+        """Register the hooks of a stage; none inside a compiled block, nor on an embedding, whose path they change."""
+        compiled = [block for block in model.blocks.values() if self._run.config.train.compile]
+        inside = {module for block in compiled for module in block.modules()}
+        blocks = set(model.blocks.values())
+
+        def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            passes.enter()
+            if model.stage.first:
+                self._activation(passes, "the model", "input", arguments[0])
+
+        yield model.register_forward_pre_hook(enter)
+        for name, module in model.named_modules():
+            if module is model or module in inside or isinstance(module, Embedding):
+                continue
+
+            def arrive(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
+                self._activation(passes, name, "input", arguments[0])
+
+            def leave(_: nn.Module, __: tuple[Any, ...], output: object, name: str = name) -> None:
+                self._activation(passes, name, "output", output)
+
+            if module in blocks:
+                yield module.register_forward_pre_hook(arrive)
+            yield module.register_forward_hook(leave)
+        yield model.register_forward_hook(lambda *_: passes.leave())
+
+    def _activation(self, passes: _Passes, name: str, what: str, tensor: object) -> None:
+        """Record an activation and, when the backward pass comes there, the gradient of an output."""
+        if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
+            return
+        place = StepPlace(self._iteration, StepPhase.forward.value, passes.micro, name, what)
+        call = passes.count(place)
+        self._add(place, local_of(tensor), call=call)
+        if what == "output" and tensor.requires_grad:
+            back = replace(place, phase=StepPhase.backward.value, what="gradient of its output")
+            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
+
+    def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            value = context.loss(logits, targets)
+            place = StepPlace(self._iteration, StepPhase.forward.value, self._passes[-1].micro, "the loss", "output")
+            self._add(replace(place, what="targets"), targets)
+            self._add(place, local_of(value))
+            return value
+
+        return loss
+
+    def _logical(self, place: StepPlace, tensor: LiveTensor) -> None:
+        box, whole = tensor.box, tuple(tensor.spec.view)
+        digest = f"{box_digest(tensor.local, box.offset, whole):016x}"
+        self._add(place, tensor.local, digest=digest, offset=box.offset, whole=whole)
+
+    def _add(
+        self,
+        place: StepPlace,
+        local: torch.Tensor,
+        *,
+        digest: str = "",
+        offset: Sequence[int] = (),
+        whole: Sequence[int] = (),
+        call: int = 0,
+    ) -> None:
+        local = local.detach()
+        if not whole:  # an output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it
+            local = local.clone()
+        data = memory_of(local)
+        numbers = local.double() if local.numel() else local.new_zeros(1, dtype=torch.float64)
+        at, is_named = None, place.key in self._values
+        if is_named or (not self._values and self._file.tell() + len(data) <= _ROOM_BYTES):
+            at = self._file.tell()
+            self._file.write(data)
+        record = {
+            "place": [place.iteration, place.phase, place.micro, place.name, place.what],
+            "dtype": str(local.dtype).removeprefix("torch."),
+            "shape": list(local.shape),
+            "offset": list(offset),
+            "whole": list(whole),
+            "digest": digest or xxhash.xxh3_64_hexdigest(data),
+            "norm": float(torch.linalg.vector_norm(numbers)).hex(),
+            "largest": float(numbers.abs().max()).hex(),
+            "at": at,
+            "call": call,
+        }
+        self._lines.write(json.dumps(record) + "\n")
+
+
+class _Passes:
+    """The passes of a stage over the micro batches of an iteration."""
+
+    def __init__(self) -> None:
+        self.is_forward = False  # outside it, a block is computed again for its backward pass
+        self.micro = -1
+        self._numbers: Sequence[int] = ()
+        self._count = 0
+        self._calls = Counter[StepPlace]()
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Begin an iteration with the micro batches of these numbers."""
+        self._numbers, self._count = numbers, 0
+
+    def enter(self) -> None:
+        """Begin the forward pass of the next micro batch."""
+        self.is_forward, self.micro = True, self._numbers[self._count]
+        self._count += 1
+        self._calls.clear()
+
+    def count(self, place: StepPlace) -> int:
+        """Return how often a module was called before in this pass."""
+        self._calls[place] += 1
+        return self._calls[place] - 1
+
+    def leave(self) -> None:
+        """End a forward pass."""
+        self.is_forward = False
+
+
+class _Recorded(GradientReduction):
+    """A reduction that calls a function when the gradients are there."""
+
+    def __init__(self, context: ParallelContext, done: Callable[[], None]) -> None:
+        self._reduction, self._done = context.reduction, done
+
+    def loss_divisor(self, micro_batches: int) -> int:
+        return self._reduction.loss_divisor(micro_batches)
+
+    def before_backward(self, number: int, micro_batches: int) -> None:
+        self._reduction.before_backward(number, micro_batches)
+
+    def after_backward(self, number: int) -> None:
+        self._reduction.after_backward(number)
+
+    def finish(self) -> None:
+        self._reduction.finish()
+        self._done()
+
+
+def box_digest(local: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> int:
+    """Return a 64-bit digest of a box of a tensor; those of the boxes of a tensor add up, modulo 2^64, to its own.
+
+    Args:
+        local: the box.
+        offset: its corner in the tensor.
+        whole: the shape of the tensor.
+    """
+    if not local.numel():
+        return 0
+    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    rows = max(1, _CHUNK // max(1, prod(local.shape[1:]))) if local.ndim else 1
+    total = 0
+    for number, block in enumerate(torch.split(local, rows) if local.ndim else [local]):
+        bits = block.contiguous().view(_BITS[block.itemsize]).to(torch.int64)
+        index = torch.zeros((), dtype=torch.int64, device=local.device)
+        for dim, (size, corner) in enumerate(zip(block.shape, offset, strict=True)):
+            first = corner + (number * rows if dim == 0 else 0)
+            places = torch.arange(first, first + size, device=local.device) * strides[dim]
+            index = index + places.view(-1, *[1] * (block.ndim - dim - 1))
+        mixed = bits + (index + 1) * _STEP
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        mixed = mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+        total += int(mixed.sum())
+    return total & _MASK

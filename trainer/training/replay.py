@@ -1,0 +1,226 @@
+"""Trains iterations of a run again, from one of its checkpoints or its beginning, and records what they compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprise.errors import DataError, TrainerError
+from reprise.files import Files, read_regular
+from reprise.folder import CheckpointFolder
+from reprise.json_file import Json, integer
+from reprise.reading import open_checkpoint
+from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.config.checks import validate
+from trainer.config.compose import compose_values, read_resolved
+from trainer.config.saved import FORMAT, saved_values
+from trainer.config.schema import Config
+from trainer.launch.environment import Environment
+from trainer.metrics.launch_log import LAUNCHES
+
+if TYPE_CHECKING:
+    from trainer.launch.process_group import Cluster
+
+_CAPABILITY = "ATEN_CPU_CAPABILITY"
+_OVERRIDES = ("reshard", "override_scheduler", "override_batch_size", "override_data", "override_dropout")
+_FROM_FILE = ("checkpoint.base", "data.cache")
+_BEGINNING = ("load", "finetune", "no_load_optim", "resize", "new_rows", "partial")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What the folder of a run says of the launch that trained an iteration.
+
+    Args:
+        ranks: of that launch.
+        settings: the values of its configuration by dotted key, `parallel` among them, and its threads.
+        variables: of its environment, by which libraries choose their kernels.
+        saved: the iterations of its checkpoints with the optimizer's state, in order; 0 for its beginning.
+    """
+
+    folder: Path
+    ranks: int
+    settings: Mapping[str, object]
+    variables: Mapping[str, str]
+    saved: Mapping[int, Path | None]
+
+
+def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
+    """Read how a run trained an iteration.
+
+    Raises:
+        DataError: if its folder does not say so.
+        TrainerError: if its configuration has keys unknown to this version.
+    """
+    launch = _launch_of(folder, iteration)
+    where = folder / LAUNCHES
+    settings = saved_values({"format": FORMAT, "config": launch.get("config")}, launch, where=where)
+    sections, _ = read_resolved(folder / "config.yaml")
+    values = {f"{name}.{key}": value for name, keys in sections.items() for key, value in _members(keys)}
+    settings |= {key: values[key] for key in _FROM_FILE if key in values}
+    environment = launch.get("environment", {})
+    threads = environment.get("threads")
+    settings["train.threads"] = threads[0] if isinstance(threads, list) else threads
+    math = environment.get("math", {})
+    words = f"{math.get('settings', '')} {math.get('float32_products', '')}".split()
+    variables = dict(word.split("=", 1) for word in words if "=" in word)
+    settings |= {f"environment.{name}": str(value) for name, value in math.items()}
+    saved = _saved(folder, Path(str(values.get("checkpoint.save"))), files, before=iteration)
+    if _first_iteration(folder) == 1:
+        beginning = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _BEGINNING}
+        settings |= beginning | ({"checkpoint.load": "none"} if beginning["checkpoint.load"] == "auto" else {})
+        saved = {0: None, **saved}
+    return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
+
+
+def _members(section: object) -> list[tuple[str, object]]:
+    return list(section.items()) if isinstance(section, dict) else []
+
+
+def _launch_of(folder: Path, iteration: int) -> Json:
+    """Return the record of the launch that trained an iteration: the last that began before it."""
+    try:
+        text = read_regular(folder / LAUNCHES).decode(errors="replace")
+        records = [record for _, record in parse_records(text, source=str(folder / LAUNCHES))[0]]
+        begins = [line for line in records if line["event"] == "begin" and integer(line["iteration"]) < iteration]
+        return dict(begins[-1])
+    except (OSError, LookupError, ValueError) as error:
+        raise DataError(
+            f"The folder of a run has no record of the launch that trained iteration {iteration}",
+            where=folder / LAUNCHES,
+            found=repr(error),
+            fix="Runs of earlier versions cannot be trained again by this command.",
+        ) from error
+
+
+def _first_iteration(folder: Path) -> int | None:
+    with open(folder / METRICS_FILE) as lines:
+        for _, record in parse_records(lines.readline(), source=str(folder))[0]:
+            return integer(record.get("iteration"))
+    return None
+
+
+def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:
+    """Return the checkpoints of a run with the optimizer's state before an iteration, from the oldest on."""
+    inner = folder / "checkpoints"
+    checkpoints, saved = CheckpointFolder(inner if inner.is_dir() else save, files), dict[int, Path | None]()
+    for iteration in checkpoints.committed():
+        path = checkpoints.iteration(iteration)
+        try:
+            if iteration < before and open_checkpoint(path, files, may_lack=True).has_optimizer:
+                saved[iteration] = path
+        except TrainerError:  # a damaged one is passed over, as by a start
+            continue
+    return saved
+
+
+def replay(
+    folder: Path, first: int, last: int, out: Path, files: Files, *, begin: int = 0, values: Collection[str] = ()
+) -> None:
+    """Train a run from after iteration `first` to `last` and record it, as one of the ranks of its launch.
+
+    Args:
+        out: the folder of the record; the run's own stays as it is.
+        begin: the first iteration in the record.
+        values: see `record_steps`.
+
+    Raises:
+        TrainerError: if the iterations cannot be trained again here.
+    """
+    from trainer.launch import process_group
+
+    recorded = read_run(folder, last, files)
+    if first not in recorded.saved:
+        raise DataError(
+            f"A run cannot be trained again from iteration {first}",
+            where=folder,
+            expected=f"one of its checkpoints with the optimizer's state: {', '.join(map(str, recorded.saved))}",
+        )
+    environment = Environment.read(os.environ)
+    if environment.world_size != recorded.ranks:
+        raise DataError(
+            "A run is trained again on as many ranks as before",
+            where=folder,
+            expected=f"{recorded.ranks} ranks",
+            found=f"{environment.world_size}",
+        )
+    config = _config(recorded, first, out)
+    validate(config, environment.world_size)
+    train = config.train
+    cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
+    try:
+        _record(config, cluster, recorded, out, files, begin=max(begin, first + 1), last=last, values=values)
+    finally:
+        process_group.destroy(cluster)
+
+
+def _record(
+    config: Config,
+    cluster: Cluster,
+    recorded: RecordedRun,
+    out: Path,
+    files: Files,
+    *,
+    begin: int,
+    last: int,
+    values: Collection[str],
+) -> None:
+    from trainer.launch.process_group import final_barrier
+    from trainer.run.build import build
+    from trainer.run.inputs import open_inputs
+    from trainer.run.saves import build_saves
+    from trainer.start.decide import decide
+    from trainer.start.fill import fill
+    from trainer.training.recorder import record_steps
+
+    with build_saves(config, cluster, files) as saves:
+        start = decide(config, cluster, saves)
+        run = fill(build(config, cluster, inputs=open_inputs(config, cluster), saves=saves), start)
+        header = {"run": str(recorded.folder), "settings": recorded.settings, "begin": begin, "last": last}
+        record_steps(run, out, header, begin=begin, last=last, values=values)
+    final_barrier(cluster)
+
+
+def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
+    """Return the configuration of the replay: that of the run, which saves and logs nothing."""
+    values = {
+        key: value
+        for key, value in recorded.settings.items()
+        if key.partition(".")[0] not in ("checkpoint", "logging", "environment")
+    }
+    checkpoint = recorded.saved[first]
+    if checkpoint is None:
+        values |= {f"checkpoint.{key}": recorded.settings[f"checkpoint.{key}"] for key in _BEGINNING}
+    else:
+        values |= {"checkpoint.load": str(checkpoint), **{f"checkpoint.{name}": True for name in _OVERRIDES}}
+        values |= {"checkpoint.override_dtype": True, "checkpoint.override_freeze": True}
+    kept = ("checkpoint.base", "checkpoint.file_bytes")
+    values |= {key: recorded.settings[key] for key in kept if key in recorded.settings}
+    values |= {
+        "run.name": "compare-steps",
+        "run.dir": str(out),
+        "checkpoint.save": None,
+        "checkpoint.verify": "none",
+        "train.on_spike": "off",
+        "train.eval_interval": 0,
+        "train.sample_interval": 0,
+        "logging.tensorboard": False,
+    }
+    return compose_values(values)
+
+
+def variables_of(recorded: RecordedRun) -> dict[str, str]:
+    """Return the environment variables of a replay: this process's, with those by which the run chose its kernels."""
+    import torch
+
+    from trainer.record.environment import KERNEL_VARIABLES, PRECISION_VARIABLES
+
+    dropped = {*KERNEL_VARIABLES, *PRECISION_VARIABLES}
+    variables = {name: value for name, value in os.environ.items() if name not in dropped} | dict(recorded.variables)
+    kernels = str(recorded.settings.get("environment.kernels"))
+    if kernels != torch.backends.cpu.get_cpu_capability():
+        variables[_CAPABILITY] = kernels.lower()
+    return variables
