@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.files import FILE_SYSTEM
-from trainer.config.checks import loose_threads, require_ranks, unused_keys, validate
+from trainer.config.checks import (
+    loose_threads,
+    require_ranks,
+    share_lines,
+    unused_keys,
+    validate,
+    with_micro_batch,
+)
 from trainer.config.compose import Resolved, compose_command, over_saved, resolve
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
@@ -89,8 +96,12 @@ def run(resolved: Resolved, environment: Environment) -> None:
         streams.keep_errors_in(Path(config.run.dir))
     require_ranks(config, environment.world_size, sys.argv[1:])
     validate(config, environment.world_size)
+    config = with_micro_batch(config, environment.world_size)
+    if config is not resolved.config:
+        _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
+        resolved = replace(resolved, config=config)
     require_host_memory(config, environment.world_size, environment.local_world_size)
-    for line in [*unused_keys(config), *loose_threads(config)]:
+    for line in [*unused_keys(config), *share_lines(config, environment.world_size), *loose_threads(config)]:
         _log.info(line)
     times = StartTimes.of_process()
     _import_training(config, environment.world_size)
@@ -243,6 +254,7 @@ def _dry_run(config: Config, world_size: int) -> None:
     if world_size > 1:
         raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
     validate(config, config.train.dry_run_ranks)
+    config = with_micro_batch(config, config.train.dry_run_ranks)
     from trainer.run.dry_run import report
 
     print(report(config, config.train.dry_run_ranks))

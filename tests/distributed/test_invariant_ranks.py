@@ -108,7 +108,10 @@ def named(cases: list[Case]) -> list[object]:
 
 
 # The cases of the gate in float32; the soak has every case of every family.
-GATED = {"gpt2": ("dp4 zero1", "dp4 zero3", "dp4 zero3 in 2 copies", "pp2 vpp2"), "llama3": ("dp2 zero0", "pp2 dp2 zero1")}
+GATED = {
+    "gpt2": ("dp4 zero1", "dp4 zero3", "dp4 zero3 in 2 copies", "pp2 vpp2"),
+    "llama3": ("dp2 zero0", "pp2 dp2 zero1"),
+}
 
 
 def chosen(*names: str) -> list[object]:

@@ -78,21 +78,21 @@ def test_ranks_change_at_a_border_and_every_sample_comes_once(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_ranks_need_not_divide_a_size_that_is_past(tmp_path: Path) -> None:
-    run = [*RUN, "train.batch_schedule=0:6 12:12", "train.train_iters=4"]
+    run = [*RUN, "train.batch_schedule=0:2 4:12", "train.train_iters=4"]
     run_ok(tmp_path / "moved", [*run, "train.exit_interval=2"])
     run_ok(tmp_path / "moved", [*run, "checkpoint.reshard=true"], ranks=2)
-    assert [row["consumed_samples"] for row in lines(tmp_path / "moved")] == [6, 12, 24, 36]
+    assert [row["consumed_samples"] for row in lines(tmp_path / "moved")] == [2, 4, 16, 28]
     checkpoints = sorted(path.name for path in (tmp_path / "moved" / "checkpoints").iterdir())
-    later = ["train.batch_schedule=0:6 12:12 40:14 60:12", "checkpoint.override_batch_size=true"]
+    later = ["train.batch_schedule=0:2 4:12 40:2 60:12", "checkpoint.override_batch_size=true"]
     later += ["train.train_iters=6", "checkpoint.override_scheduler=true"]
     ended = launch(tmp_path / "moved", [*run, *later], ranks=2)
     assert not ended.ok
-    assert "MismatchError: The run cannot go on from sample 36:\n  train.batch_schedule=40:14: must be" in ended.text
+    assert "MismatchError: The run cannot go on from sample 28:\n  train.batch_schedule=40:2: must be" in ended.text
     assert "damaged" not in ended.text
     assert sorted(path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()) == checkpoints
     ended = launch(tmp_path / "fresh", run, ranks=2)
     assert not ended.ok
-    assert "cannot go on from sample 0:\n  train.batch_schedule=0:6: must be a multiple" in ended.text
+    assert "cannot go on from sample 0:\n  train.batch_schedule=0:2: must be a multiple" in ended.text
     assert not (tmp_path / "fresh" / "metrics.jsonl").exists()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from models.adapters import adapter_problems
 from models.config import ModelConfig
@@ -12,13 +14,13 @@ from models.families import parameter_count
 from models.families import problems as model_problems
 from reprise.errors import ConfigError
 from trainer.config.checkpoint import checkpoint_problems, unused_checkpoint_keys
-from trainer.config.derived import batch_schedule_of, command_line, length_of, topology_of
+from trainer.config.derived import batch_schedule_of, command_line, length_of, share_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.logging import logging_problems
 from trainer.config.optimizer import OptimizerName, optimizer_problems
 from trainer.config.parallel import PARALLEL_SIZES, parallel_problems
 from trainer.config.schema import Config
-from trainer.config.train import OnSpike, TrainSection, train_problems
+from trainer.config.train import AUTO, OnSpike, TrainSection, train_problems
 from trainer.config.values import number_problems, path_problems, type_problems
 from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
@@ -29,6 +31,7 @@ from trainer.schedules.lr import problems as schedule_problems
 
 # Practical limits of a model built of modules.
 _MOST_LAYERS, _MOST_PARAMETERS = 10_000, 10**16
+_MOST_TRIED = 1 << 16  # sizes of a micro batch
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -37,7 +40,9 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: lists every problem with its key, in a single message.
     """
-    problems = [*number_problems(config), *type_problems(config)] or [  # comparisons with NaN are always false
+    config = with_micro_batch(config, world_size)
+    of_types = [*number_problems(config), *type_problems(config), *_size_type_problems(config.train)]
+    problems = of_types or [  # comparisons with NaN are always false
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
@@ -55,6 +60,24 @@ def validate(config: Config, world_size: int) -> None:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+
+
+def with_micro_batch(config: Config, world_size: int) -> Config:
+    """Return a configuration with a number in place of `train.micro_batch_size=auto`; 1 where none can be."""
+    train = config.train
+    if str(train.micro_batch_size) != AUTO:
+        return config
+
+    def with_size(size: int) -> Config:
+        return replace(config, train=replace(train, micro_batch_size=size))
+
+    def most_samples(size: int) -> int:
+        return size * math.ceil(share_of(with_size(size), world_size, train.global_batch_size))
+
+    sizes = range(1, min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED) + 1)
+    first = _first_known_position(config)
+    possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
+    return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
 
 
 def require_ranks(config: Config, world_size: int, words: Sequence[str]) -> None:
@@ -87,6 +110,19 @@ def unused_keys(config: Config) -> list[str]:
     return [*lines, *unused_checkpoint_keys(config.checkpoint)]
 
 
+def share_lines(config: Config, world_size: int) -> list[str]:
+    """Return a line about the shares of ranks in an iteration, if they differ."""
+    train = config.train
+    share = share_of(config, world_size, train.global_batch_size)
+    if share == math.ceil(share):
+        return []
+    count, ranks = train.global_batch_size // train.micro_batch_size, topology_of(config, world_size).dp
+    return [
+        f"{ranks} data-parallel ranks share {count} micro-batches of train.micro_batch_size={train.micro_batch_size}: "
+        f"at most {math.ceil(share)} on a rank, {share:.2f} on average"
+    ]
+
+
 def loose_threads(config: Config) -> list[str]:
     """Return a line about an unset `train.threads` if the bits kept by `invariant_ranks` depend on it."""
     lanes, train = config.parallel.invariant_ranks, config.train
@@ -96,6 +132,11 @@ def loose_threads(config: Config) -> list[str]:
         f"train.threads is 0, so a rank has its share of the cores of its host: parallel.invariant_ranks={lanes} keeps "
         "the bits only between launches with equal numbers of threads"
     ]
+
+
+def _size_type_problems(train: TrainSection) -> list[str]:
+    size: object = train.micro_batch_size
+    return [] if type(size) is int else [f"train.micro_batch_size={size}: must be an integer, or {AUTO}"]
 
 
 def _size_problems(model: ModelConfig) -> list[str]:
@@ -292,16 +333,23 @@ def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: 
         key: the key that gives the size, with a place for it.
     """
     train, problems = config.train, list[str]()
-    divisor = train.micro_batch_size * topology.dp
-    if size % divisor:
+    least = train.micro_batch_size * topology.dp
+    if topology.pp > 1 and size % least:
         problems.append(
-            f"{key.format(size)}: must be a multiple of train.micro_batch_size="
-            f"{train.micro_batch_size} times the {topology.dp} data-parallel ranks, that is of {divisor}"
+            f"{key.format(size)}: must be a multiple of train.micro_batch_size={train.micro_batch_size} times the "
+            f"{topology.dp} data-parallel ranks, that is of {least}: their shares are equal in a pipeline"
         )
         return problems
-    count = size // divisor
+    if size % train.micro_batch_size or size < least:
+        problems.append(
+            f"{key.format(size)}: must be a multiple of train.micro_batch_size={train.micro_batch_size} with one for "
+            f"each of the {topology.dp} data-parallel ranks, so at least {least}; train.micro_batch_size={AUTO} "
+            "chooses a size"
+        )
+        return problems
+    count = size // least
     lanes = config.parallel.invariant_ranks
-    problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=count * topology.dp)
+    problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)
     name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
         problems.append(

@@ -72,6 +72,11 @@ def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
     return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
 
 
+def share_of(config: Config, world_size: int, size: int) -> float:
+    """Return the mean number of micro batches of a data-parallel rank in an iteration of `size` samples."""
+    return size / (config.train.micro_batch_size * topology_of(config, world_size).dp)
+
+
 def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
     """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes.
 

@@ -122,6 +122,7 @@ FLAGS = {
     "--use-megatron-fsdp": "parallel.zero_stage",
     "--use-torch-fsdp2": "parallel.zero_stage",
     "--data-parallel-sharding-strategy": "parallel.zero_stage",
+    "--num-distributed-optimizer-instances": "parallel.replicate",
     "--overlap-grad-reduce": "",
     "--overlap-param-gather": "",
     "--context-parallel-size": "",

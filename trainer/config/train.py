@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainer.config.values import MOST_SECONDS
 from trainer.parallel.topology import ACCELERATORS, MOST_THREADS
@@ -11,6 +12,13 @@ from trainer.parallel.topology import ACCELERATORS, MOST_THREADS
 _MOST_MINUTES = 1e7
 _MOST_WINDOW = 10_000  # values in every checkpoint
 _MOST_RANKS = 1 << 20  # of a dry run's table
+
+AUTO = "auto"
+# The text gives way to a number before anything but `checks.with_micro_batch` reads it.
+if TYPE_CHECKING:
+    _SizeOrAuto: TypeAlias = int
+else:
+    _SizeOrAuto = int | str
 
 
 class OnNonfinite(Enum):
@@ -48,7 +56,10 @@ class TrainSection:
         batch_schedule: sizes of the global batch by consumed samples, as in ``0:8 4k:16 16k:32``: 8 samples per
             iteration, 16 from the first iteration after 4,000 samples or more, then 32. The last size must be
             `global_batch_size`, which is the size of evaluations. null keeps a single size.
-        micro_batch_size: samples per forward pass on a data-parallel rank.
+        micro_batch_size: samples per forward pass on a data-parallel rank, or `auto`: the number with which the rank
+            with the most samples has the fewest, at most `max_micro_batch_size`. Without a pipeline, ranks may differ
+            by one micro-batch where the global batch does not divide among them.
+        max_micro_batch_size: the largest `micro_batch_size` that `auto` takes, by the memory of a rank.
         seq_length: tokens per sample.
         skip_samples: ranges of positions in the order of samples to pass over, as in `["120000-124000"]`, the last
             position excluded. They count from the first sample of the run, passed over or not.
@@ -97,7 +108,8 @@ class TrainSection:
     train_samples: int | None = None
     global_batch_size: int = 8
     batch_schedule: str | None = None
-    micro_batch_size: int = 4
+    micro_batch_size: _SizeOrAuto = 4
+    max_micro_batch_size: int = 4
     seq_length: int = 128
     skip_samples: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
@@ -171,6 +183,7 @@ _COUNTS = (
     "train_iters",
     "global_batch_size",
     "micro_batch_size",
+    "max_micro_batch_size",
     "seq_length",
     "eval_iters",
     "sample_tokens",

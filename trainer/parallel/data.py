@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -75,6 +76,17 @@ def set_gradient_sync(model: nn.Module, *, is_on: bool, over_copies: bool = True
         module.set_requires_gradient_sync(is_on)
         if not over_copies:
             module.set_requires_all_reduce(False)
+
+
+def passes_of(model: nn.Module, count: int, share: float) -> int:
+    """Return the number of passes of a rank with `count` micro batches in an iteration.
+
+    With FSDP2 a pass is a collective call, so all ranks have as many as the rank with the most micro batches.
+
+    Args:
+        share: the mean number of micro batches of a data-parallel rank.
+    """
+    return math.ceil(share) if is_fsdp_module(model) else count
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:

@@ -55,7 +55,7 @@ class ShardedLanes(GradientReduction):
             table.register_post_accumulate_grad_hook(partial(self._add_output_gradient, output))  # type: ignore[no-untyped-call]
         self._passes = 0
 
-    def loss_divisor(self, micro_batches: int) -> int:
+    def loss_divisor(self, share: float) -> float:
         return 1
 
     def before_backward(self, number: int, micro_batches: int) -> None:
@@ -121,7 +121,7 @@ class LocalLanes(GradientReduction):
                 unsharded.register_post_accumulate_grad_hook(sums.accumulate)  # type: ignore[no-untyped-call]
                 self._sums.append(sums)
 
-    def loss_divisor(self, micro_batches: int) -> int:
+    def loss_divisor(self, share: float) -> float:
         return 1
 
     def before_backward(self, number: int, micro_batches: int) -> None:

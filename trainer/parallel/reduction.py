@@ -22,11 +22,15 @@ class GradientReduction(Protocol):
     ranks call `finish` after the last; then `grad` of every parameter is the mean.
     """
 
-    def loss_divisor(self, micro_batches: int) -> int:
-        """Return the number by which the loss of each of this rank's micro batches is divided before its backward."""
+    def loss_divisor(self, share: float) -> float:
+        """Return the number by which the loss of each of this rank's micro batches is divided before its backward.
+
+        Args:
+            share: the mean number of micro batches of a data-parallel rank.
+        """
 
     def before_backward(self, number: int, micro_batches: int) -> None:
-        """Prepare for the passes of this rank's micro batch `number`, from 0, of `micro_batches`."""
+        """Prepare for this rank's pass `number`, from 0, of `micro_batches`."""
 
     def after_backward(self, number: int) -> None:
         """Collect the gradients of micro batch `number`."""
@@ -54,8 +58,8 @@ class MeanReduction(GradientReduction):
     embedding_group: dist.ProcessGroup | None
     has_copies: bool = False
 
-    def loss_divisor(self, micro_batches: int) -> int:
-        return micro_batches
+    def loss_divisor(self, share: float) -> float:
+        return share
 
     def before_backward(self, number: int, micro_batches: int) -> None:
         (model,) = self.models

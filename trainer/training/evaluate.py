@@ -10,6 +10,7 @@ from reprise.live_tensors import free_gathered_parameters
 from trainer.launch.process_group import Cluster
 from trainer.optim import exact_sum
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
 
 
@@ -20,6 +21,7 @@ def evaluate(
     *,
     context: ParallelContext,
     cluster: Cluster,
+    share: float | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Return the mean loss over global batches, the same bits on every rank. Collective.
@@ -27,13 +29,14 @@ def evaluate(
     Args:
         batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
             device, shaped as in training.
+        share: the mean number of micro batches of a data-parallel rank; by default all have as many.
         should_stop: called after every batch; if it returns True on any rank, all ranks stop and return None.
     """
     losses: list[float] = []
     is_stopped = False
     with context.loss_context():
         for micro_batches in batches:
-            losses += [float(loss) for loss in _losses(state, micro_batches, context)]
+            losses += [float(loss) for loss in _losses(state, micro_batches, context, share)]
             is_stopped = cluster.counts([should_stop()])[0] > 0
             if is_stopped:
                 break
@@ -50,9 +53,13 @@ def evaluate(
     return exact_sum.value(sums) / count
 
 
-def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext) -> list[torch.Tensor]:
+def _losses(
+    state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext, share: float | None
+) -> list[torch.Tensor]:
     if context.pipeline is not None:
         return context.pipeline.evaluate(torch.cat(list(micro_batches)))
-    model = state.parts[0].model
-    batches = (context.form.split(windows) for windows in micro_batches)
-    return [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]
+    model, count = state.parts[0].model, len(micro_batches)
+    passes = passes_of(model, count, count if share is None else share)
+    batches = (context.form.split(micro_batches[min(number, count - 1)]) for number in range(passes))
+    losses = [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]
+    return losses[:count]  # the last fills the passes that other ranks have more

@@ -11,7 +11,7 @@ from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerErro
 from reprise.folder import INTERIM, STATE
 from reprise.json_file import Document
 from reprise.savers import SaveReport
-from trainer.config.derived import save_folder
+from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
@@ -163,6 +163,7 @@ def iterate(run: Run) -> StepResult:
         state,
         micro_batches,
         keys=keys,
+        share=share_of(run.config, run.cluster.world_size, size),
         lr=lr,
         clip_grad=settings.clip_grad,
         context=run.context,
@@ -217,8 +218,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
 def _evaluate(run: Run) -> None:
     """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
-    stop = run.control.is_signalled
-    loss = evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
+    loss = _valid_loss(run)
     average_loss = None
     if run.state.averages and loss is not None:
         average_loss = _evaluate_averages(run)
@@ -238,8 +238,19 @@ def _evaluate_averages(run: Run) -> float | None:
     for target in run.saves:  # which may read the parameters in their memory
         target.saver.wait()
     with averages_in_place([part.optimizer for part in run.state.parts]):
-        stop = run.control.is_signalled
-        return evaluate(run.state, run.valid_data.batches(), context=run.context, cluster=run.cluster, should_stop=stop)
+        return _valid_loss(run)
+
+
+def _valid_loss(run: Run) -> float | None:
+    """Return the validation loss; None after a signal."""
+    return evaluate(
+        run.state,
+        run.valid_data.batches(),
+        context=run.context,
+        cluster=run.cluster,
+        share=share_of(run.config, run.cluster.world_size, run.config.train.global_batch_size),
+        should_stop=run.control.is_signalled,
+    )
 
 
 def _evaluate_late(run: Run) -> None:

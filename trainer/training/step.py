@@ -19,6 +19,7 @@ from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, s
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
 
 
@@ -48,6 +49,7 @@ def train_step(
     micro_batches: Sequence[torch.Tensor],
     *,
     keys: Sequence[int],
+    share: float | None = None,
     lr: float,
     clip_grad: float,
     context: ParallelContext,
@@ -62,6 +64,7 @@ def train_step(
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
+        share: the mean number of micro batches of a data-parallel rank; by default all have as many.
         flags: called after the backward pass; equally many on each rank.
         skips_nonfinite: leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
         own_time: this rank's own work since the last line of the log; this iteration's is added.
@@ -74,7 +77,7 @@ def train_step(
         part.optimizer.zero_grad(set_to_none=True)
     own_time = own_time or OwnTime(cluster.device)
     with context.loss_context(), contextlib.nullcontext() if context.waits_in_passes else own_time.working():
-        losses = forward_backward(state, micro_batches, keys, context)
+        losses = forward_backward(state, micro_batches, keys, context, share)
     context.reduction.finish()
     figures = reduce_figures(losses, flags(), context, cluster, own_time.take() if is_logged else None)
     mean_loss, grad_norm = figures.loss, figures.grad_norm
@@ -177,23 +180,36 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
 
 
 def forward_backward(
-    state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
+    state: TrainerState,
+    micro_batches: Sequence[torch.Tensor],
+    keys: Sequence[int],
+    context: ParallelContext,
+    share: float | None = None,
 ) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro batches; return their losses, 0-d float64, on ranks with losses.
 
-    Each loss is divided by `GradientReduction.loss_divisor`.
+    Each loss is divided by `GradientReduction.loss_divisor`. Where other ranks have a pass more, the last micro batch
+    fills it, with a weight of 0.
+
+    Args:
+        share: see `train_step`.
     """
     reduction, count = context.reduction, len(micro_batches)
-    divisor = reduction.loss_divisor(count)
+    share = count if share is None else share
+    divisor = reduction.loss_divisor(share)
     if context.pipeline is not None:
         pipeline_losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
         return [loss.double() / divisor for loss in pipeline_losses]
     model, losses = state.parts[0].model, []
-    for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True)):
-        reduction.before_backward(number, count)
-        inputs = context.form.split(windows)
-        loss = context.loss(model(inputs.tokens, dropout_key=key, **inputs.keywords()), inputs.targets) / divisor
-        loss.backward()  # type: ignore[no-untyped-call]
+    passes = passes_of(model, count, share)
+    for number in range(passes):
+        reduction.before_backward(number, passes)
+        place = min(number, count - 1)
+        inputs = context.form.split(micro_batches[place])
+        logits = model(inputs.tokens, dropout_key=keys[place], **inputs.keywords())
+        loss = context.loss(logits, inputs.targets) / divisor
+        (loss if number < count else loss * 0).backward()  # type: ignore[no-untyped-call]
         reduction.after_backward(number)
-        losses.append(loss.detach().double())
+        if number < count:
+            losses.append(loss.detach().double())
     return losses

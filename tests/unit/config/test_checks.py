@@ -10,7 +10,8 @@ import pytest
 from models.config import Family, ModelConfig
 from reprise.errors import ConfigError
 from trainer.config.checkpoint import CheckpointSection, NewRows
-from trainer.config.checks import unused_keys, validate
+from trainer.config.checks import share_lines, unused_keys, validate, with_micro_batch
+from trainer.config.compose import compose
 from trainer.config.derived import length_of
 from trainer.config.optimizer import OptimizerName
 from trainer.config.schema import Config
@@ -174,12 +175,52 @@ def test_a_length_in_iterations_beside_one_in_samples_is_named() -> None:
     assert line == "train.train_samples=800 is the length of the run, so train.train_iters=7 is not used"
 
 
-def test_the_global_batch_must_divide_over_the_ranks() -> None:
+def test_shares_of_ranks_may_differ_except_in_a_pipeline() -> None:
     uneven = config()
     uneven.train.global_batch_size = 12
-    validate(uneven, 1)
+    assert share_lines(uneven, 1) == []
+    validate(uneven, 2)
+    (line,) = share_lines(uneven, 2)
+    assert line.endswith("micro_batch_size=4: at most 2 on a rank, 1.50 on average")
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size=12: .*=4 with one for each of the 4 data-paral"):
+        validate(uneven, 4)
+    uneven.parallel.pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"train\.global_batch_size=12: .*=4 times the 2 data-parallel ranks.* of 8"):
-        validate(uneven, 2)
+        validate(uneven, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "ranks", "size"),
+    [
+        (512, 8, 64, 8),
+        (512, 8, 56, 2),
+        (512, 8, 32, 8),
+        (12, 8, 4, 3),
+        (12, 2, 4, 1),
+        (7, 4, 3, 1),
+        (8, 4, 3, 1),
+        (6, 4, 7, 1),
+    ],
+)
+def test_auto_takes_the_evenest_shares_in_the_fewest_passes(batch: int, most: int, ranks: int, size: int) -> None:
+    found = config()
+    found.train.global_batch_size, found.train.max_micro_batch_size = batch, most
+    found.train.micro_batch_size = compose(["train.micro_batch_size=auto"]).train.micro_batch_size
+    assert with_micro_batch(found, ranks).train.micro_batch_size == size
+    if ranks <= batch:
+        validate(found, ranks)
+
+
+def test_auto_keeps_to_pipelines_lanes_and_every_size_of_a_schedule() -> None:
+    found = compose(["train.micro_batch_size=auto", "train.max_micro_batch_size=8", "train.global_batch_size=16"])
+    assert with_micro_batch(found, 2).train.micro_batch_size == 8
+    found.parallel.pipeline_model_parallel_size = 2
+    assert with_micro_batch(found, 4).train.micro_batch_size == 4
+    found.parallel.pipeline_model_parallel_size, found.parallel.invariant_ranks = 1, 8
+    assert with_micro_batch(found, 2).train.micro_batch_size == 2
+    found.parallel.invariant_ranks, found.train.batch_schedule = 0, "0:4 8:16"
+    found.checkpoint.load = "none"
+    assert with_micro_batch(found, 2).train.micro_batch_size == 2
 
 
 def test_all_problems_are_one_message() -> None:
@@ -230,14 +271,13 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
 def test_every_size_that_the_ranks_cannot_divide_is_named() -> None:
     found = config()
     found.train.micro_batch_size, found.train.global_batch_size = 2, 12
-    found.train.batch_schedule = "0:4 8:6 1k:10 24k:12"
-    validate(found, world_size=1)
+    found.train.batch_schedule = "0:4 8:2 1k:7 24k:12"
     validate(found, world_size=2)  # a resumed run may be past the sizes that its ranks cannot divide
     found.checkpoint.load = "none"
     with pytest.raises(ConfigError) as caught:
         validate(found, world_size=2)
     named = [line.strip() for line in str(caught.value).splitlines() if "train.batch_schedule" in line]
     assert [line.partition(": must be")[0] for line in named] == [
-        "train.batch_schedule=8:6",
-        "train.batch_schedule=1000:10",
+        "train.batch_schedule=8:2",
+        "train.batch_schedule=1000:7",
     ]
