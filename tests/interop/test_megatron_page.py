@@ -1,4 +1,4 @@
-"""docs/from_megatron.md and docs/megatron_flags.md: their flags are Megatron-LM's, their keys are ours, their commands compose."""
+"""Two pages of the documents: their flags are Megatron-LM's, their keys are ours, their commands compose."""
 
 from __future__ import annotations
 
