@@ -25,7 +25,7 @@ from reprise.errors import DataError, TrainerError
 from reprise.files import FILE_SYSTEM
 from trainer.commands.arguments import existing_folder, local_path, natural
 from trainer.compare.curves import Curve, read_curve
-from trainer.compare.read import Point
+from trainer.compare.points import Point
 from trainer.compare.steps import (
     RECORDS,
     StepDifference,

@@ -184,6 +184,8 @@ class Recorder:
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             value = context.loss(logits, targets)
+            if self._passes[-1].is_repeated:
+                return value
             place = StepPlace(self._iteration, StepPhase.forward.value, self._passes[-1].micro, "the loss", "output")
             self._add(replace(place, what="targets"), targets)
             self._add(place, local_of(value))
@@ -235,6 +237,7 @@ class _Passes:
 
     def __init__(self) -> None:
         self.is_forward = False  # outside it, a block is computed again for its backward pass
+        self.is_repeated = False  # with a weight of 0, which no record has
         self.micro = -1
         self._numbers: Sequence[int] = ()
         self._count = 0
@@ -245,8 +248,12 @@ class _Passes:
         self._numbers, self._count = numbers, 0
 
     def enter(self) -> None:
-        """Begin the forward pass of the next micro batch."""
-        self.is_forward, self.micro = True, self._numbers[self._count]
+        """Begin the forward pass of the next micro batch, or of a repeated one where other ranks have a pass more."""
+        self.is_repeated = self._count == len(self._numbers)
+        self.is_forward = not self.is_repeated
+        if self.is_repeated:
+            return
+        self.micro = self._numbers[self._count]
         self._count += 1
         self._calls.clear()
 
@@ -266,8 +273,8 @@ class _Recorded(GradientReduction):
     def __init__(self, context: ParallelContext, done: Callable[[], None]) -> None:
         self._reduction, self._done = context.reduction, done
 
-    def loss_divisor(self, micro_batches: int) -> int:
-        return self._reduction.loss_divisor(micro_batches)
+    def loss_divisor(self, share: float) -> float:
+        return self._reduction.loss_divisor(share)
 
     def before_backward(self, number: int, micro_batches: int) -> None:
         self._reduction.before_backward(number, micro_batches)
