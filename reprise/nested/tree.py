@@ -18,7 +18,7 @@ from reprise.json_file import Json
 from reprise.nested.numbered import is_optimizer_state, names_of
 from reprise.nested.stateful import Receiver, Stateful, is_stateful, take_out
 from reprise.nested.stored_names import Keys, pointer, stored_name
-from reprise.nested.typed_values import encode, encode_number, is_unicode
+from reprise.nested.typed_values import DICTS, encode, encode_number, is_unicode
 from reprise.tensors.file_form import materialized, resolve
 from reprise.tensors.live import is_dtensor, parameter_names
 
@@ -113,7 +113,9 @@ class Tree:
         """Replace a value in its container, after `prepare_load`."""
         container, key = self.places[where]
         current = container[key]  # type: ignore[index]
-        if not (isinstance(value, dict) and isinstance(current, dict) and not value and not current):
+        if isinstance(current, dict) and type(current) not in DICTS.values():
+            current.update(value)  # type: ignore[call-overload]
+        elif not (isinstance(value, dict) and isinstance(current, dict) and not value and not current):
             container[key] = with_tuples(current, value)  # type: ignore[index]
 
     def prepare_load(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import re
 import threading
+from collections import defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, RandomState, load, load_state_dict, save, save_state_dict
-from reprise.errors import MismatchError
+from reprise.checkpointer import _LINGER_S
+from reprise.errors import CheckpointError, MismatchError
+from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
+from reprise.nested.agreement import SMALL_TABLE_BYTES
 from reprise.saving.snapshot import Snapshot
+from tests import ROOT
+
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+Level = enum.IntEnum("Level", "LOW HIGH")
+Pair = namedtuple("Pair", "a b")
 
 
 def trained(seed: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -102,3 +114,53 @@ def test_as_many_threads_copy_as_torch_computes_with(
         monkeypatch.setattr(Snapshot, "_stage_all", stage)
         saver.save_state_dict(2, state)
     assert len(threads) == count
+
+
+def test_any_thread_may_call(tmp_path: Path) -> None:
+    (model, optimizer), (other, again) = trained(0, lr=0.5), trained(1, lr=0.1)
+
+    def work() -> None:
+        with AsyncSaver(tmp_path) as saver:
+            saver.save(1, model, optimizer)
+        load(tmp_path, other, again)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_generator_of_one_s_own_goes_in_per_rank(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    save(tmp_path, nn.Linear(1, 1), iteration=1, per_rank={"generator": generator.get_state()})
+    expected = torch.rand(2, generator=generator)
+    own = {"generator": generator.get_state()}
+    load(tmp_path, nn.Linear(1, 1), per_rank=own)
+    generator.set_state(own["generator"])
+    assert torch.equal(torch.rand(2, generator=generator), expected)
+
+
+@pytest.mark.parametrize("given", [defaultdict(int), defaultdict(int, a=0)], ids=["empty", "filled"])
+def test_a_dict_of_another_class_keeps_that_of_the_load(tmp_path: Path, given: defaultdict[str, int]) -> None:
+    save_state_dict(tmp_path, {"counts": {"a": 1}}, iteration=1)
+    load_state_dict(tmp_path, {"counts": given})
+    assert given == {"a": 1}
+    assert given["b"] == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Level.LOW, Pair(1, 2), type("Rows", (list,), {})([1]), {torch.ones(1)}, defaultdict(int, a=1), print, object()],
+    ids=lambda value: type(value).__name__,
+)
+def test_enums_and_other_classes_are_refused_by_place(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match="/of/it"):
+        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"of": {"it": value}})
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_the_limits_are_those_of_the_page() -> None:
+    page = re.sub(r"\s+", " ", PAGE)
+    assert f"seconds ({CALL_TIMEOUT_S:.0f} by default)" in page
+    assert f"({COMMIT_TIMEOUT_S:,.0f} s by default)".replace("(", "") in page
+    assert f"at most {_LINGER_S:.0f} s" in page
+    assert f"up to {SMALL_TABLE_BYTES >> 10} KiB" in page

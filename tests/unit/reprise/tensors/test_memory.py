@@ -66,7 +66,7 @@ def test_memory_like_a_file_is_congruent_and_keeps_adjacency(extents: list[tuple
             assert next_memory.ctypes.data == memory.ctypes.data + size
 
 
-def test_memory_is_private_and_aligned_so_that_all_of_it_may_lie_on_huge_pages() -> None:
+def test_memory_is_private_and_aligned_for_huge_pages() -> None:
     memory, huge_bytes = map_memory((4 << 20) + PAGE_BYTES), 2 << 20
     at = memory.ctypes.data
     assert at % huge_bytes == 0
