@@ -284,7 +284,7 @@ class Checkpointer:
         for hook in started.hooks:
             hook.remove()
         # Of a committed attempt, only rank 0 has a message left: its decision.
-        is_tidy = save_job.shared.current.outcome is Outcome.COMMITTED and not self._channel.coordinates
+        is_tidy = save_job.shared.current.made_checkpoint and not self._channel.coordinates
         attempt = (save_job.attempt.iteration, save_job.attempt.name)
         self._keep([*save_job.earlier, *([] if is_tidy else [attempt])])
 

@@ -113,9 +113,14 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Rank 0's decision: the reason why it aborted, or None for a commit."""
+    """Rank 0's decision: the reason why it aborted, or None for a commit.
+
+    Args:
+        is_earlier: whether an earlier attempt made the checkpoint: rank 0 has read no report on this attempt.
+    """
 
     problem: str | None
+    is_earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,7 @@ class CommitState:
         coordinates: whether this rank decides. It is rank 0, unless a group of ranks names another.
         problem: the first reason why it cannot become a checkpoint.
         outcome: set once it is decided, on rank 0 before the broadcast.
+        is_earlier: whether an earlier attempt made the checkpoint of a committed attempt.
     """
 
     rank: int
@@ -182,6 +188,12 @@ class CommitState:
     stage: CommitStage = CommitStage.WRITING
     problem: str | None = None
     outcome: Outcome | None = None
+    is_earlier: bool = False
+
+    @property
+    def made_checkpoint(self) -> bool:
+        """Return whether this attempt made the checkpoint: rank 0 has read the reports of all ranks."""
+        return self.outcome is Outcome.COMMITTED and not self.is_earlier
 
     @staticmethod
     def of(rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> CommitState:
@@ -314,7 +326,8 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
         case CommitStage.AWAITING, Decision(None) if state.leads and state.problem is None:
             # An earlier attempt is committed, of which this host may have a prepared folder only: that must stay.
             return _ended(replace(state, problem=_COMMITTED_EARLIER), Outcome.UNKNOWN)
-        case CommitStage.AWAITING, Decision(None):
+        case CommitStage.AWAITING, Decision(None, is_earlier):
+            state = replace(state, is_earlier=is_earlier)
             return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
         case CommitStage.AWAITING, Decision(str(why)):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)

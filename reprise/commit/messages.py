@@ -28,12 +28,14 @@ class DecisionMessage:
         problem: why there is none.
         witnesses: the ranks that send their tables before the last decision comes; None in a last decision.
         copies: the order for the copies of local checkpoints.
+        is_earlier: whether an earlier attempt made the checkpoint, and no report on this attempt is read.
     """
 
     iteration: int | None = None
     problem: str | None = None
     witnesses: Sequence[int] | None = None
     copies: str = ""
+    is_earlier: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the message."""
@@ -89,7 +91,7 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
 
 def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
     """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    broadcast(channel, key_of(name), DecisionMessage(iteration=iteration))
+    broadcast(channel, key_of(name), DecisionMessage(iteration=iteration, is_earlier=True))
 
 
 def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:

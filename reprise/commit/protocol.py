@@ -95,7 +95,7 @@ class TwoPhaseCommit:
                 break
             call = self._actions[action]
         state = self._shared.current
-        self._tables.ended(is_committed=state.outcome is Outcome.COMMITTED)
+        self._tables.ended(is_committed=state.made_checkpoint)
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
@@ -142,7 +142,7 @@ class TwoPhaseCommit:
             return commit_state.Decision(
                 f"{self._coordinator.capitalize()} saved iteration {decision.iteration}, this rank {iteration}"
             )
-        return commit_state.Decision(None)
+        return commit_state.Decision(None, decision.is_earlier)
 
     def _look(self) -> Event:
         return commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()

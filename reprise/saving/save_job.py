@@ -258,7 +258,7 @@ class SaveJob:
 
         A leader other than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
-        is_committed = self.shared.current.outcome is Outcome.COMMITTED
+        is_committed = self.shared.current.made_checkpoint
         if self.channel.coordinates or is_committed:
             for iteration, name in self.earlier:
                 self._remove(self.attempt.folder.partial(iteration, name))

@@ -27,6 +27,7 @@ from reprise.format.host_file import HostFile, attempt_of
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
+from reprise.format.report import RankReport, encode
 from reprise.policy import Retention
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
@@ -568,6 +569,33 @@ def test_a_host_that_cannot_rename_completes_at_the_next_start(host: int, change
         assert outcomes(found) == [Outcome.COMMITTED, Outcome.UNKNOWN, Outcome.COMMITTED]
 
 
+@dataclass
+class SavedEarlier(Attempted):
+    """An attempt of ranks in doubt, of whose iteration rank 0 has the checkpoint of an earlier attempt."""
+
+    jobs: dict[int, SimulatedJob] = field(default_factory=dict)
+
+    def _save(self, rank: Rank) -> None:
+        if rank.number == 0:
+            self.turns.sleep(self.told.work_s[0] or 0.0)
+            messages.already_committed(self.channel(rank), "n-1", 7)
+            return
+        self.jobs[rank.number] = SimulatedJob.of(self, rank)
+        self.jobs[rank.number].run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_rank_0_never_reads_counts_as_sent_to_nobody(seed: int, tmp_path: Path) -> None:
+    found = SavedEarlier(calm(3, seed=seed, work_s=(0.005 * seed, 0.01, 0.02)), tmp_path)
+    found.run()
+    assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
+    for number, job in found.jobs.items():
+        table = encode([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], job.attempt.layout)
+        assert job.tables.pack(RankReport(8), table).table
+        assert not found.ranks[number].shared.current.made_checkpoint
+        assert found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
+
+
 PROBLEMS = (None, "no room")
 SETS_OF_RANKS = [
     frozenset(ranks) for size in range(1, MOST_RANKS + 1) for ranks in itertools.combinations(range(MOST_RANKS), size)
@@ -585,6 +613,7 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
         commit_state.Renamed(),
         commit_state.Broadcast(),
         commit_state.Decision(None),
+        commit_state.Decision(None, is_earlier=True),
         commit_state.Decision("no room"),
         commit_state.Silence("nothing came"),
         commit_state.FoundCommitted(),
