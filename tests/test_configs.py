@@ -250,6 +250,16 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["train.global_batch_size=9"], ["train.global_batch_size=9: must be a multiple of train.micro_batch_size=4"]),
     (6, ["parallel=pp2", "train.micro_batch_size=1"], ["the 3 data-parallel ranks, that is of 3: their shares are"]),
     (1, ["train.micro_batch_size=all"], ["train.micro_batch_size=all: must be an integer, or auto"]),
+    (
+        2,
+        ["parallel=tp2", "parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=auto"],
+        ["2 ranks: must be"],
+    ),
+    (
+        1,
+        ["parallel.tensor_model_parallel_size=0", "train.micro_batch_size=auto"],
+        ["tensor_model_parallel_size=0: must"],
+    ),
     (1, ["train.max_micro_batch_size=0"], ["train.max_micro_batch_size=0: must be at least 1"]),
     *(
         (

@@ -74,6 +74,8 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     def most_samples(size: int) -> int:
         return size * math.ceil(share_of(with_size(size), world_size, train.global_batch_size))
 
+    if not _has_shares(config, world_size):
+        return with_size(1)
     sizes = range(1, min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED) + 1)
     first = _first_known_position(config)
     possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
@@ -307,10 +309,7 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> li
     Ranks may be more than an earlier size could be divided among.
     """
     train = config.train
-    sizes = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
-    if min(train.micro_batch_size, train.global_batch_size, world_size, *sizes) < 1 or world_size % (
-        sizes[0] * sizes[1]
-    ):
+    if train.micro_batch_size < 1 or not _has_shares(config, world_size):
         return []
     topology = topology_of(config, world_size)
     if train.batch_schedule is None:
@@ -324,6 +323,12 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> li
         for first, size in steps
         for problem in _size_problems_of_batch(config, topology, size, f"train.batch_schedule={first}:{{}}")
     ]
+
+
+def _has_shares(config: Config, world_size: int) -> bool:
+    """Return whether data-parallel ranks can be counted, and an iteration has samples; if not, other checks say why."""
+    sizes = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
+    return min(config.train.global_batch_size, world_size, *sizes) >= 1 and world_size % (sizes[0] * sizes[1]) == 0
 
 
 def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: str) -> list[str]:

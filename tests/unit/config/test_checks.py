@@ -211,7 +211,7 @@ def test_auto_takes_the_evenest_shares_in_the_fewest_passes(batch: int, most: in
         validate(found, ranks)
 
 
-def test_auto_keeps_to_pipelines_lanes_and_every_size_of_a_schedule() -> None:
+def test_auto_keeps_to_pipelines_lanes_and_schedules() -> None:
     found = compose(["train.micro_batch_size=auto", "train.max_micro_batch_size=8", "train.global_batch_size=16"])
     assert with_micro_batch(found, 2).train.micro_batch_size == 8
     found.parallel.pipeline_model_parallel_size = 2
