@@ -99,7 +99,7 @@ def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind 
     if config.train.on_spike is not OnSpike.rewind or section.load == "none" or section.ckpt_step is not None:
         return None
     path = Path(config.run.dir) / LAUNCHES
-    iteration, _, saved = _newest_before(saves, cluster.channel, f"unfinished/{cluster.nonce}", None)
+    iteration, _, saved = newest_before(saves, cluster.channel, f"unfinished/{cluster.nonce}", None)
 
     def find() -> Json | None:
         if not path.exists():
@@ -131,7 +131,7 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
     if settings.on_spike is OnSpike.warn:
         return None
     key = f"spike/{run.cluster.nonce}/{spike.iteration}"
-    iteration, count, saved = _newest_before(run.saves, run.cluster.channel, key, spike.iteration)
+    iteration, count, saved = newest_before(run.saves, run.cluster.channel, key, spike.iteration)
     positions = PositionMap.from_record(run.description.get(SKIPPED, []))
     gap = positions.end(count), positions.end(run.state.progress.consumed_samples)
     rewound = (*watch.rewound, gap)
@@ -140,7 +140,7 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
     raise _stopped(run, spike, iteration, rewound)
 
 
-def _newest_before(saves: Saves, channel: StoreChannel, key: str, iteration: int | None) -> tuple[int, int, Json]:
+def newest_before(saves: Saves, channel: StoreChannel, key: str, iteration: int | None) -> tuple[int, int, Json]:
     """Return the newest checkpoint that all hosts have, its consumed samples and lineage; -1, 0, {} without any.
 
     A call of all ranks.
