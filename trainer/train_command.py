@@ -199,9 +199,12 @@ def _train_from(
     from trainer.start.decide import decide
     from trainer.start.fill import fill
     from trainer.training.loop import train
+    from trainer.training.rewind import unfinished_rewind
 
     with ExitStack() as stack:
         saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
+        if rewind is None and (rewind := unfinished_rewind(config, cluster, saves)) is not None:
+            config = rewind.config(config)
         start = decide(config, cluster, saves)
         times.end(Phase.load)
         keys = resolved.environment_keys

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import trainer.__main__
+import trainer.training.loop
 from tests.harness import TINY, Ended, call_on_ranks, curve, state_of, tensor_files
 from trainer.data.batches import Samples
 from trainer.data.token_file import write_token_file
@@ -76,6 +79,21 @@ def train_on_bad_data(arguments: list[str]) -> None:
     trainer.__main__.main()
 
 
+def train_on_bad_data_and_die(arguments: list[str]) -> None:
+    """The same, killed after the second time that iteration 9 is trained, which follows a rewind to iteration 8."""
+    iterate, numbers = trainer.training.loop.iterate, list[int]()
+
+    def dying(run: Any) -> Any:
+        result = iterate(run)
+        numbers.append(run.state.progress.iteration)
+        if numbers.count(9) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    trainer.training.loop.iterate = dying
+    train_on_bad_data(arguments)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Return a folder with a file of tokens that a model learns within a few iterations."""
@@ -133,6 +151,21 @@ def test_a_rewound_run_is_that_which_was_told_the_range(data: Path, layout: str)
     assert [row["iteration"] for row in map(json.loads, (run / rewind["abandoned"]).read_text().splitlines())] == [
         9, 10, 10,
     ]  # fmt: skip
+
+
+def test_a_killed_rewind_goes_on_and_counts(data: Path) -> None:
+    places = ["108-120", f"run.dir={data / 'run'}", f"data.train={data}/easy.bin", *BASE, "train.max_rewinds=1"]
+    killed = call_on_ranks(train_on_bad_data_and_die, places, folder=data / "run", ranks=1)
+    assert killed.statuses == (-9,), killed.text
+    assert train(data, "run", "108-120", "train.max_rewinds=1").ok
+    assert train(data, "told", "108-120", "train.skip_samples=[96-120]").ok
+    assert curve(data / "run") == curve(data / "told")
+    last = "checkpoints/iter_0000016"
+    assert tensor_files(data / "run" / last) == tensor_files(data / "told" / last)
+    assert state_of(data / "run" / last)["spikes"]["rewound"] == [[96, 120]]
+    assert [row["event"] for row in events(data / "run")] == ["rewind"]
+    ended = train(data, "run", "180-240", "train.max_rewinds=1", "train.train_iters=20")
+    assert "at most train.max_rewinds=1 rewinds, after 96-120" in ended.text
 
 
 def test_after_the_last_rewind_the_run_stops_with_the_ranges(data: Path) -> None:

@@ -161,17 +161,17 @@ def _search(
 
     earliest = max(first) + 1
     begin = max(earliest, last - _WINDOW + 1)
-    both = records(begin)
-    difference = first_difference(*both)
+    pair = records(begin)
+    difference = first_difference(*pair)
     if difference is not None and difference.place.phase == StepPhase.start.value and begin > earliest:
         begin = earliest
-        both = records(begin)
-        difference = first_difference(*both)
+        pair = records(begin)
+        difference = first_difference(*pair)
     if difference is not None and difference.largest is None and not difference.differing:
         difference = first_difference(*records(begin, [difference.place.key])) or difference
-    unrepeated = tuple(_unrepeated(curve, record) for curve, record in zip(curves, both, strict=True))
+    unrepeated = tuple(_unrepeated(curve, record) for curve, record in zip(curves, pair, strict=True))
     number = parting[0].iteration if parting else None
-    return _report(number, _figures(parting), both, difference, first, unrepeated, saved)
+    return _report(number, _figures(parting), pair, difference, first, unrepeated, saved)
 
 
 def _report(
@@ -229,11 +229,11 @@ def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
 
 def _first_unequal(a: Curve, b: Curve) -> tuple[Point, Point] | None:
     """Return the points of the first iteration of both curves with other bits."""
-    others = {point.iteration: point for point in b.points}
+    points_b = {point.iteration: point for point in b.points}
     for point in a.points:
-        other = others.get(point.iteration)
-        if other is not None and _bits(point) != _bits(other):
-            return point, other
+        point_b = points_b.get(point.iteration)
+        if point_b is not None and _bits(point) != _bits(point_b):
+            return point, point_b
     return None
 
 

@@ -71,7 +71,7 @@ class StepPart:
     Args:
         order: the rank's pipeline stage and tensor-parallel index, the number of the call of a module that is called
             several times, and the number of the record among those of the rank.
-        offset, whole: the corner of its box and the shape of the tensor, for a logical tensor; else empty.
+        offset, tensor_shape: the corner of its box and the shape of the tensor, for a logical tensor; else empty.
         norm, largest: the L2 norm, and the largest absolute value.
         at: the offset of its values in `file`; None for values that were not kept.
     """
@@ -81,7 +81,7 @@ class StepPart:
     dtype: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    whole: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     digest: str
     norm: float
     largest: float
@@ -178,7 +178,7 @@ def _part(rank: int, order: tuple[int, int, int, int], record: dict[str, Any], f
         dtype=record["dtype"],
         shape=tuple(record["shape"]),
         offset=tuple(record["offset"]),
-        whole=tuple(record["whole"]),
+        tensor_shape=tuple(record["tensor_shape"]),
         digest=record["digest"],
         norm=float.fromhex(record["norm"]),
         largest=float.fromhex(record["largest"]),
@@ -212,9 +212,9 @@ def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, int, int, 
 
 
 def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int) -> StepDifference | None:
-    whole, other = a[0].whole or a[0].shape, b[0].whole or b[0].shape
-    if a[0].offset or a[0].whole:
-        if whole != other or a[0].dtype != b[0].dtype:
+    shape_a, shape_b = a[0].tensor_shape or a[0].shape, b[0].tensor_shape or b[0].shape
+    if a[0].offset or a[0].tensor_shape:
+        if shape_a != shape_b or a[0].dtype != b[0].dtype:
             return StepDifference(place, f"{_form(a[0])} and {_form(b[0])}", 0, 0, None, (), equal)
         for name, parts in (("A", a), ("B", b)):
             ranks = _unequal_replicas(parts)
@@ -238,17 +238,17 @@ def _compare_activations(
     """Compare what ranks have of an activation: copies, equal parts, or parts along one dimension."""
     a, b = _without_copies(a), _without_copies(b)
     if len(a) == len(b):
-        for part, other in zip(a, b, strict=True):
-            if (part.dtype, part.shape) != (other.dtype, other.shape):
-                return StepDifference(place, f"{_form(part)} and {_form(other)}", 0, 0, None, (), equal)
-            if part.digest != other.digest:
+        for part, part_b in zip(a, b, strict=True):
+            if (part.dtype, part.shape) != (part_b.dtype, part_b.shape):
+                return StepDifference(place, f"{_form(part)} and {_form(part_b)}", 0, 0, None, (), equal)
+            if part.digest != part_b.digest:
                 detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
-                return _sized(place, detail, part.values(), other.values(), (part, other), equal)
+                return _sized(place, detail, part.values(), part_b.values(), (part, part_b), equal)
         return None
-    values, others = _along(a, b[0].shape), _along(b, a[0].shape)
-    if values is None or others is None or values.shape != others.shape:
+    values_a, values_b = _along(a, b[0].shape), _along(b, a[0].shape)
+    if values_a is None or values_b is None or values_a.shape != values_b.shape:
         return None  # cut in a way that cannot be joined here; a later place shows a difference
-    return _sized(place, "", values, others, (a[0], b[0]), equal)
+    return _sized(place, "", values_a, values_b, (a[0], b[0]), equal)
 
 
 def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
@@ -272,9 +272,9 @@ def _along(parts: Sequence[StepPart], like: tuple[int, ...]) -> torch.Tensor | N
 def _unequal_replicas(parts: Sequence[StepPart]) -> tuple[StepPart, StepPart] | tuple[()]:
     first = dict[tuple[tuple[int, ...], tuple[int, ...]], StepPart]()
     for part in parts:
-        other = first.setdefault((part.offset, part.shape), part)
-        if other.digest != part.digest:
-            return other, part
+        replica = first.setdefault((part.offset, part.shape), part)
+        if replica.digest != part.digest:
+            return replica, part
     return ()
 
 
@@ -291,13 +291,13 @@ def _joined(parts: Sequence[StepPart]) -> torch.Tensor | None:
     """Return the values of a logical tensor from those of its boxes; None if any were not kept."""
     import torch
 
-    whole = torch.zeros(parts[0].whole, dtype=getattr(torch, parts[0].dtype))
+    tensor = torch.zeros(parts[0].tensor_shape, dtype=getattr(torch, parts[0].dtype))
     for part in _boxes(parts):
         values = part.values()
         if values is None:
             return None
-        whole[tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))] = values
-    return whole
+        tensor[tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))] = values
+    return tensor
 
 
 def _sized(
@@ -314,7 +314,7 @@ def _sized(
     if a is None or b is None:
         numbers = " and ".join(f"norm {part.norm:.9g}, largest {part.largest:.9g}" for part in parts)
         text = f"{detail}; {numbers}" if detail else numbers
-        return StepDifference(place, text, 0, math.prod(parts[0].whole or parts[0].shape), None, (), equal)
+        return StepDifference(place, text, 0, math.prod(parts[0].tensor_shape or parts[0].shape), None, (), equal)
     bits = [values.contiguous().view(-1, 1).view(torch.uint8).view(values.numel(), -1) for values in (a, b)]
     places = (bits[0] != bits[1]).any(1).nonzero().flatten()
     if not len(places):
@@ -329,7 +329,7 @@ def _sized(
 
 
 def _form(part: StepPart) -> str:
-    return f"{part.dtype} {list(part.whole or part.shape)}"
+    return f"{part.dtype} {list(part.tensor_shape or part.shape)}"
 
 
 def described(difference: StepDifference) -> Iterator[str]:

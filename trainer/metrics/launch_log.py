@@ -1,6 +1,6 @@
 """The record of launches, `launches.jsonl`: a line when a launch of a run begins, and one when it ends by itself.
 
-A launch without the second line was killed, or is running.
+A launch without the second line was killed, or is running. A rewind has a line too, until a checkpoint has it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class LaunchLog:
             description: its topology, settings and environment.
         """
         self._add("begin", iteration, {"began": round(began, 3), **description})
+
+    def rewound(self, iteration: int, members: Json) -> None:
+        """Record a rewind to an iteration, durably."""
+        self._add("rewind", iteration, members)
+        self._lines.sync()
 
     def end(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
         """Record the end, and close the file."""

@@ -226,6 +226,11 @@ class RunLog:
         self._launch.begin(iteration, began, description)
         self._first["launch"] = name
 
+    def rewound(self, iteration: int, members: Json) -> None:
+        """Record a rewind of this launch."""
+        if self._launch is not None:
+            self._launch.rewound(iteration, members)
+
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
         """Record the end of this launch; a later call does nothing."""
         if self._launch is not None:

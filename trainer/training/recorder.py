@@ -194,9 +194,9 @@ class Recorder:
         return loss
 
     def _logical(self, place: StepPlace, tensor: LiveTensor) -> None:
-        box, whole = tensor.box, tuple(tensor.spec.view)
-        digest = f"{box_digest(tensor.local, box.offset, whole):016x}"
-        self._add(place, tensor.local, digest=digest, offset=box.offset, whole=whole)
+        box, shape = tensor.box, tuple(tensor.spec.view)
+        digest = f"{box_digest(tensor.local, box.offset, shape):016x}"
+        self._add(place, tensor.local, digest=digest, offset=box.offset, tensor_shape=shape)
 
     def _add(
         self,
@@ -205,11 +205,13 @@ class Recorder:
         *,
         digest: str = "",
         offset: Sequence[int] = (),
-        whole: Sequence[int] = (),
+        tensor_shape: Sequence[int] = (),
         call: int = 0,
     ) -> None:
         local = local.detach()
-        if not whole:  # an output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it
+        if (
+            not tensor_shape
+        ):  # an output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it
             local = local.clone()
         data = memory_of(local)
         numbers = local.double() if local.numel() else local.new_zeros(1, dtype=torch.float64)
@@ -222,7 +224,7 @@ class Recorder:
             "dtype": str(local.dtype).removeprefix("torch."),
             "shape": list(local.shape),
             "offset": list(offset),
-            "whole": list(whole),
+            "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
             "norm": float(torch.linalg.vector_norm(numbers)).hex(),
             "largest": float(numbers.abs().max()).hex(),
@@ -287,17 +289,17 @@ class _Recorded(GradientReduction):
         self._done()
 
 
-def box_digest(local: torch.Tensor, offset: Sequence[int], whole: Sequence[int]) -> int:
+def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequence[int]) -> int:
     """Return a 64-bit digest of a box of a tensor; those of the boxes of a tensor add up, modulo 2^64, to its own.
 
     Args:
         local: the box.
         offset: its corner in the tensor.
-        whole: the shape of the tensor.
+        tensor_shape: the shape of the tensor.
     """
     if not local.numel():
         return 0
-    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    strides = [prod(tensor_shape[dim + 1 :]) for dim in range(len(tensor_shape))]
     rows = max(1, _CHUNK // max(1, prod(local.shape[1:]))) if local.ndim else 1
     total = 0
     for number, block in enumerate(torch.split(local, rows) if local.ndim else [local]):

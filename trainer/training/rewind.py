@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reprise.errors import NonFiniteError, TrainerError
-from reprise.json_file import integer
+from reprise.channel import StoreChannel
+from reprise.errors import CheckpointError, NonFiniteError, TrainerError
+from reprise.files import read_regular
+from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
+from trainer.compare.read import parse_records
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
 from trainer.launch.control import RunControl
+from trainer.launch.process_group import Cluster
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.jsonl_sink import METRICS
+from trainer.metrics.launch_log import LAUNCHES
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
+from trainer.run.saves import Saves
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +36,16 @@ class Rewind:
         iteration: of the checkpoint to go on from.
         gap: the positions to pass over, the end excluded.
         rewound: those of all rewinds of the run, this one the last.
-        control: of the run, whose time limit goes on.
+        saved: the lineage in the checkpoint.
+        control: of the run, whose time limit goes on; None for a rewind of an earlier launch.
     """
 
     iteration: int
     spike: Spike
     gap: tuple[int, int]
     rewound: tuple[tuple[int, int], ...]
-    control: RunControl
+    saved: Json
+    control: RunControl | None = None
 
     def config(self, config: Config) -> Config:
         """Return the configuration of the start that makes the rewind."""
@@ -54,9 +62,11 @@ class Rewind:
         return replace(config, checkpoint=source, train=replace(config.train, skip_samples=skips))
 
     def begun(self, run: Run) -> Run:
-        """Return the run that has gone back, with what it keeps; log the rewind."""
+        """Return the run that has gone back, with what it keeps; log the rewind, unless an earlier launch has."""
         for watch in run.spikes:
             watch.rewound = list(self.rewound)
+        if self.control is None:
+            return run
         for log in run.logs:
             abandoned = newest_side_file(Path(run.config.run.dir) / METRICS)
             members = {"from": self.spike.iteration, "skipped": list(self.gap), "abandoned": abandoned}
@@ -65,7 +75,47 @@ class Rewind:
                 f"samples {self.gap[0]}-{self.gap[1]} are passed over, {abandoned} has the lines given up"
             )
             log.note(self.iteration, "rewind", members, text)
+            log.rewound(self.iteration, self.record())
         return replace(run, control=self.control)
+
+    def record(self) -> Json:
+        """Return the rewind for the record of launches."""
+        spike = self.spike
+        figures = {"figure": spike.figure, "value": spike.value.hex(), "limit": spike.limit.hex()}
+        return {"from": spike.iteration, **figures, "gap": self.gap, "rewound": self.rewound, "saved": self.saved}
+
+    @staticmethod
+    def from_record(line: Json) -> Rewind:
+        """Return the rewind of a line in the record of launches."""
+        value, limit = float.fromhex(line["value"]), float.fromhex(line["limit"])
+        spike = Spike(integer(line["from"]), str(line["figure"]), value, limit)
+        rewound = tuple(PositionMap.from_record([gap]).gaps[0] for gap in line["rewound"])
+        return Rewind(integer(line["iteration"]), spike, rewound[-1], rewound, line["saved"])
+
+
+def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind | None:
+    """Return the last rewind of an earlier launch, if it was killed before its next save. A call of all ranks."""
+    section = config.checkpoint
+    if config.train.on_spike is not OnSpike.rewind or section.load == "none" or section.ckpt_step is not None:
+        return None
+    path = Path(config.run.dir) / LAUNCHES
+    iteration, _, saved = newest_before(saves, cluster.channel, f"unfinished/{cluster.nonce}", None)
+
+    def find() -> Json | None:
+        if not path.exists():
+            return None
+        lines = [line for _, line in parse_records(read_regular(path).decode(errors="replace"), source=str(path))[0]]
+        rewinds = [line for line in lines if line.get("event") == "rewind"]
+        is_last = bool(rewinds) and (rewinds[-1].get("iteration"), rewinds[-1].get("saved")) == (iteration, saved)
+        return rewinds[-1] if is_last else None
+
+    line = cluster.channel.from_first(f"unfinished/{cluster.nonce}/line", find)
+    if line is None:
+        return None
+    try:
+        return Rewind.from_record(line)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A record of a rewind is damaged", where=path, found=repr(error)) from error
 
 
 def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
@@ -81,29 +131,42 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
     if settings.on_spike is OnSpike.warn:
         return None
     key = f"spike/{run.cluster.nonce}/{spike.iteration}"
-    iteration, count = run.cluster.channel.from_first(key, lambda: _newest_before(run, spike.iteration))
+    iteration, count, saved = newest_before(run.saves, run.cluster.channel, key, spike.iteration)
     positions = PositionMap.from_record(run.description.get(SKIPPED, []))
     gap = positions.end(count), positions.end(run.state.progress.consumed_samples)
     rewound = (*watch.rewound, gap)
     if settings.on_spike is OnSpike.rewind and iteration >= 0 and len(rewound) <= settings.max_rewinds:
-        return Rewind(iteration, spike, gap, rewound, run.control)
+        return Rewind(iteration, spike, gap, rewound, saved, run.control)
     raise _stopped(run, spike, iteration, rewound)
 
 
-def _newest_before(run: Run, iteration: int) -> tuple[int, int]:
-    """Return the newest checkpoint that opens before an iteration, and its consumed samples; -1 and 0 without any."""
-    return max(_saved_before(run, iteration), default=(-1, 0))
+def newest_before(saves: Saves, channel: StoreChannel, key: str, iteration: int | None) -> tuple[int, int, Json]:
+    """Return the newest checkpoint that all hosts have, its consumed samples and lineage; -1, 0, {} without any.
 
+    A call of all ranks.
 
-def _saved_before(run: Run, iteration: int) -> Iterator[tuple[int, int]]:
-    for folder in run.saves.folders:
-        for saved in reversed([saved for saved in folder.committed() if saved < iteration]):
+    Args:
+        iteration: the checkpoint is older; None for any.
+    """
+    local = [folder for folder in saves.folders if folder is not saves.shared]
+    rows = channel.gather(f"{key}/local", json.dumps([n for folder in local for n in folder.committed()]).encode())
+
+    def newest() -> tuple[int, int, Json]:
+        common = set[int].intersection(*(set(json.loads(row)) for row in rows))
+        shared = () if saves.shared is None else saves.shared.committed()
+        candidates = [*((saves.shared, n) for n in shared), *((folder, n) for folder in local for n in common)]
+        for folder, number in sorted(candidates, key=lambda candidate: candidate[1], reverse=True):
+            if folder is None or (iteration is not None and number >= iteration):
+                continue
             try:
-                state = open_checkpoint(folder.iteration(saved), folder.files, may_lack=True).state
-                yield saved, integer(state["consumed_samples"])
-                break
+                state = open_checkpoint(folder.iteration(number), folder.files, may_lack=True).state
+                return number, integer(state["consumed_samples"]), state.get("run", {})
             except (TrainerError, LookupError, ValueError) as error:
-                _log.warning("%s is no place to go back to: %s", folder.iteration(saved), error)
+                _log.warning("%s is no place to go back to: %s", folder.iteration(number), error)
+        return -1, 0, {}
+
+    number, count, saved = channel.from_first(key, newest)
+    return number, count, saved
 
 
 def _stopped(run: Run, spike: Spike, iteration: int, rewound: tuple[tuple[int, int], ...]) -> TrainerError:

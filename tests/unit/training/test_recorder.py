@@ -1,0 +1,32 @@
+"""Digests of boxes add up to that of the tensor, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.training import recorder
+from trainer.training.recorder import box_digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_digests_of_boxes_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    tensor = (torch.arange(7 * 6 * 5).view(7, 6, 5) * 37 % 101).to(dtype)
+    whole = box_digest(tensor, (0, 0, 0), tensor.shape)
+    for row, column in ((3, 0), (5, 2), (0, 6)):
+        corners = [(0, row, 0, column), (0, row, column, 6), (row, 7, 0, column), (row, 7, column, 6)]
+        digests = [box_digest(tensor[a:b, c:d], (a, c, 0), tensor.shape) for a, b, c, d in corners]
+        assert sum(digests) % 2**64 == whole
+    monkeypatch.setattr(recorder, "_CHUNK", 60)  # several chunks
+    assert box_digest(tensor, (0, 0, 0), tensor.shape) == whole
+
+
+def test_a_bit_or_an_exchange_changes_a_digest() -> None:
+    tensor = torch.arange(24.0).view(4, 6)
+    whole = box_digest(tensor, (0, 0), tensor.shape)
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[2, 3] ^= 1
+    for changed in (flipped, tensor.flip(0), tensor.flip(1), -tensor):
+        assert box_digest(changed, (0, 0), tensor.shape) != whole
+    assert box_digest(torch.tensor(3.0), (), ()) != box_digest(torch.tensor(4.0), (), ())
+    assert box_digest(torch.empty(0, 3), (4, 0), (4, 3)) == 0

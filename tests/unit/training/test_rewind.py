@@ -1,0 +1,65 @@
+"""The checkpoint to go back to after a spike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from reprise.files import FILE_SYSTEM
+from reprise.folder import FORMAT, STATE, CheckpointFolder
+from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.savers import write_checkpoint
+from tests.fakes import all_ranks
+from trainer.interop.tensor_files import write_tensor_files
+from trainer.training.rewind import newest_before
+
+LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), torch.float32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
+
+
+@dataclass
+class Folders:
+    """The folders of a run's saves on one rank."""
+
+    shared: CheckpointFolder | None
+    folders: list[CheckpointFolder]
+
+
+def saved(root: Path, *iterations: int) -> CheckpointFolder:
+    folder = CheckpointFolder(root, FILE_SYSTEM)
+    for iteration in iterations:
+        document = {"format": FORMAT, "iteration": iteration, "consumed_samples": 10 * iteration, "run": {"id": "r"}}
+        write_checkpoint(
+            folder,
+            iteration,
+            LAYOUT,
+            lambda target: write_tensor_files(target, FILE_SYSTEM, LAYOUT, lambda _: torch.zeros(2)),
+            documents={STATE: document},
+            aliases={},
+        )
+    return folder
+
+
+def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> None:
+    shared = saved(tmp_path / "shared", 10)
+    hosts = [saved(tmp_path / "a", 12, 14, 16, 20), saved(tmp_path / "b", 12, 14, 20)]
+
+    def newest(iteration: int | None, *, is_shared: bool) -> list[tuple[int, int, object]]:
+        first = shared if is_shared else None
+        return all_ranks(
+            2,
+            lambda channel: newest_before(
+                Folders(first, [*([shared] if is_shared else []), hosts[channel.rank]]),  # type: ignore[arg-type]
+                channel,
+                "key",
+                iteration,
+            ),
+        )
+
+    assert newest(18, is_shared=True) == [(14, 140, {"id": "r"})] * 2  # host b lacks 16
+    assert newest(None, is_shared=False) == [(20, 200, {"id": "r"})] * 2
+    assert newest(12, is_shared=True) == [(10, 100, {"id": "r"})] * 2
+    assert newest(12, is_shared=False) == [(-1, 0, {})] * 2
+    (hosts[0].iteration(14) / STATE).unlink()
+    assert newest(18, is_shared=True) == [(12, 120, {"id": "r"})] * 2
