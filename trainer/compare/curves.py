@@ -7,27 +7,8 @@ import struct
 from dataclasses import dataclass
 
 from reprise.errors import DataError
-from trainer.compare.read import QUANTITIES, VALID_LOSS, Curve, Point, Reading, read_curve
+from trainer.compare.read import QUANTITIES, VALID_LOSS, Curve, Point, Reading
 from trainer.compare.text_table import format_table
-
-__all__ = [
-    "TOLERANCES",
-    "Comparison",
-    "Curve",
-    "CurveDifference",
-    "Point",
-    "Reading",
-    "Tolerance",
-    "absolute_difference",
-    "common_dtype",
-    "compare",
-    "fits_float32",
-    "read_curve",
-    "report",
-    "tolerance_of",
-    "ulp_distance",
-]
-
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
