@@ -20,8 +20,9 @@ from pathlib import Path
 from reprise.errors import TrainerError
 from trainer.commands.arguments import local_path
 from trainer.commands.report import write_report
-from trainer.compare.curves import compare, read_curve, report
+from trainer.compare.curves import compare, report
 from trainer.compare.plot import plot_comparison
+from trainer.compare.read import read_curve
 
 KILL_AFTER = 49
 MOVE_AFTER = 80

@@ -145,13 +145,21 @@ def run(resolved: Resolved, environment: Environment) -> None:
 
 
 def _import_training(config: Config, world_size: int) -> None:
-    """Import all that a run needs, before the ranks join."""
-    with importing():
-        for name in ("trainer.launch.watchdog", "trainer.start.fill", "trainer.training.loop"):
-            import_module(name)
-        from trainer.parallel.imports import import_axes
+    """Import all that a run needs, before the ranks join; what is left out is imported by its first use.
 
-        import_axes(topology_of(config, world_size), zero_stage=config.parallel.zero_stage)
+    The parts of torch for a parallel axis take 0.3 to 0.9 s each, so a run has only its own.
+    """
+    topology = topology_of(config, world_size)
+    names = ["trainer.launch.watchdog", "trainer.start.fill", "trainer.training.loop"]
+    if topology.dp > 1 and config.parallel.zero_stage > 0:
+        names += ["torch.distributed.fsdp", "torch._dynamo"]  # of which a DTensor imports the second when it is made
+    if topology.tp > 1:
+        names += ["trainer.parallel.tensor", "torch._dynamo"]
+    if topology.pp > 1:
+        names.append("torch.distributed.pipelining")
+    with importing():
+        for name in names:
+            import_module(name)
 
 
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:

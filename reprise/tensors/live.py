@@ -65,8 +65,7 @@ class Contents:
         specs: every tensor of the checkpoint in model order, equal on all ranks.
         live: the parts on this rank.
         aliases: second names of stored tensors (tied parameters), alias -> stored name. Only the stored name's tensor
-            is saved. `aliases_of` gives only names of the very same tensor; a caller with another name guarantees
-            equality of its tensor.
+            is saved, so the caller guarantees that both tensors are equal.
         documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
         optimizers: the optimizers of the live tensors; a background save delays their next step while it reads tensors
             to be changed by the step. Tensors changed by none of them are copied.
@@ -158,16 +157,6 @@ def live_tensors(
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return every parameter with its canonical name, in model order; a tied parameter's is the first registered."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
-
-
-def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Return the second names of tied parameters, alias -> stored name."""
-    names = parameter_names(model)
-    return {
-        canonical_name(name): names[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if canonical_name(name) != names[parameter]
-    }
 
 
 def canonical_name(name: str) -> str:

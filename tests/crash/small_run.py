@@ -40,7 +40,7 @@ from reprise.savers import (
     WeightsCheckpointer,
     WeightsPolicy,
 )
-from reprise.tensors.live import aliases_of
+from reprise.tensors.live import canonical_name, parameter_names
 from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
 from trainer.metrics.run_log import IterationRecord, RunLog
@@ -326,3 +326,13 @@ class _Training:
             seconds=float(self._plan.seed),
             checkpoint_seconds=0.0,
         )
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the second names of tied parameters, alias -> stored name."""
+    names = parameter_names(model)
+    return {
+        canonical_name(name): names[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if canonical_name(name) != names[parameter]
+    }

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +25,8 @@ from reprise.files import FILE_SYSTEM, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
 from trainer.commands.arguments import any_path, local_path, natural, positive
-from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 from trainer.compare.read import METRICS_FILE
+from trainer.compare.text_table import format_table
 from trainer.config.terms import LOCAL
 from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history, run_folder
@@ -35,6 +35,8 @@ FINE, BAD, IMPOSSIBLE = 0, 1, 2
 _PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pieces lie on other hosts
 _SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
 _MOST_SHOWN = 10
+_WIDEST = 60  # of a list in a table
+Row = dict[str, Any]
 _GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
 
 _log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ def list_run(options: argparse.Namespace) -> int:
             }
         )
     if len(options.runs) == 1:
-        rows = without_columns(rows, "folder")
+        rows = _without_columns(rows, "folder")
     status = _report(options, rows, summaries)
     for run in () if options.json else options.runs:
         _print_goodput(run, name=f"{run}: " if len(options.runs) > 1 else "")
@@ -115,7 +117,7 @@ def verify(options: argparse.Namespace) -> int:
         for result in results
     ]
     if len(options.checkpoints) == 1 or all(result.share is None for result in results):
-        rows = without_columns(rows, "folder", "iteration")
+        rows = _without_columns(rows, "folder", "iteration")
     return _report(options, rows, results)
 
 
@@ -142,11 +144,11 @@ def _report(
         if checkpoint.missing_everywhere is not None
     }
     if not any(row["held"] for row in rows):
-        rows = without_columns(rows, "held")
+        rows = _without_columns(rows, "held")
     if options.json and together:
         pairs = zip(rows, checkpoints, strict=True)
         rows = [{**row, "together": together.get(checkpoint.iteration)} for row, checkpoint in pairs]
-    print_rows(rows, as_json=options.json)
+    _print_rows(rows, as_json=options.json)
     for iteration, text in () if options.json else together.items():
         print(f"iteration {iteration}: {text}")
     statuses = {checkpoint.status for checkpoint in checkpoints}
@@ -180,13 +182,13 @@ def show(options: argparse.Namespace) -> int:
     print(f"{contents.path}\n")
     if hosts:
         print(f"The folder of one host, {share}\n")
-        print_rows(hosts, as_json=False)
+        _print_rows(hosts, as_json=False)
         print()
-    print_rows([{"field": name, "value": value} for name, value in flat(contents.state)], as_json=False)
+    _print_rows([{"field": name, "value": value} for name, value in _flat(contents.state)], as_json=False)
     print()
-    print_rows(files, as_json=False)
+    _print_rows(files, as_json=False)
     print()
-    print_rows(tensors, as_json=False)
+    _print_rows(tensors, as_json=False)
     for alias, stored in contents.aliases.items():
         print(f"{alias} is {stored}")
     return FINE
@@ -218,9 +220,9 @@ def diff(options: argparse.Namespace) -> int:
         print(dumps({"equal_tensors": difference.equal_tensors, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
-        print_rows(unequal, as_json=False)
+        _print_rows(unequal, as_json=False)
         print(f"{difference.equal_tensors} of {len(tensors)} tensors are equal, bit for bit")
-        print_rows(state, as_json=False)
+        _print_rows(state, as_json=False)
     return FINE if difference.is_empty else BAD
 
 
@@ -239,7 +241,7 @@ def gather(options: argparse.Namespace) -> int:
         document = {"checkpoint": str(report.path), "iteration": report.iteration, "bytes": report.total_bytes}
         print(dumps({**document, "sources": sources, "damage": report.damage}))
     else:
-        print_rows(sources, as_json=False)
+        _print_rows(sources, as_json=False)
         print(f"{report.path}: iteration {report.iteration}, whole")
     return FINE
 
@@ -258,7 +260,7 @@ def merge(options: argparse.Namespace) -> int:
     if options.json:
         print(dumps({"checkpoint": str(report.path), "of": rows}))
     else:
-        print_rows(rows, as_json=False)
+        _print_rows(rows, as_json=False)
         print(report.path)
     return FINE
 
@@ -280,7 +282,7 @@ def prune(options: argparse.Namespace) -> int:
         {"iteration": checkpoint.iteration, "bytes": checkpoint.total_bytes, "deleted": not report.is_dry_run}
         for checkpoint in report.expired
     ]
-    print_rows(rows, as_json=options.json)
+    _print_rows(rows, as_json=options.json)
     if not options.json:
         verb = "would be" if report.is_dry_run else "were"
         print(f"{len(rows)} {verb} deleted, {len(report.retained)} stay")
@@ -299,8 +301,8 @@ def _drop_optimizer(options: argparse.Namespace) -> int:
         for checkpoint in checkpoints
     ]
     if not any(checkpoint.reason for checkpoint in checkpoints):
-        rows = without_columns(rows, "stays")
-    print_rows(rows, as_json=options.json)
+        rows = _without_columns(rows, "stays")
+    _print_rows(rows, as_json=options.json)
     return FINE
 
 
@@ -312,7 +314,7 @@ def copy(options: argparse.Namespace) -> int:
         {"from": result.source, "to": result.target, "bytes": result.total_bytes, "copied": result.copied_bytes}
         for result in results
     ]
-    print_rows(rows, as_json=options.json)
+    _print_rows(rows, as_json=options.json)
     return FINE
 
 
@@ -423,7 +425,50 @@ def _topology(state: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     text = json.dumps(value)
-    return text if len(text) <= WIDEST else f"{text[:WIDEST]}..."
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
+
+
+def _print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
+    """Print rows of equal columns as JSON or as a table."""
+    if as_json:
+        print(dumps(rows))
+        return
+    if not rows:
+        return
+    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    print("\n".join(format_table(cells, align="<")))
+
+
+def _cell(name: str, value: object) -> str:
+    if name == "bytes" and isinstance(value, int):
+        return f"{value / 1e6:,.3f} MB" if value >= 1000 else f"{value} B"
+    if name == "age" and isinstance(value, float):
+        return _age(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and len(str(value)) > _WIDEST:
+        return f"{len(value)} entries, --json shows them"
+    return "" if value is None else str(value)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _without_columns(rows: Iterable[Row], *names: str) -> list[Row]:
+    """Return rows without some of their columns."""
+    return [{name: value for name, value in row.items() if name not in names} for row in rows]
+
+
+def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
+    """Return the members of a nested object by dotted name."""
+    members: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        members += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
+    return members
 
 
 if __name__ == "__main__":

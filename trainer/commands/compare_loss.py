@@ -11,25 +11,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from reprise.errors import DataError, TrainerError
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
-from trainer.compare.curves import TOLERANCES, Comparison, Curve, Tolerance, common_dtype, compare, read_curves, report
+from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import Series, evaluation_table, read_evaluations
-from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
+from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve, read_curves
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+_SUFFIXES = (".log", ".txt", ".jsonl")
+_DTYPES = {"bfloat16": ("bfloat16", "bf16"), "float32": ("float32", "fp32")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        if all(map(is_log_folder, (options.base, *options.tests))):
+        if all(map(_is_log_folder, (options.base, *options.tests))):
             return _compare_folders(options)
         base, *tests = _read((options.base, *options.tests), options)
         names = name_runs([curve.source for curve in (base, *tests)])
@@ -61,7 +64,7 @@ def _compare_folders(options: argparse.Namespace) -> int:
             fix="Name two folders, or the logs themselves.",
         )
     test = options.tests[0]
-    pairs = pair_logs(options.base, test)
+    pairs = _pair_logs(options.base, test)
     comparisons = dict[str, Comparison]()
     for name, sides in pairs.both.items():
         of_base, of_test = _read([str(log) for log in sides], options)
@@ -101,7 +104,7 @@ def _plot(
 
 def _read(paths: Sequence[str], options: argparse.Namespace) -> list[Curve]:
     curves = zip(paths, read_curves(paths, last_wins=options.last_wins), strict=True)
-    return [replace(curve, dtype=options.dtype or curve.dtype or dtype_in_name(path)) for path, curve in curves]
+    return [replace(curve, dtype=options.dtype or curve.dtype or _dtype_in_name(path)) for path, curve in curves]
 
 
 def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Tolerance:
@@ -164,6 +167,62 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+@dataclass(frozen=True, slots=True)
+class _LogPairs:
+    """The logs of two folders.
+
+    Args:
+        both: by file name, the base's log and the test's.
+        only_in_base: names of logs missing in the test's folder.
+        only_in_test: names of logs missing in the base's folder.
+    """
+
+    both: Mapping[str, tuple[Path, Path]]
+    only_in_base: tuple[str, ...] = ()
+    only_in_test: tuple[str, ...] = ()
+
+
+def _is_log_folder(path: str | Path) -> bool:
+    """Return whether a path is a folder of logs, and not the folder of a run."""
+    folder = Path(path)
+    return folder.is_dir() and not any((folder / name).exists() for name in (METRICS_FILE, LLMC_LOG))
+
+
+def _pair_logs(base: str | Path, test: str | Path) -> _LogPairs:
+    """Pair the logs (`.log`, `.txt`, `.jsonl`) of two folders.
+
+    Raises:
+        DataError: the folders have no log of the same name.
+    """
+    base_logs, test_logs = _logs(Path(base)), _logs(Path(test))
+    names = sorted(base_logs.keys() & test_logs.keys())
+    if not names:
+        raise DataError(
+            "Two folders have no log of the same name",
+            where=f"{base} and {test}",
+            expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS_FILE}",
+            found=f"{len(base_logs)} and {len(test_logs)} logs",
+        )
+    return _LogPairs(
+        {name: (base_logs[name], test_logs[name]) for name in names},
+        tuple(sorted(base_logs.keys() - test_logs.keys())),
+        tuple(sorted(test_logs.keys() - base_logs.keys())),
+    )
+
+
+def _dtype_in_name(path: str | Path) -> str | None:
+    """Return the dtype in the name of a log such as `gpt2_1_bfloat16.log`; None if there is none."""
+    name = Path(path).stem.lower()
+    return next((dtype for dtype, words in _DTYPES.items() if any(word in name for word in words)), None)
+
+
+def _logs(folder: Path) -> dict[str, Path]:
+    try:
+        return {path.name: path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
+    except OSError as error:
+        raise DataError("Cannot read a folder of logs", where=folder, found=error.strerror) from error
 
 
 if __name__ == "__main__":

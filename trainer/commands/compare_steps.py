@@ -24,8 +24,8 @@ import reprise
 from reprise.errors import DataError, TrainerError
 from reprise.files import FILE_SYSTEM
 from trainer.commands.arguments import existing_folder, local_path, natural
-from trainer.compare.curves import Curve, read_curve
 from trainer.compare.points import Point
+from trainer.compare.read import Curve, read_curve
 from trainer.compare.steps import (
     RECORDS,
     StepDifference,

@@ -5,35 +5,11 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reprise.errors import DataError
-from trainer.compare.points import QUANTITIES, Point, Reading
-from trainer.compare.read import VALID_LOSS, Curve, read_curve, read_curves
+from trainer.compare.points import QUANTITIES, Reading
+from trainer.compare.read import VALID_LOSS, Curve
 from trainer.compare.text_table import format_table
-
-if TYPE_CHECKING:
-    from trainer.compare.columns import Mask, Points
-
-__all__ = [
-    "TOLERANCES",
-    "Comparison",
-    "Curve",
-    "CurveDifference",
-    "Point",
-    "Reading",
-    "Tolerance",
-    "absolute_difference",
-    "common_dtype",
-    "compare",
-    "fits_float32",
-    "read_curve",
-    "read_curves",
-    "report",
-    "tolerance_of",
-    "ulp_distance",
-]
-
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}

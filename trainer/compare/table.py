@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from reprise.json_file import finite
-from trainer.compare.curves import Comparison, Curve
-from trainer.compare.read import LLMC_LOG, METRICS_FILE
+from trainer.compare.curves import Comparison
+from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve
 from trainer.compare.text_table import format_table
 
 Row = dict[str, Any]

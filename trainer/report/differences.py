@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from trainer.compare.curves import Curve, Point, Reading, compare, tolerance_of
-from trainer.compare.read import CONFIG_FILE, METRICS_FILE, read_dtype
+from trainer.compare.curves import compare, tolerance_of
+from trainer.compare.read import CONFIG_FILE, METRICS_FILE, Curve, Point, Reading, read_dtype
 from trainer.report.history import Floats, History, LogColumns
 
 Mask = NDArray[numpy.bool_]

@@ -12,19 +12,15 @@ from hypothesis import strategies as st
 
 from reprise.errors import DataError
 from trainer.compare.curves import (
-    Curve,
-    Point,
-    Reading,
     Tolerance,
     absolute_difference,
     common_dtype,
     compare,
     fits_float32,
-    read_curve,
     report,
     ulp_distance,
 )
-from trainer.compare.read import parse_log, parse_metrics
+from trainer.compare.read import Curve, Point, Reading, parse_log, parse_metrics, read_curve
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 FLOATS_32 = st.floats(allow_nan=False, allow_infinity=False, width=32)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compare.curves import Comparison, Curve, Point, Reading, Tolerance, compare
+from trainer.compare.curves import Comparison, Tolerance, compare
 from trainer.compare.plot import draw_comparisons, plot_comparison
+from trainer.compare.read import Curve, Point, Reading
 from trainer.compare.table import name_runs, report_all
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.reported_runs import event, steady_run
-from trainer.compare.curves import compare, read_curve, tolerance_of
+from trainer.compare.curves import compare, tolerance_of
+from trainer.compare.read import read_curve
 from trainer.report.differences import difference_of
 from trainer.report.history import read_history
 

@@ -35,8 +35,9 @@ from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.saving import plan
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
-from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
+from reprise.tensors.live import Contents, Grid, live_tensors
 from tests import ROOT
+from tests.crash.small_run import aliases_of
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.optim.adamw import AdamSettings, build_adamw
