@@ -31,6 +31,15 @@ MODELS: dict[str, tuple[str, ...]] = {
     "qwen3": ("model=qwen3_tiny", "model.n_kv_head=4", "model.n_embd=24", "model.head_dim=6"),
 }
 MUON = "optimizer=muon"
+# Parts of weights are large enough for products with their columns in place.
+WIDE = (
+    "model.n_embd=256",
+    "model.intermediate_size=1024",
+    "model.max_position_embeddings=64",
+    "train.seq_length=64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +85,10 @@ def test_two_ranks_have_the_bits_of_one(train: Train) -> None:
         ("llama3", "bfloat16", Case("tp4+sp", 4, (TP4, SP)), ()),
         ("gpt2", "bfloat16", Case("tp2 pp2 vpp2", 4, (TP, PP, VPP)), ("model.n_layer=4",)),
         ("qwen3", "float32", Case("tp2 dp2 zero3", 4, (TP, zero(3))), (MUON, "train.activation_checkpointing=true")),
+        ("gpt2", "float32", TP2_SP, WIDE),
+        ("llama3", "float32", Case("tp2", 2, (TP,)), WIDE),
     ],
-    ids=["llama3 tp4+sp", "gpt2 tp2 pp2 vpp2", "qwen3 tp2 dp2 zero3 muon"],
+    ids=["llama3 tp4+sp", "gpt2 tp2 pp2 vpp2", "qwen3 tp2 dp2 zero3 muon", "gpt2 tp2+sp wide", "llama3 tp2 wide"],
 )
 def test_any_tensor_parallelism_has_the_bits_of_one_rank(
     train: Train, model: str, dtype: str, case: Case, extra: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Random configurations: a run that is interrupted at random moments leaves what the unbroken run leaves.
 
 `python -m tests.resume.differential --cases 300 --seed 1` tries them and prints what differs. A case is a function of
-its number and the seed, so that `--first 17 --cases 1` repeats one.
+its number and the seed, so that `--first 17 --cases 1` repeats one. With `--any-tensors`, runs have
+`parallel.invariant_tensor_ranks`: every start has another topology, and the unbroken run is that of one process.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from reprise.files import Files
 from reprise.folder import TRACKER, CheckpointFolder
 from tests.crash.moments import DEADLINE_S, await_true, standing
-from tests.harness import launch, state_of, tensor_files
+from tests.harness import Ended, launch, state_of, tensor_files
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
@@ -77,6 +78,15 @@ OF_DATA: list[Topology] = [
     (4, (_PP, _VPP, _zero(3))),
 ]
 OF_TENSORS: list[Topology] = [(2, (_TP,)), (2, (_TP, _SP)), (4, (_TP, _zero(3))), (4, (_TP, _SP, _PP))]
+_TP4 = "parallel.tensor_model_parallel_size=4"
+OF_MORE_TENSORS: list[Topology] = [
+    *((4, (_TP, *sequence, _zero(stage))) for sequence in ((), (_SP,)) for stage in range(4)),
+    (4, (_TP, _PP)),
+    (4, (_TP, _PP, _VPP)),
+    (4, (_TP, _SP, _PP, _VPP)),
+    (4, (_TP4,)),
+    (4, (_TP4, _SP)),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,7 @@ class Case:
     base: str | None = None
     has_local: bool = False
     is_bitwise: bool = True
+    unbroken: Topology | None = None  # of the run without interruptions; None is the first
 
     def of(self, name: str) -> str | None:
         """Return the value of a key of the configuration, None where it has its default."""
@@ -148,6 +159,58 @@ def case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
     )
 
 
+def tensor_case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
+    """Return the case of a number with `parallel.invariant_tensor_ranks`; a few of them are refused by name."""
+    draw = random.Random(f"tensors {seed}/{number}")
+    case, iterations, batch = case_of(seed, number, ranks=ranks), draw.randint(4, 7), 8
+    has_adapters = draw.random() < 0.1  # which are refused
+    shards, heads = draw.choice([2, 4, 4]), draw.choice([4, 4, 4, 8, 8, 2])
+    starts = tuple(draw.sample(_tensor_topologies(shards, ranks), draw.choice([2, 2, 2, 3])))
+    overrides = [
+        *(text for text in case.overrides if not text.startswith(_REDRAWN) or (has_adapters and "lora" in text)),
+        *_length(draw, iterations, batch=batch, by_samples=draw.random() < 0.3, ramps=False),
+        f"model.n_layer={4 if any(_VPP in axes for _, axes in starts) else draw.choice([2, 2, 3])}",
+        f"model.n_head={heads}",
+        f"model.n_embd={heads * draw.choice([4, 6, 8])}",
+        f"model.intermediate_size={draw.choice([12, 28, 44, 60])}",
+        f"model.pad_vocab_multiple={draw.choice([4, 8])}",
+        f"model.tie_word_embeddings={draw.choice(['true', 'false'])}",
+        f"train.seq_length={draw.choice([8, 12, 16, 20, 10])}",
+        f"train.micro_batch_size={draw.choice([1, 2])}",
+        f"train.global_batch_size={batch}",
+        f"train.clip_grad={draw.choice([0.0, 0.1, 1.0])}",
+        f"train.activation_checkpointing={draw.choice(['true', 'false', 'false'])}",
+        "parallel.invariant_ranks=4",
+        f"parallel.invariant_tensor_ranks={shards}",
+    ]
+    if case.of("model") != "gpt2_tiny":
+        overrides.append(f"model.n_kv_head={draw.choice([heads, heads, min(heads, 4)])}")
+    return replace(
+        case,
+        overrides=tuple(overrides),
+        topologies=starts,
+        unbroken=SINGLE,
+        interruptions=tuple(_interruptions(draw, len(starts) - 1, _events(case), iterations)),
+        base=None,
+        is_bitwise=True,
+    )
+
+
+_REDRAWN = ("parallel.", "model.lora.", "schedule.", "train.batch_schedule", "train.train_iters", "train.train_samples")
+
+
+def _tensor_topologies(shards: int, ranks: int) -> list[Topology]:
+    """Return the topologies with up to so many tensor-parallel ranks, and so many ranks in all."""
+    every = (*OF_DATA, *OF_TENSORS, *OF_MORE_TENSORS)
+    return [(count, axes) for count, axes in every if count <= ranks and (shards >= 4 or _TP4 not in axes)]
+
+
+def _events(case: Case) -> dict[str, int]:
+    """Return the intervals of what a run can be interrupted in."""
+    names = {"evaluation": "train.eval_interval", "save": "checkpoint.save_interval"}
+    return {event: int(case.of(name) or 0) for event, name in names.items()}
+
+
 _INTERVALS = {
     "train.eval_interval": [0, 1, 2, 2, 3],
     "train.sample_interval": [0, 0, 3],
@@ -160,10 +223,11 @@ _INTERVALS = {
     "checkpoint.local.save_interval": [1, 2, 3],
     "checkpoint.local.keep": [1, 2],
 }
+_BATCH = 16
 _FIXED = (
     "train.seq_length=16",
     "train.micro_batch_size=2",
-    "train.global_batch_size=16",
+    f"train.global_batch_size={_BATCH}",
     "train.threads=1",
     "train.eval_iters=2",
     "train.sample_tokens=3",
@@ -195,7 +259,7 @@ def _model(draw: random.Random, family: str) -> tuple[list[str], bool]:
     return found, with_adapters
 
 
-def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool) -> list[str]:
+def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool, batch: int = _BATCH) -> list[str]:
     """Return a schedule that makes so many iterations, the first three of which are smaller if the batch ramps up."""
     ramp = ["train.batch_schedule=0:8 24:16"] if ramps else []
     if not by_samples:
@@ -206,7 +270,7 @@ def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bo
             "schedule.lr_warmup_iters=3",
             f"schedule.lr_decay_style={style}",
         ]
-    samples = 24 + 16 * (iterations - 3) if ramps else 16 * iterations
+    samples = 24 + 16 * (iterations - 3) if ramps else batch * iterations
     return [*ramp, f"train.train_samples={samples}", "schedule.lr_warmup_samples=20"]
 
 
@@ -236,6 +300,10 @@ class Failed(Exception):
     """A start that did not end as it should."""
 
 
+class Refused(Exception):
+    """A start whose configuration was refused, with the name of the key that it is outside the promise of."""
+
+
 def arguments_of(case: Case, folder: Path) -> list[str]:
     """Return the overrides of a run in a folder."""
     found = list(case.overrides)
@@ -255,9 +323,7 @@ def train(case: Case, folder: Path, topology: Topology, interruption: Interrupti
     overrides, run = [*arguments_of(case, folder), *axes], folder / "run"
     folder.mkdir(exist_ok=True)
     if interruption is None:
-        ended = launch(run, overrides, ranks=ranks)
-        if not ended.ok:
-            raise Failed(ended.text)
+        _require(launch(run, overrides, ranks=ranks), {0})
         return
     moment, gates = interruption.moment, Path(tempfile.mkdtemp(dir=folder))
     gated = range(ranks) if moment in ("step", "evaluation") else [0]
@@ -287,9 +353,14 @@ def train(case: Case, folder: Path, topology: Topology, interruption: Interrupti
             gate.await_heard([ranks - 1])
             gate.open()
         running.join(DEADLINE_S)
-    ended = running.ended()
-    if set(ended.statuses) != {-KILL if is_there and interruption.number is KILL else 0}:
-        raise Failed(ended.text)
+    _require(running.ended(), {-KILL if is_there and interruption.number is KILL else 0})
+
+
+def _require(ended: Ended, statuses: set[int]) -> None:
+    """Check the exit statuses of a start."""
+    if set(ended.statuses) != statuses:
+        is_refused = "ConfigError" in ended.text and "parallel.invariant_tensor_ranks=" in ended.text
+        raise (Refused if is_refused else Failed)(ended.text)
 
 
 def rows_of(run: Path) -> list[dict[str, object]]:
@@ -386,11 +457,15 @@ def _beyond_rounding(
 
 
 def run_case(case: Case, folder: Path) -> list[str]:
-    """Run a case in a new folder, and return what differs; also that a start failed."""
+    """Run a case in a new folder, and return what differs; also that a start failed.
+
+    Raises:
+        Refused: its configuration is outside the promise, and a start said so.
+    """
     whole, broken = folder / "whole", folder / "broken"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        train(case, whole, case.topologies[0], None)
+        train(case, whole, case.unbroken or case.topologies[0], None)
         for topology, interruption in zip(case.topologies, (*case.interruptions, None), strict=True):
             train(case, broken, topology, interruption)
     except (AssertionError, Failed, TimeoutError) as error:
@@ -405,17 +480,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--ranks", type=int, default=4, help="most ranks of a case")
+    parser.add_argument("--any-tensors", action="store_true", help="with parallel.invariant_tensor_ranks")
     options = parser.parse_args()
-    failed, begun = list[str](), time.monotonic()
+    failed, refused, begun = list[str](), 0, time.monotonic()
     for number in range(options.first, options.first + options.cases):
-        case = case_of(options.seed, number, ranks=options.ranks)
+        case = (tensor_case_of if options.any_tensors else case_of)(options.seed, number, ranks=options.ranks)
         with tempfile.TemporaryDirectory(prefix="differential-") as folder:
-            found = run_case(case, Path(folder))
+            try:
+                found = run_case(case, Path(folder))
+            except Refused:
+                refused += 1
+                continue
         if found:
             failed.append(case.seed)
             print(f"{case}\n  " + "\n  ".join(found), flush=True)
-    seconds = time.monotonic() - begun
-    print(f"{options.cases} cases in {seconds:.0f} s, {len(failed)} differ: {' '.join(failed) or 'none'}")
+    seconds, differing = time.monotonic() - begun, " ".join(failed) or "none"
+    print(f"{options.cases} cases in {seconds:.0f} s, {refused} refused by name, {len(failed)} differ: {differing}")
     return 1 if failed else 0
 
 

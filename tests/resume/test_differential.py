@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.resume.differential import case_of, differences, rows_of, run_case
+from tests.resume.differential import Refused, case_of, differences, rows_of, run_case, tensor_case_of
 
 SEED = 28
 IN_THE_GATE = (0,)
@@ -30,3 +31,13 @@ def test_it_does_so_for_300_random_configurations(first: int, tmp_path: Path) ->
     for number in range(first, first + 10):
         case = case_of(SEED, number)
         assert run_case(case, tmp_path / str(number)) == [], str(case)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_moved_shards_equal_one_process_or_are_refused(first: int, tmp_path: Path) -> None:
+    for number in range(first, first + 10):
+        case = tensor_case_of(SEED, number)
+        with suppress(Refused):
+            assert run_case(case, tmp_path / str(number)) == [], str(case)

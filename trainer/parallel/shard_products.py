@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 
 from reprise.live_tensors import is_dtensor
-from trainer.parallel.shard_sums import is_operand, operand
+from trainer.parallel.shard_sums import ALIGNMENT, is_operand, operand
+
+# The least rows and columns of a matrix that products take in place. Kernels for vectors and narrow matrices add in
+# another order at another stride, those for larger ones copy blocks of a matrix before they multiply.
+_LEAST = 64
 
 
 class ShardWeight(NamedTuple):
@@ -35,10 +38,11 @@ class GradientMemory:
         self._size, self._dimension = like.shape[dimension] // count, dimension
         self._memory: torch.Tensor | None = None
 
-    def place(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the memory of a part, if a product may write into it: as into a tensor of its own."""
+    def place(self, number: int, dtype: torch.dtype, tokens: int) -> torch.Tensor | None:
+        """Return the memory of a part, if a product over tokens has the bits there that it has in its own."""
         place = self._places()[number]
-        return place if place.dtype == dtype and is_operand(place) else None
+        fits = is_operand(place) or (tokens >= _LEAST and is_factor(place))
+        return place if place.dtype == dtype and fits else None
 
     def take(self, gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the gradient with those of its parts, and forget it."""
@@ -69,9 +73,28 @@ def parts_of(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.d
     return [ShardWeight(tensor, memory, number) for number, tensor in enumerate(tensors)]
 
 
-def product(x: torch.Tensor, weight: ShardWeight, bias: torch.Tensor | None, *, is_transposed: bool) -> torch.Tensor:
-    """Return x [..., in] times a weight [out, in], or [in, ...out] if transposed, as [..., out]."""
-    return cast(torch.Tensor, _Product.apply(x, weight.tensor, bias, weight, is_transposed))  # type: ignore[no-untyped-call]
+def is_factor(tensor: torch.Tensor) -> bool:
+    """Return whether products of a part of a matrix have the bits of those of a copy: it is large and aligned."""
+    if tensor.dim() != 2 or min(tensor.shape) < _LEAST or tensor.stride(1) != 1:
+        return False
+    pitch = tensor.stride(0) * tensor.element_size()
+    return pitch % ALIGNMENT == 0 and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def product(
+    x: torch.Tensor,
+    weight: ShardWeight,
+    bias: torch.Tensor | None,
+    *,
+    is_transposed: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x [..., in] times a weight [out, in], or [in, ...out] if transposed, as [..., out].
+
+    Args:
+        out: the memory of the result, in the form of an operand.
+    """
+    return cast(torch.Tensor, _Product.apply(x, weight.tensor, bias, weight, is_transposed, out))  # type: ignore[no-untyped-call]
 
 
 class _Parts(torch.autograd.Function):
@@ -81,7 +104,7 @@ class _Parts(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.memory = memory
         parts = torch.split(local, local.shape[dimension] // count, dimension)
-        return tuple(operand(part.to(dtype)) for part in parts)
+        return tuple(part if is_factor(part) else operand(part) for part in (part.to(dtype) for part in parts))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -97,15 +120,22 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         part: ShardWeight,
         is_transposed: bool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
+        inputs = x.flatten(0, -2)
+        if len(inputs) < _LEAST:
+            weight = operand(weight)
         ctx.save_for_backward(x, weight)
-        ctx.memory, ctx.number, ctx.is_transposed, ctx.has_bias = (
-            part.memory,
-            part.number,
-            is_transposed,
-            bias is not None,
-        )
-        return F.linear(x, _as_rows(weight, is_transposed), bias)
+        ctx.part, ctx.is_transposed = part, is_transposed
+        columns = _as_rows(weight, is_transposed).t()
+        # Not a view of the memory that shards share, which autograd would see change under it.
+        output = x.new_empty(*x.shape[:-1], columns.shape[1]) if out is None else out.data
+        flat = output.flatten(0, -2)
+        if bias is None:
+            torch.mm(inputs, columns, out=flat)
+        else:
+            torch.addmm(bias, inputs, columns, out=flat)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -115,12 +145,14 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = torch.mm(rows, _as_rows(weight, ctx.is_transposed)).view(x.shape)
         if ctx.needs_input_grad[1]:
-            place = None if ctx.memory is None else ctx.memory.place(ctx.number, weight.dtype)
+            place = None
+            if ctx.part.memory is not None:
+                place = ctx.part.memory.place(ctx.part.number, weight.dtype, len(rows))
             factors = (inputs.t(), rows) if ctx.is_transposed else (rows.t(), inputs)
             of_weight = torch.mm(*factors, out=None if place is None else place.flatten(1)).view(weight.shape)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 def _as_rows(weight: torch.Tensor, is_transposed: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ A rank has a contiguous block of the shards. It adds these first, then ranks add
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from trainer.parallel.halving import sum_all, sum_scatter
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that is cut into blocks of tokens
-_ALIGNMENT = 64  # bytes; the alignment of all memory that torch allocates on a CPU
+ALIGNMENT = 64  # bytes; the alignment of all memory that torch allocates on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def operand(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_operand(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has the form of one of its own, see `operand`."""
-    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def join_tokens(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -134,9 +135,16 @@ def join_tokens(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     return blocks[0] if len(blocks) == 1 else cast(torch.Tensor, _JoinTokens.apply(*blocks))  # type: ignore[no-untyped-call]
 
 
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors of the shards as one, [shards, ...]; each gets its gradient as a tensor of its own."""
-    return cast(torch.Tensor, _Stack.apply(*parts))  # type: ignore[no-untyped-call]
+def aligned_stack(count: int, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return memory [count, *shape] of the dtype and device of `like`, whose parts have the form of operands."""
+    size = math.prod(shape)
+    pitch = size + -size % (ALIGNMENT // like.element_size())
+    return like.new_empty(count, pitch)[:, :size].view(count, *shape)
+
+
+def stacked(parts: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
+    """Return tensors of the shards as the memory that they are in, see `aligned_stack`, with their gradients."""
+    return cast(torch.Tensor, _Stack.apply(memory, *parts))  # type: ignore[no-untyped-call]
 
 
 class _Fork(torch.autograd.Function):
@@ -213,9 +221,10 @@ class _JoinTokens(torch.autograd.Function):
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.stack(parts)
+    def forward(ctx: Any, memory: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        assert all(part.data_ptr() == place.data_ptr() for part, place in zip(parts, memory, strict=True))
+        return memory.view_as(memory)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(operand, gradient.unbind()))
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *map(operand, gradient.unbind())

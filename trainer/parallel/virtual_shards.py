@@ -26,7 +26,7 @@ from models.layers import Conv1D, Dropout, Embedding, FusedConv1D, OutputLayer, 
 from models.network import Model
 from models.spec import Cut
 from trainer.parallel.shard_products import ShardWeight, local_part, parts_of, product
-from trainer.parallel.shard_sums import Shards, join_tokens, stacked
+from trainer.parallel.shard_sums import Shards, aligned_stack, join_tokens, stacked
 
 # A parameter by its module and its name there.
 _Place = tuple[nn.Module, str]
@@ -274,15 +274,15 @@ class _VocabularyOutput:
     def __call__(self, x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
         shards = self.shards
         weights = parts_of(self.output.weight if table is None else table, shards.share, 0, x.dtype)
-        rows = weights[0].tensor.shape[0]
-        logits = []
-        for number, (hidden, weight) in enumerate(zip(shards.fork(x), weights, strict=True)):
+        rows, logits, uses = weights[0].tensor.shape[0], list[torch.Tensor](), shards.fork(x)
+        memory = aligned_stack(shards.share, (*uses[0].shape[:-1], rows), x)
+        for number, (hidden, weight) in enumerate(zip(uses, weights, strict=True)):
             padding = min(rows, max(0, (shards.first + number + 1) * rows - self.output.vocab_size))
             mask = None
             if padding:
                 mask = torch.cat((hidden.new_zeros(rows - padding), hidden.new_full((padding,), -torch.inf)))
-            logits.append(product(hidden, weight, mask, is_transposed=False))
-        return stacked(logits).permute(1, 2, 0, 3)
+            logits.append(product(hidden, weight, mask, is_transposed=False, out=memory[number]))
+        return stacked(logits, memory).permute(1, 2, 0, 3)
 
 
 def gather_logits(logits: torch.Tensor, shards: Shards) -> torch.Tensor:
@@ -316,34 +316,37 @@ class _CrossEntropy(torch.autograd.Function):
             highest = torch.maximum(highest, block.amax(-1))
         if shards.group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shards.group)
-        rows, exponentials, sums, places = blocks[0].shape[-1], [], [], []
-        for number, block in enumerate(blocks):
-            shifted = block - highest.unsqueeze(-1)
+        rows, sums, places = blocks[0].shape[-1], list[torch.Tensor](), []
+        exponentials = aligned_stack(len(blocks), blocks[0].shape, blocks[0])
+        for number, (block, shifted) in enumerate(zip(blocks, exponentials, strict=True)):
+            torch.sub(block, highest.unsqueeze(-1), out=shifted)
             at = targets - (shards.first + number) * rows
             is_in_shard = (at >= 0) & (at < rows)
             at = at.clamp(0, rows - 1).unsqueeze(-1)
             target = shifted.gather(-1, at).squeeze(-1).masked_fill(~is_in_shard, 0.0)
-            exponentials.append(shifted.exp_())
-            sums.append(torch.stack((exponentials[-1].sum(-1), target)))
+            sums.append(torch.stack((shifted.exp_().sum(-1), target)))
             places.append((at, is_in_shard))
         total, target = shards.total(sums).unbind()
         is_counted = targets != -100
         losses = (total.log() - target).masked_fill(~is_counted, 0.0)
         count = is_counted.sum()
-        ctx.save_for_backward(total, is_counted / count, *exponentials)
+        ctx.save_for_backward(total, is_counted / count, exponentials)
         ctx.places, ctx.dtype = places, logits.dtype
         return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        total, share, *exponentials = ctx.saved_tensors
+        total, share, exponentials = ctx.saved_tensors
         scale = (share * gradient).unsqueeze(-1)
-        blocks = []
-        for block, (at, is_in_shard) in zip(exponentials, ctx.places, strict=True):
+        gradients = exponentials
+        if ctx.dtype != exponentials.dtype:
+            gradients = aligned_stack(len(exponentials), exponentials.shape[1:], total.new_empty(0, dtype=ctx.dtype))
+        for block, result, (at, is_in_shard) in zip(exponentials, gradients, ctx.places, strict=True):
             block.mul_(scale / total.unsqueeze(-1))
             block.scatter_add_(-1, at, -scale.masked_fill(~is_in_shard.unsqueeze(-1), 0.0))
-            blocks.append(block.to(ctx.dtype))
-        return torch.stack(blocks).permute(1, 2, 0, 3), None, None
+            if gradients is not exponentials:
+                result.copy_(block)
+        return gradients.permute(1, 2, 0, 3), None, None
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from models.config import Stage
@@ -13,8 +15,9 @@ from models.layers import token_loss
 from tests.harness import TINY, compose
 from tests.unit.model_samples import fill, random_values
 from trainer.config.schema import Config
-from trainer.parallel import shard_sums, virtual_shards
-from trainer.parallel.shard_sums import Shards, join_tokens, operand, tree_sum
+from trainer.parallel import halving, shard_sums, virtual_shards
+from trainer.parallel.shard_products import ShardWeight, parts_of, product
+from trainer.parallel.shard_sums import Shards, is_operand, join_tokens, operand, tree_sum
 from trainer.parallel.topology import Topology
 from trainer.run.parallelize import build_stage
 
@@ -152,3 +155,59 @@ def test_a_table_s_other_rows_add_nothing() -> None:
     assert torch.equal((vectors + -0.0).view(torch.int32), vectors.view(torch.int32))
     assert shard_sums.tree_sum([vectors, torch.full((4,), -0.0)]).view(torch.int32).equal(vectors.view(torch.int32))
     assert F.embedding(torch.tensor([0]), vectors[None]).view(torch.int32)[0].equal(vectors.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 100])
+def test_products_with_columns_in_place_have_the_bits_of_a_copy(
+    dtype: torch.dtype, is_transposed: bool, tokens: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for rows, columns, count in ((96, 64, 2), (192, 256, 4), (64, 80, 8), (96, 40, 2), (24, 8, 4)):
+        whole = torch.randn(rows, columns * count, generator=generator).requires_grad_()
+        expected = torch.empty_like(whole)
+        sizes = (rows, columns) if is_transposed else (columns, rows)
+        parts = parts_of(whole, count, 1, dtype)
+        in_place = dtype == torch.float32 and columns >= 64
+        assert all(is_operand(part.tensor) != in_place for part in parts)
+        for number, part in enumerate(parts):
+            x = torch.randn(tokens, sizes[0], generator=generator).to(dtype).requires_grad_()
+            other, place = x.detach().requires_grad_(), slice(number * columns, (number + 1) * columns)
+            alone = ShardWeight(whole.detach()[:, place].to(dtype).contiguous().requires_grad_(), None, 0)
+            gradient = torch.randn(tokens, sizes[1], generator=generator).to(dtype)
+            results = [
+                product(factor, weight, None, is_transposed=is_transposed)
+                for factor, weight in ((x, part), (other, alone))
+            ]
+            assert torch.equal(*results)
+            torch.autograd.backward(results, [gradient, gradient])
+            assert torch.equal(torch.as_tensor(x.grad), torch.as_tensor(other.grad))
+            expected[:, place] = torch.as_tensor(alone.tensor.grad)
+        assert torch.equal(torch.as_tensor(whole.grad), expected)
+
+
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_ranks_send_the_bytes_of_a_reduce_scatter_and_a_gather(
+    is_sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 1 of 4, counted without other ranks: forward and backward of what stands between two sums."""
+    ranks, sent, group = 4, {"halving": 0, "gather": 0}, cast(dist.ProcessGroup, object())
+
+    def exchange(outgoing: torch.Tensor, incoming: torch.Tensor, *_: object) -> None:
+        sent["halving"] += outgoing.nbytes
+        incoming.zero_()
+
+    def gather(parts: list[torch.Tensor], chunk: torch.Tensor, group: object) -> None:
+        sent["gather"] += chunk.nbytes * (len(parts) - 1)
+
+    monkeypatch.setattr(halving, "_exchange", exchange)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    for count in (4, 8, 16):
+        sent.update(halving=0, gather=0)
+        shards = Shards(count, group, is_sequence_parallel)
+        x = torch.zeros(2, 12 // (ranks if is_sequence_parallel else 1), 20, requires_grad=True)
+        shards.join(shards.fork(x)).sum().backward()  # type: ignore[no-untyped-call]
+        assert sent == dict.fromkeys(sent, 2 * 3 * 2 * 12 * 20 * 4 // 4)
