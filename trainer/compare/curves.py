@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from reprise.errors import DataError
 from trainer.compare.points import QUANTITIES, Reading
 from trainer.compare.read import VALID_LOSS, Curve
 from trainer.compare.text_table import format_table
+
+if TYPE_CHECKING:
+    from trainer.compare.columns import Mask, Points
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
