@@ -195,7 +195,7 @@ class MirrorPass:
         if name not in record.partial:
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
         self._forget(name)
-        if upload.begin():
+        if upload.begin(replaces=name in record.committed):
             upload.send()
             missing = upload.missing()
             if missing and not self._is_stalled(name, missing, upload.files):

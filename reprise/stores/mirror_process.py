@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _RESTART_S = 30.0  # least time between two starts, where the process dies
 _END_S = 5.0
-_TOKIO_THREADS = "2"
+TOKIO_THREADS = "2"
 
 
 def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
@@ -72,7 +72,7 @@ class MirrorProcess:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={"TOKIO_WORKER_THREADS": _TOKIO_THREADS, **child_environment()},
+            env={"TOKIO_WORKER_THREADS": TOKIO_THREADS, **child_environment()},
             start_new_session=True,  # an interrupt of the terminal is for the program
             bufsize=0,
         )

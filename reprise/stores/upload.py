@@ -3,6 +3,12 @@
 A small object, the mark, names the checkpoint whose files lie in a folder of the store without a manifest. The mark is
 written once the folder is empty, and deleted after the commit. So a file of the right size below a mark is a file of
 the checkpoint: an interrupted upload goes on from there, on any host, and the listing tells what is missing.
+
+Of two live runs at one URL, none deletes or replaces what the other has committed. An upload writes a claim before it
+looks for the manifest and empties the folder, and looks again once the folder has its mark; a commit writes the
+manifest before it looks for claims and marks of others. So the one sees the manifest, or the other the claim, in any
+store whose listings show what is written. Only the file that an overtaken upload is writing may still arrive: its
+digests tell.
 """
 
 from __future__ import annotations
@@ -34,6 +40,18 @@ T = TypeVar("T")
 
 class SourceChangedError(Exception):
     """The checkpoint was replaced or deleted during its upload."""
+
+
+class OvertakenError(CheckpointError):
+    """Another upload has begun in the same folder of a store, or has ended there."""
+
+    def __init__(self, folder: StoreUrl) -> None:
+        super().__init__(
+            "Another upload has begun in the same place of a store",
+            where=folder,
+            expected="one upload at a time",
+            fix="End one of the two runs, or give it a URL of its own.",
+        )
 
 
 class CheckpointSource(Protocol):
@@ -105,21 +123,43 @@ class Upload:
         self._share = shares(files.sizes, hosts)[host]
         self._has_peers = hosts > 1
         self._mark = folder.child(f"{_MARK}{files.digest}").key
+        self._claim = f"{self._mark}.claim"
         self._progress = progress
         self._has_aborted = False
+        self._is_fresh, self._sent = False, set[str]()  # whether this process has emptied the folder, and what it sent
 
-    def begin(self) -> bool:
+    def begin(self, *, replaces: bool = False) -> bool:
         """Make the folder ready for the files of this checkpoint; return False if it is committed there already.
 
         The folder loses its manifest first: from then on readers see no checkpoint, until the commit.
+
+        Args:
+            replaces: whether another checkpoint there is this run's own, and goes.
+
+        Raises:
+            OvertakenError: if another checkpoint is there.
         """
         objects = self.objects()
         if MANIFEST in objects and self._is_committed(objects[MANIFEST]):
             remove_marks(self._client, self._folder)
             return False
-        if MANIFEST in objects or self._mark not in {entry.key for entry in objects.values()}:
-            clear(self._client, objects)
-            self._client.put(self._mark, b"")
+        if MANIFEST not in objects and self._mark in {entry.key for entry in objects.values()}:
+            self._client.delete([self._claim])  # of a process that died between the two
+            return True
+        if MANIFEST not in objects or replaces:
+            self._client.put(self._claim, b"")
+            objects = {name: entry for name, entry in self.objects().items() if entry.key != self._claim}
+        if MANIFEST in objects and not replaces:
+            self._client.delete([self._claim])
+            raise OvertakenError(self._folder)
+        clear(self._client, objects)
+        self._client.put(self._mark, b"")
+        keys = {entry.key for name, entry in self.objects().items() if name.startswith((_MARK, MANIFEST))}
+        if keys != {self._claim, self._mark}:
+            self._client.delete([self._mark, self._claim])
+            raise OvertakenError(self._folder)
+        self._client.delete([self._claim])
+        self._is_fresh = True
         return True
 
     def has_another(self) -> bool:
@@ -161,15 +201,23 @@ class Upload:
             if not self._has_aborted:  # before this process has begun any
                 abort_uploads(self._folder, names)
                 self._has_aborted = True
-        for name in self.missing(names):
-            if self._has_peers and not _exists(self._client, self._mark):
-                raise SourceChangedError
+        for name in self._unsent(names):
+            if not _exists(self._client, self._mark):
+                raise SourceChangedError if self._has_peers else OvertakenError(self._folder)
             self._source.check(self.files)
             try:
                 self._source.send(name, self._client, self._folder.child(name).key)
             finally:
                 self._source.check(self.files)
+            self._sent.add(name)
             self._progress(self.files.sizes[name])
+
+    def _unsent(self, names: Iterable[str]) -> list[str]:
+        """Return the files to send: a file that this process has not sent into an empty folder is another's."""
+        if not self._is_fresh or self._has_peers:
+            return self.missing(names)
+        sizes = self.files.sizes
+        return sorted(set(names) - self._sent, key=lambda name: (-sizes[name], name))
 
     def missing(self, names: Iterable[str] | None = None) -> list[str]:
         """Return the files, of all or of some, absent from the store, the largest first."""
@@ -183,22 +231,33 @@ class Upload:
 
         Raises:
             OSError: if a file is missing.
-            CheckpointError: if another upload has begun here; files of equal sizes may be those of its checkpoint.
+            OvertakenError: if another upload has begun here; files of equal sizes may be those of its checkpoint.
             SourceChangedError: if the checkpoint is no longer there.
         """
-        if self._mark not in {entry.key for entry in self.objects().values()}:
-            raise CheckpointError(
-                "Another upload has begun in the same place of a store",
-                where=self._folder,
-                expected="one upload at a time",
-                fix="End one of the two runs, or give it a URL of its own.",
-            )
+        self._require_mark()
         missing = self.missing()
         if missing:
             raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(missing[0])))
         self._source.check(self.files)
-        self._client.put(self._folder.child(MANIFEST).key, self.files.manifest)
-        remove_marks(self._client, self._folder)
+        manifest = self._folder.child(MANIFEST).key
+        if not self._client.create(manifest, self.files.manifest):
+            raise OvertakenError(self._folder)
+        try:
+            self._require_mark()
+        except OvertakenError:  # the other has seen no manifest, and deletes the files
+            self._client.delete([manifest])
+            raise
+        self._client.delete([self._mark])
+
+    def _require_mark(self) -> None:
+        """Refuse to commit where another upload has begun.
+
+        Raises:
+            OvertakenError: if the mark of this upload is not the only one.
+        """
+        marks = [entry.key for name, entry in self.objects().items() if name.startswith(_MARK)]
+        if marks != [self._mark]:
+            raise OvertakenError(self._folder)
 
     def objects(self) -> dict[str, StoredObject]:
         """Return the objects of the folder by their names in it."""

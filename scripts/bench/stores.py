@@ -46,6 +46,8 @@ BASES = {  # of each side, what its rate is compared with
     "save with a mirror": "save",
     "blocked": "blocked",
     "blocked with a mirror": "blocked",
+    "blocked, CPU": "blocked, CPU",
+    "blocked, CPU with a mirror": "blocked, CPU",
 }
 
 
@@ -55,8 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("url", help="a folder of a store, which is emptied")
     parser.add_argument("--megabytes", type=int, default=512, help="size of the state (%(default)d)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which the sides take turns (%(default)d)")
+    parser.add_argument("--saves", action="store_true", help="only the saves with and without a mirror")
     options = parser.parse_args(arguments)
     model, optimizer = _state(max(1, round(options.megabytes * 1e6 / _BYTES_OF_LAYER)))
+    if options.saves:
+        _print_saves(options.url, options.rounds, model, optimizer)
+        return
     reads = _Reads()
     logging.getLogger("reprise.stores.reader").addHandler(reads)
     logging.getLogger("reprise.stores.reader").setLevel(logging.INFO)
@@ -89,8 +95,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"bytes read / bytes of the state: {statistics.median(reads.counts) / total_bytes:.4f}")
 
 
+def _print_saves(url: str, count: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        saves = _Saves(Path(name), f"{url}/saves", model, optimizer)
+        rounds = [saves.measure() for _ in range(count)]
+        saves.end()
+    rows = [_row(rounds, side, base) for side, base in BASES.items() if side in rounds[0]]
+    print("\n".join(table(["side", "seconds", "rate / rate without", "peak memory, MB"], rows)))
+
+
 class _Saves:
-    """Saves of the same state into a folder with a mirror, which uploads meanwhile, and into one without."""
+    """Saves of the same state into a folder with a mirror, which uploads meanwhile, and into one without.
+
+    Where uploader and store share the cores, the CPU seconds of the calling thread tell what a mirror costs training.
+    """
 
     def __init__(self, root: Path, url: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._number = model, optimizer, 0
@@ -104,13 +122,15 @@ class _Saves:
             with reprise.AsyncSaver(folder, max_checkpoint_keep=2) as saver:
                 for _ in range(2):  # the second while the mirror uploads the first
                     self._number += 1
-                    start = time.perf_counter()
+                    start, begin = time.perf_counter(), time.thread_time()
                     saver.save(self._number, self._model, self._optimizer)
-                    blocked = time.perf_counter() - start
+                    blocked, work = time.perf_counter() - start, time.thread_time() - begin
                     saver.wait()
-                    seconds = time.perf_counter() - start
+                    seconds, begin = time.perf_counter() - start, time.thread_time()
                     if name:
                         self._mirror.wake()
+                    work += time.thread_time() - begin
+            figures[f"blocked, CPU{name}"] = {"seconds": work, "bytes": peak_bytes()}
             figures[f"save{name}"] = {"seconds": seconds, "bytes": peak_bytes()}
             figures[f"blocked{name}"] = {"seconds": blocked, "bytes": peak_bytes()}
         return figures
@@ -160,7 +180,7 @@ def _row(rounds: Sequence[dict[str, Seconds]], side: str, base: str) -> list[str
     ratio = statistics.median(figures[base]["seconds"] / figures[side]["seconds"] for figures in rounds)
     seconds = statistics.median(figures[side]["seconds"] for figures in rounds)
     peak = max(figures[side]["bytes"] for figures in rounds)
-    return [side, f"{seconds:.2f}", f"{ratio:.2f}", f"{peak / 1e6:.0f}"]
+    return [side, f"{seconds:.3g}", f"{ratio:.2f}", f"{peak / 1e6:.0f}"]
 
 
 if __name__ == "__main__":

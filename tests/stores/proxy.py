@@ -28,6 +28,7 @@ class Faults:
         wrong: answers of GET with a flipped bit.
         conflict: PUT that are answered with 409, without effect.
         silent: are answered only once the test is over.
+        expired: are refused, as by a store whose token has expired.
 
     Attributes:
         counts: the requests that failed, by their kind.
@@ -38,6 +39,7 @@ class Faults:
     wrong: int = 0
     conflict: int = 0
     silent: int = 0
+    expired: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -47,7 +49,7 @@ class Faults:
         """Return the fault of the next request; empty for none."""
         with self._lock:
             self._requests += 1
-            kinds = {"busy": self.busy, "silent": self.silent}
+            kinds = {"busy": self.busy, "silent": self.silent, "expired": self.expired}
             if method == "GET" and has_body:
                 kinds |= {"cut": self.cut, "wrong": self.wrong}
             if method == "PUT":
@@ -77,6 +79,9 @@ def faulty(port: int, faults: Faults) -> Iterator[str]:
             if fault == "silent":
                 faults.over.wait(SILENCE_S)
                 self.close_connection = True
+                return
+            if fault == "expired":
+                self._answer(400, {}, b"<Error><Code>ExpiredToken</Code></Error>")
                 return
             if fault in ("busy", "conflict"):
                 self._answer(503 if fault == "busy" else 409, {}, b"<Error><Code>SlowDown</Code></Error>")

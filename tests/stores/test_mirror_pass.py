@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.upload import SUPERSEDED, Upload
+from reprise.stores.upload import SUPERSEDED, LocalSource, OvertakenError, Upload
 from reprise.stores.url import StoreUrl
 from tests.stores.saving import RUN, assert_whole, committed, content, give_up, lose, save
 
@@ -60,6 +63,10 @@ class _CountingClient(StoreClient):
     def put(self, key: str, data: bytes) -> str | None:
         self._site.puts.append(Path(key).relative_to(str(self._site.store)[1:]).as_posix())
         return super().put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._site.puts.append(Path(key).relative_to(str(self._site.store)[1:]).as_posix())
+        return super().create(key, data)
 
 
 @pytest.fixture
@@ -338,6 +345,62 @@ def test_the_second_of_two_live_runs_is_refused_by_name(site: Site, caplog: pyte
         pass
     assert "Another run uploads into the same place of a store" in caplog.text
     assert content(site.store / iteration_name(10)) == stored == content(site.folder / iteration_name(10))
+
+
+class _InterruptedClient(StoreClient):
+    """Calls something once, before its request of a number."""
+
+    def __init__(self, root: str, number: int, event: Callable[[], object]) -> None:
+        super().__init__(root)
+        self.left, self._event = number, event
+        self.key = ""  # of the interrupted request
+        for name in ("head", "read", "objects", "put", "create", "put_file", "delete"):
+            setattr(self, name, partial(self._request, getattr(super(), name)))
+
+    def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.key = f"{call.__name__} {arguments[0]}"
+            self._event()
+        return call(*arguments)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
+def test_uploads_that_interleave_leave_a_whole_one_or_none(site: Site, *, is_late: bool) -> None:
+    twin, name = site.folder.parents[1] / "twin", iteration_name(10)
+    save(site.folder, [10], files=1)
+    save(twin, [10], files=1, nonce="m", add=7)
+    sources, place = [LocalSource(folder / name) for folder in (site.folder, twin)], site.url.child(name)
+    outcomes = set()
+    for number in range(1, 50):
+        shutil.rmtree(site.store, ignore_errors=True)
+        rival = Upload(StoreClient(site.url.root), place, sources[1], sources[1].files)
+        steps = [rival.begin, rival.send, rival.commit]
+
+        def interrupt(steps: list[Callable[[], object]] = steps) -> None:
+            with contextlib.suppress(OvertakenError, OSError):
+                for step in list(steps[: 1 if is_late else 3]):
+                    steps.remove(step)
+                    step()
+
+        client = _InterruptedClient(site.url.root, number, interrupt)
+        upload = Upload(client, place, sources[0], sources[0].files)
+        with contextlib.suppress(OvertakenError, OSError):
+            for step in (upload.begin, upload.send, upload.commit):
+                step()
+        if client.left > 0:
+            break
+        with contextlib.suppress(OvertakenError, OSError):
+            for step in steps[: 2 if is_late else 0]:
+                step()
+        stored = content(site.store / name)
+        # The file whose write is under way may arrive after the rival's commit.
+        is_file = client.key.startswith("put") and not client.key.endswith((".claim", sources[0].files.digest))
+        if MANIFEST in stored and (is_late or not is_file):
+            files = {file: data for file, data in stored.items() if not file.startswith(".upload-")}
+            outcomes.add([content(folder / name) for folder in (site.folder, twin)].index(files))
+    assert number > 8
+    assert outcomes == {0, 1}
 
 
 def test_two_uploads_into_one_place_never_mix(site: Site, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,12 +16,30 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from reprise.folder import iteration_name
+from reprise.stores.client import PARTS_AT_ONCE
+from reprise.stores.mirror_process import TOKIO_THREADS
 from tests.harness import TINY, run_ok
 from tests.stores.moto_server import BUCKET, environment, moto_server
 from tests.stores.proxy import Faults, faulty
 from tests.stores.saving import content, save
 
 TIMEOUT_S = 240.0
+MEMORY = """
+import sys
+from pathlib import Path
+from reprise.stores.client import PART_BYTES, StoreClient
+
+def kib(member):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if member in line)
+
+client, path = StoreClient("s3://bucket"), Path(sys.argv[1])
+client.put("memory/first", b"what a first request takes stays")
+before = kib("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+for number in range(3):
+    client.put_file(f"memory/{number}", path)
+print((kib("VmHWM") - before) * 1024 / PART_BYTES)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +106,21 @@ def test_faults_of_a_store_are_not_seen(port: int, tmp_path: Path) -> None:
         assert content(tmp_path / "back" / name) == content(tmp_path / "again" / name) == content(folder / name)
 
 
+@pytest.mark.soak
+def test_an_upload_takes_at_most_four_parts_a_thread(port: int, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes((96 << 20) + 5))
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path / "large"],
+        env={**os.environ, **environment(server(port)), "TOKIO_WORKER_THREADS": TOKIO_THREADS},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    parts = float(ended.stdout)
+    print(f"{parts:.1f} parts for {PARTS_AT_ONCE} requests at a time by {TOKIO_THREADS} threads")
+    assert parts <= PARTS_AT_ONCE + 2 <= 4 * int(TOKIO_THREADS)
+
+
 @pytest.mark.slow
 def test_wrong_bytes_are_found(port: int, tmp_path: Path) -> None:
     folder, url = tmp_path / "run", f"s3://{BUCKET}/wrong"
@@ -137,3 +170,11 @@ def test_others_open_what_plain_tools_download(port: int, tmp_path: Path) -> Non
     assert len(tensors) > 10
     for name, tensor in tensors:
         assert torch.equal(values[name], tensor), name
+
+
+def test_an_expired_token_is_named_at_once(tmp_path: Path) -> None:
+    with faulty(1, Faults(expired=1)) as endpoint:
+        save(tmp_path, [5])
+        for words in (["mirror", tmp_path, f"s3://{BUCKET}/x", "--once"], ["ls", f"s3://{BUCKET}/x"]):
+            text = reprise("checkpoint", *words, endpoint=endpoint, cwd=tmp_path, is_ok=False)
+            assert "the store refuses the credentials" in text
