@@ -29,7 +29,7 @@ def keep_average(
     for parameter, name in stored_names(model).items():
         if parameter in optimizer.state:
             optimizer.state[parameter][AVERAGE] = zeros_for(parameter, memory.get(f"{AVERAGE}.{name}"))
-    optimizer.register_step_post_hook(partial(_update, 1 - decay))
+    optimizer.register_step_post_hook(partial(move_averages, 1 - decay))
 
 
 def begin_average(
@@ -58,7 +58,8 @@ def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[N
         _by_chunks(pairs, _exchange)
 
 
-def _update(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+def move_averages(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Move the averages of an optimizer by a share of their difference to the parameters."""
     _by_chunks(_pairs(optimizer), partial(_move, share))
 
 
