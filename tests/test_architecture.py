@@ -199,6 +199,28 @@ CHOOSES_STORE = (
     "trainer.train_command",
 )
 
+# The calls that touch a path, beside the questions that a path of a store answers too (`reprise.stores.path`).
+PATH_CALLS = re.compile(
+    r"(?:open|shutil\.\w+|os\.path\.(?:l?exists|is\w+|get\w+|same\w+|realpath)"
+    r"|os\.(?:open|l?stat|listdir|scandir|rename|replace|unlink|remove|rmdir|mkdir|makedirs|link|symlink|access|utime"
+    r"|truncate|statvfs|walk|chmod)"
+    r"|(?!os\b).*\.(?:open|unlink|touch|mkdir|rmdir|(?:read|write)_(?:text|bytes)|symlink_to|hardlink_to|chmod))"
+)
+# Who makes them in the library: the calls of `Files`, what holds on a mounted file system alone, the other kind of
+# store, the memory of a host, and a file that a caller hands over.
+TOUCHES_PATHS = (
+    "reprise.atomic",
+    "reprise.regular_file",
+    "reprise.storage.files",
+    "reprise.storage.holds",
+    "reprise.storage.lock",
+    "reprise.storage.shared_folder",
+    "reprise.stores",
+    "reprise.saving.column_sharing",
+    "reprise.nested.folder_files",
+)
+NO_PATHS = {"self._staging.touch"}  # memory
+
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
@@ -500,6 +522,19 @@ def stores_are_handed_down(sources: Sequence[Source]) -> list[str]:
         if is_named and not any(is_or_in(source.module, place) for place in CHOOSES_STORE):
             complaints.append(f"{source.module} chooses the store of this machine, in place of taking one")
     return complaints
+
+
+def paths_are_touched_by_stores(sources: Sequence[Source]) -> list[str]:
+    """The library reads and writes through `Files`: a store of another kind is a class of it, and one of paths."""
+    found = []
+    for source in sources:
+        if not is_or_in(source.module, LIBRARY) or any(is_or_in(source.module, owner) for owner in TOUCHES_PATHS):
+            continue
+        calls = {ast.unparse(node.func): node.lineno for node in source.nodes if isinstance(node, ast.Call)}
+        for name, line in calls.items():
+            if PATH_CALLS.fullmatch(name) and name not in NO_PATHS:
+                found.append(f"{source.module}:{line} calls {name} beside Files")
+    return found
 
 
 def sizes(sources: Sequence[Source]) -> list[str]:
@@ -810,6 +845,7 @@ RULES: tuple[Rule, ...] = (
     no_cycles,
     foreign_imports,
     stores_are_handed_down,
+    paths_are_touched_by_stores,
     sizes,
     median_size,
     annotations,
@@ -927,6 +963,9 @@ BROKEN = [
         _DOC + "from reprise.files import FILE_SYSTEM\n",
         "chooses the store",
     ),
+    (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "open('x')\n", "calls open beside Files"),
+    (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "os.stat(path)\n", "calls os.stat beside Files"),
+    (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "(a / b).read_bytes()\n", "read_bytes beside Files"),
     (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "601 lines"),
     (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),

@@ -180,6 +180,6 @@ def is_committed(attempt: Attempt) -> bool:
     """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
     path = attempt.folder.iteration(attempt.iteration) / MANIFEST
     try:
-        return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
+        return manifest.from_bytes(attempt.folder.files.read_whole(path), where=path).attempt == attempt.name
     except (OSError, TrainerError):
         return False

@@ -304,7 +304,7 @@ class HostFolders:
         for iteration in self.folder.committed():
             where = self.folder.iteration(iteration) / HOST
             try:
-                host_files[iteration] = host_file.from_bytes(where.read_bytes(), where=where)
+                host_files[iteration] = host_file.from_bytes(self.folder.files.read_whole(where), where=where)
             except FileNotFoundError:
                 _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
             except TrainerError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -150,7 +149,7 @@ def join(
     """
     first, places = parts[0], read_places(parts[0])
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
-    if os.path.lexists(target):
+    if out.files.exists(target):
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
     try:
         with _Blocks(parts) as blocks, contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:

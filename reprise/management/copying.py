@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reprise.atomic import make_folders
 from reprise.errors import CheckpointError
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.reader import open_checkpoint, read_places
@@ -104,7 +104,7 @@ class _Copy:
     def _is_there(self) -> bool:
         """Return whether the target has the checkpoint; refuse another checkpoint of its name."""
         if not (self._target / MANIFEST).exists():
-            if not is_stored(self._target) and os.path.lexists(self._target):
+            if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
         if _content(self._target) != self._manifest:
@@ -143,10 +143,10 @@ class _Copy:
         """Write into a hidden folder beside the target, verify the folder, and give it its name."""
         partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
         files = FILE_SYSTEM
-        partial.mkdir(parents=True, exist_ok=True)
+        make_folders(files, partial)
         for name, size in sorted(self._files.sizes.items()):
             path = partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(files, path.parent)
             if not path.exists() or path.stat().st_size != size:
                 self._fetch(name, size, path)
         files.write_whole(partial / MANIFEST, self._manifest)
@@ -164,13 +164,16 @@ class _Copy:
     def _fetch(self, name: str, size: int, path: Path) -> None:
         """Copy a file under a temporary name, and rename it once it is durable."""
         temporary = path.with_name(f".{path.name}.part")
-        with temporary.open("wb") as file:
+        descriptor, offset = FILE_SYSTEM.write_new(temporary, b""), 0
+        try:
             for part in _parts(self._source / name, size):
-                file.write(part)
+                FILE_SYSTEM.write(descriptor, [memoryview(part)], offset=offset)
+                offset += len(part)
                 self._add(len(part))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+            FILE_SYSTEM.sync(descriptor)
+        finally:
+            FILE_SYSTEM.close(descriptor)
+        FILE_SYSTEM.rename(temporary, path)
 
 
 class _StoredSource:

@@ -7,7 +7,7 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -151,6 +151,18 @@ class Files(FileCalls):
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is anything of this name; a link counts, whatever it points to."""
+        return os.path.lexists(path)
+
+    def folders(self, path: Path) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the name and the status of each folder in a folder, without links and what is deleted meanwhile."""
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield entry.name, entry.stat(follow_symlinks=False)
 
     def is_folder(self, path: Path) -> bool:
         """Return whether `path`, which must exist, is a folder and not a link to a folder."""

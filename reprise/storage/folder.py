@@ -40,11 +40,15 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def iteration_of(path: Path | os.DirEntry[str]) -> int | None:
+def iteration_of(path: Path) -> int | None:
     """Return the iteration in a checkpoint folder's name, or None if it is not a checkpoint's name."""
-    match = _ITERATION.fullmatch(path.name)
+    return _iteration_in(path.name)
+
+
+def _iteration_in(name: str) -> int | None:
+    match = _ITERATION.fullmatch(name)
     iteration = int(match[1]) if match else None
-    return iteration if iteration is not None and iteration_name(iteration) == path.name else None
+    return iteration if iteration is not None and iteration_name(iteration) == name else None
 
 
 def is_iteration_name(name: str) -> bool:
@@ -106,15 +110,9 @@ class CheckpointFolder:
         """Return the stamp of the folder of each committed iteration, from the root alone; equal for no two folders."""
         if not self.root.is_dir():
             return {}
-        stamps: dict[int, Stamp] = {}
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                iteration = iteration_of(entry)
-                if iteration is not None and entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        status = entry.stat(follow_symlinks=False)
-                        stamps[iteration] = status.st_ino, status.st_mtime_ns  # a freed inode is used again
-        return stamps
+        statuses = ((_iteration_in(name), status) for name, status in self.files.folders(self.root))
+        # A freed inode is used again.
+        return {i: (status.st_ino, status.st_mtime_ns) for i, status in statuses if i is not None}
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
@@ -183,7 +181,7 @@ class CheckpointFolder:
         try:
             self.files.rename(source, target)
         except OSError as error:
-            if error.errno == errno.ENOTDIR and os.path.lexists(target):
+            if error.errno == errno.ENOTDIR and self.files.exists(target):
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -214,7 +212,7 @@ class CheckpointFolder:
             self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
-            if os.path.lexists(source):
+            if self.files.exists(source):
                 renamed.append(self._free_name(source))
                 self.files.rename(source, renamed[-1])
         if renamed:
@@ -329,17 +327,17 @@ class CheckpointFolder:
         leaving = _DELETING.fullmatch(path.name)
         if leaving is not None and is_held(path):
             back = self.root / leaving[1]
-            if not os.path.lexists(back):
+            if not self.files.exists(back):
                 self.files.rename(path, back)
                 return back
         match = _REPLACED.fullmatch(path.name)
         if match is None:
             return path
         settled = self.root / match[1]
-        if os.path.lexists(settled) and path.name.endswith(_OUTDATED) and not is_held(path):
+        if self.files.exists(settled) and path.name.endswith(_OUTDATED) and not is_held(path):
             self.files.sync_folder(self.root)  # what has replaced it is durable before it goes
             settled = path.with_suffix(".deleting")
-        elif os.path.lexists(settled):
+        elif self.files.exists(settled):
             settled = self._free_name(settled)
         self.files.rename(path, settled)
         return settled
@@ -394,7 +392,7 @@ class CheckpointFolder:
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
-        while os.path.lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
+        while self.files.exists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
 
