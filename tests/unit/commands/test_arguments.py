@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import checkpoint, columns, cuda, local
+from scripts.bench import checkpoint, cuda, local
 
 
 @pytest.mark.parametrize(
     ("main", "option"),
     [
         (checkpoint.main, "--folder"),
-        (columns.main, "--folder"),
         (cuda.main, "--folder"),
         (local.main, "--local"),
         (local.main, "--shared"),
     ],
-    ids=["checkpoint", "columns", "cuda", "local", "shared"],
+    ids=["checkpoint", "cuda", "local", "shared"],
 )
 def test_a_folder_that_does_not_exist_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], object], option: str
