@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import socket
 import threading
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +67,33 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
     """
     row = [socket.gethostname(), min([channel.rank, *local_ranks])]
     rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
-    table = channel.from_first(f"{key}/table", lambda: [json.loads(data) for data in rows])
-    ranks: dict[int, list[int]] = {}
-    for rank, (_, leader) in enumerate(table):
-        ranks.setdefault(leader, []).append(rank)
-    return Hosts(tuple(table[leader][0] for leader in ranks), tuple(tuple(members) for members in ranks.values()))
+    return _unpacked(channel.from_first(f"{key}/table", lambda: _packed([json.loads(data) for data in rows])))
+
+
+def _packed(rows: Sequence[tuple[str, int]]) -> str:
+    """Return the names and the ranks of all hosts in a few bytes, where names and numbers follow a pattern.
+
+    Args:
+        rows: by rank, the name of its host and the lowest rank of that host.
+    """
+    names = {leader: rows[leader][0] for _, leader in rows}
+    numbers = {leader: number for number, leader in enumerate(names)}
+    runs, before = list[tuple[int, int]](), 0
+    for number, members in itertools.groupby(numbers[leader] for _, leader in rows):
+        runs.append((number - before, len(list(members))))
+        before = number
+    return base64.b64encode(zlib.compress(json.dumps([list(names.values()), runs]).encode())).decode()
+
+
+def _unpacked(text: str) -> Hosts:
+    names, runs = json.loads(zlib.decompress(base64.b64decode(text)))
+    ranks: list[list[int]] = [[] for _ in names]
+    rank = number = 0
+    for step, count in runs:
+        number += step
+        ranks[number].extend(range(rank, rank + count))
+        rank += count
+    return Hosts(tuple(names), tuple(map(tuple, ranks)))
 
 
 @dataclass(frozen=True, slots=True)

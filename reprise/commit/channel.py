@@ -46,8 +46,9 @@ class StoreChannel:
     ranks make the same calls of `gather`, `broadcast`, `agree` and their users in the same order on a channel, or on
     clones of it.
 
-    `gather` takes its messages, and deletes rank 0's broadcasts before it: a rank in the gather is past them. A message
-    sent by `put` stays until `take` or `delete`: see `messages.delete_messages` for saves.
+    `gather` deletes rank 0's broadcasts before it: a rank in the gather is past them. `broadcast` deletes what a rank
+    has sent to a `gather` before it: rank 0 is past that, and deletes nothing for the ranks. A message sent by `put`
+    stays until `take` or `delete`: see `messages.delete_messages` for saves.
     """
 
     def __init__(
@@ -290,21 +291,25 @@ class StoreChannel:
         """
         if not self.coordinates:
             self.put(f"{key}/{self.rank}", data)
+            self._gathered.append(f"{key}/{self.rank}")
             return []
-        messages = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in self.ranks[1:]]
+        messages = self.read_all({f"{key}/{rank}": f"rank {rank}" for rank in self.ranks[1:]})
         self.delete(self._broadcasts)
         self._broadcasts.clear()
         return [data, *messages]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
         """Return rank 0's `data` on every rank."""
-        if self.coordinates:
-            assert data is not None
-            if self.world_size > 1:
-                self.put(key, data)
-                self._broadcasts.append(key)
+        if not self.coordinates:
+            data = self.read(key, sender=f"rank {self.coordinator}")
+            self.delete(self._gathered)
+            self._gathered.clear()
             return data
-        return self.read(key, sender=f"rank {self.coordinator}")
+        assert data is not None
+        if self.world_size > 1:
+            self.put(key, data)
+            self._broadcasts.append(key)
+        return data
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
         """Let every rank go on only if none has a problem.
@@ -422,6 +427,7 @@ class StoreChannel:
     def _open(self) -> None:
         """Take an idle connection, or make a new one."""
         self._broadcasts: list[str] = []  # rank 0's since its last `gather`
+        self._gathered: list[str] = []  # this rank's messages for `gather` since the last broadcast that it read
         self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
         self._connection: Store = self._source
         if self.world_size > 1:

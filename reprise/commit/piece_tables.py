@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from reprise.commit.tiles import entries_of
 from reprise.errors import CheckpointError
 from reprise.format import manifest
 from reprise.format.layout import Layout
@@ -46,13 +47,15 @@ class Tiling:
         Raises:
             CheckpointError: if they do not.
         """
+        digests = tuple(digest_of_table(table) for table in tables)
+        if (found := entries_of(layout, tables)) is not None:
+            return Tiling(layout, digests, tuple(found[1]), found[0])
         pieces, counts, begin = [], [], 0
         for table in tables:
             count = block_count_of(table)
             pieces += decode(table, np.arange(begin, begin + count, dtype=_DIGEST).tobytes(), layout)
             counts.append(count)
             begin += count
-        digests = tuple(digest_of_table(table) for table in tables)
         return Tiling(layout, digests, tuple(counts), manifest.tile(layout, pieces))
 
     def suits(self, layout: Layout, tables: Sequence[int]) -> bool:

@@ -19,7 +19,8 @@ from reprise.format.manifest import DIGEST_BYTES, WrittenPiece
 # Has failed, iteration, identity, bytes written, groups of replicas, digest and length of the table of pieces.
 _HEAD = struct.Struct("<?QQQIQI")
 _GROUP = struct.Struct("<QIQQ")
-_PIECE = struct.Struct("<IBQQI")
+# Of a table: the tensor's number, dimensions, first and last byte, blocks; offset and shape follow, eight bytes each.
+PIECE = struct.Struct("<IBQQI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:
     for piece in pieces:
         dims = len(piece.box.offset)
         count = len(piece.digests) // DIGEST_BYTES
-        parts.append(_PIECE.pack(numbers[piece.name], dims, piece.lo, piece.hi, count))
+        parts.append(PIECE.pack(numbers[piece.name], dims, piece.lo, piece.hi, count))
         parts.append(struct.pack(f"<{2 * dims}Q", *piece.box.offset, *piece.box.shape))
     return b"".join(parts)
 
@@ -114,8 +115,8 @@ def decode(table: bytes, digests: bytes, layout: Layout) -> list[WrittenPiece]:
     names = list(layout.places)
     pieces, at, begin = [], 0, 0
     while at < len(table):
-        number, dims, lo, hi, count = _PIECE.unpack_from(table, at)
-        at += _PIECE.size
+        number, dims, lo, hi, count = PIECE.unpack_from(table, at)
+        at += PIECE.size
         numbers = struct.unpack_from(f"<{2 * dims}Q", table, at)
         at += 16 * dims
         end = begin + count * DIGEST_BYTES
@@ -128,7 +129,7 @@ def block_count_of(table: bytes) -> int:
     """Return how many blocks the pieces of a table have."""
     count, at = 0, 0
     while at < len(table):
-        _, dims, _, _, blocks = _PIECE.unpack_from(table, at)
-        at += _PIECE.size + 16 * dims
+        _, dims, _, _, blocks = PIECE.unpack_from(table, at)
+        at += PIECE.size + 16 * dims
         count += blocks
     return count

@@ -196,7 +196,9 @@ class OwnedFolder:
                 attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
         key = f"{self._key}/{self._nonce}/attempts"
         rows = self._channel.gather(key, json.dumps(attempts).encode())
-        attempts = self._channel.from_first(f"{key}/all", lambda: [name for data in rows for name in json.loads(data)])
+        attempts = self._channel.from_first(
+            f"{key}/all", lambda: sorted({name for data in rows for name in json.loads(data)})
+        )
         return frozenset(attempts)
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from reprise.channel import StoreChannel
 from reprise.commit import finish, messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState, key_of
 from reprise.commit.inventory import Inventory
-from reprise.commit.piece_tables import PieceTables
+from reprise.commit.piece_tables import PieceTables, Tiling
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.files import Files
 from reprise.folder import CheckpointFolder
@@ -40,7 +40,7 @@ from reprise.format.manifest import DIGEST_BYTES, TensorEntry, Written, WrittenP
 from reprise.format.names import MANIFEST
 from reprise.format.report import RankReport, encode
 from reprise.layout import Layout, TensorKind, TensorSpec, build_layout
-from scripts.bench import scale_local
+from scripts.bench import scale_local, scale_start
 from scripts.bench.machine import describe
 from scripts.bench.planning import CASES, as_if_written, pieces_of_ranks
 from trainer.compare.text_table import format_table
@@ -264,6 +264,15 @@ def measure_commit(case: str, ranks: int) -> Figures:
     return figures
 
 
+def measure_tiling(ranks: int) -> Figures:
+    """Return what the check of the tables of a first save takes, in memory."""
+    layout = rows_layout(ranks)
+    tables = [encode(pieces, layout) for _, pieces in rows(ranks)]
+    start, start_cpu = time.perf_counter(), time.thread_time()
+    Tiling.of(layout, tables)
+    return {"s": time.perf_counter() - start, "CPU s": time.thread_time() - start_cpu}
+
+
 def _commit(
     channel: StoreChannel, attempt: Attempt, steps: StepsInMemory, tables: PieceTables, earlier: str
 ) -> Figures:
@@ -289,6 +298,8 @@ MEASURES: Mapping[str, Measure] = {
         (128, 512, 2048, 8192),
         "ranks, LLaMA-3 405B at tp 8, pp 16, ZeRO 3",
     ),
+    "tiling": Measure(measure_tiling, (256, 1024, 4096, 16384), "ranks, 8 pieces each"),
+    "start": Measure(scale_start.measure, (256, 1024, 4096, 16384), "ranks, 8 a host"),
     "local": Measure(scale_local.measure, (4, 8, 16, 32), "hosts, 64 pieces each"),
 }
 
