@@ -37,7 +37,7 @@ def main(overrides: Sequence[str]) -> None:
         run = _run([*overrides, "train.ema_decay=0.999"], cluster, Path(folder))
         optimizers = [part.optimizer for part in run.state.parts]
         seconds = [(_cpu_seconds(lambda: iterate(run)), _moved(optimizers)) for _ in range(_ROUNDS + 1)][1:]
-    ratios = sorted(whole / (whole - averages) for whole, averages in seconds)
+    ratios = sorted(total / (total - averages) for total, averages in seconds)
     print(
         f"{_ROUNDS} iterations of {median(s for s, _ in seconds) * 1e3:.1f} ms of CPU, averages "
         f"{median(s for _, s in seconds) * 1e3:.2f} ms; with / without: median {median(ratios):.3f}, "
