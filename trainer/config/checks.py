@@ -327,7 +327,7 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> li
 
 def _has_shares(config: Config, world_size: int) -> bool:
     """Return whether data-parallel ranks can be counted, and an iteration has samples; if not, other checks say why."""
-    sizes = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
+    sizes: list[int] = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
     return min(config.train.global_batch_size, world_size, *sizes) >= 1 and world_size % (sizes[0] * sizes[1]) == 0
 
 
