@@ -245,9 +245,8 @@ def test_an_unknown_key_or_a_wrong_type_is_refused_by_name(override: str, words:
 
 
 IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
-    (1, ["train.global_batch_size=9"], ["train.global_batch_size=9", "train.micro_batch_size=4", "of 4"]),
-    (3, [], ["train.global_batch_size=8", "the 3 data-parallel ranks, so at least 12"]),
-    (1, ["train.global_batch_size=9"], ["train.global_batch_size=9: must be a multiple of train.micro_batch_size=4"]),
+    (1, ["train.global_batch_size=9"], ["train.global_batch_size=9: must be a multiple of train.micro_batch_size=4;"]),
+    (3, [], ["train.global_batch_size=8: must be at least 12", "the 3 data-parallel ranks"]),
     (6, ["parallel=pp2", "train.micro_batch_size=1"], ["the 3 data-parallel ranks, that is of 3: their shares are"]),
     (1, ["train.micro_batch_size=all"], ["train.micro_batch_size=all: must be an integer, or auto"]),
     (

@@ -92,7 +92,7 @@ def test_ranks_need_not_divide_a_size_that_is_past(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()) == checkpoints
     ended = launch(tmp_path / "fresh", run, ranks=2)
     assert not ended.ok
-    assert "cannot go on from sample 0:\n  train.batch_schedule=0:2: must be a multiple" in ended.text
+    assert "cannot go on from sample 0:\n  train.batch_schedule=0:2: must be at least 4" in ended.text
     assert not (tmp_path / "fresh" / "metrics.jsonl").exists()
 
 

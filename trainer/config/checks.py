@@ -345,13 +345,16 @@ def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: 
             f"{topology.dp} data-parallel ranks, that is of {least}: their shares are equal in a pipeline"
         )
         return problems
-    if size % train.micro_batch_size or size < least:
-        problems.append(
-            f"{key.format(size)}: must be a multiple of train.micro_batch_size={train.micro_batch_size} with one for "
-            f"each of the {topology.dp} data-parallel ranks, so at least {least}; train.micro_batch_size={AUTO} "
-            "chooses a size"
+    reason = ""
+    if size % train.micro_batch_size:
+        reason = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
+    elif size < least:
+        reason = (
+            f"at least {least}, train.micro_batch_size={train.micro_batch_size} for each of the {topology.dp} "
+            "data-parallel ranks"
         )
-        return problems
+    if reason:
+        return [f"{key.format(size)}: must be {reason}; train.micro_batch_size={AUTO} chooses a size"]
     count = size // least
     lanes = config.parallel.invariant_ranks
     problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)

@@ -182,7 +182,7 @@ def test_shares_of_ranks_may_differ_except_in_a_pipeline() -> None:
     validate(uneven, 2)
     (line,) = share_lines(uneven, 2)
     assert line.endswith("micro_batch_size=4: at most 2 on a rank, 1.50 on average")
-    with pytest.raises(ConfigError, match=r"train\.global_batch_size=12: .*=4 with one for each of the 4 data-paral"):
+    with pytest.raises(ConfigError, match=r"batch_size=12: must be at least 16, .*=4 for each of the 4 data"):
         validate(uneven, 4)
     uneven.parallel.pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"train\.global_batch_size=12: .*=4 times the 2 data-parallel ranks.* of 8"):
