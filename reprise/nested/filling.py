@@ -244,7 +244,8 @@ class Filling:
         """Make the missing tensors of an optimizer, as before its first step."""
         for where, optimizer in self.tree.optimizers.items():
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
-            flat_elements = sum(p.numel() for p in optimizer.parameters.values()) if optimizer.list_keys else 0
+            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in optimizer.parameters.values()]
+            flat_elements = sum(sizes) if optimizer.list_keys else 0
             for spec in (place.spec for place in read_places(checkpoint).values()):
                 *parents, name, key = ("", *keys_of(spec.kind, spec.name))
                 if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):

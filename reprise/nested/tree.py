@@ -113,9 +113,10 @@ class Tree:
         """Replace a value in its container, after `prepare_load`."""
         container, key = self.places[where]
         current = container[key]  # type: ignore[index]
-        if isinstance(current, dict) and type(current) not in DICTS.values():
-            current.update(value)  # type: ignore[call-overload]
-        elif not (isinstance(value, dict) and isinstance(current, dict) and not value and not current):
+        are_dicts = isinstance(value, dict) and isinstance(current, dict)
+        if are_dicts and type(current) not in DICTS.values():
+            current.update(value)
+        elif not are_dicts or value or current:
             container[key] = with_tuples(current, value)  # type: ignore[index]
 
     def prepare_load(self) -> None:

@@ -32,8 +32,10 @@ from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, it
 from reprise.storage.lock import is_locked
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
+from reprise.stores.holds import is_held
 from reprise.stores.upload import (
     LocalSource,
+    OvertakenError,
     SourceChangedError,
     Upload,
     clear,
@@ -194,20 +196,20 @@ class MirrorPass:
             raise self._contended(name)
         if name not in record.partial:
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
-        self._forget(name)
-        if upload.begin(replaces=name in record.committed):
-            upload.send()
-            missing = upload.missing()
-            if missing and not self._is_stalled(name, missing, upload.files):
-                return
-            if missing:
-                _log.warning("%s: %d files of other hosts do not come, host 0 uploads them", name, len(missing))
-                upload.send(missing)
-            try:
+        try:
+            if upload.begin(replaces=name in record.committed):
+                self._forget(name)  # not before: a request that fails until then is made again as a replacement
+                upload.send()
+                missing = upload.missing()
+                if missing and not self._is_stalled(name, missing, upload.files):
+                    return
+                if missing:
+                    _log.warning("%s: %d files of other hosts do not come, host 0 uploads them", name, len(missing))
+                    upload.send(missing)
                 upload.commit()
-            except CheckpointError:
-                self._leave(name)
-                raise
+        except OvertakenError:
+            self._leave(name)
+            raise
         entry = MirroredCheckpoint(upload.files.digest, _lineage_at(path / STATE))
         record = self._known
         self._write(replace(record, committed={**record.committed, name: entry}, partial=record.partial - {name}))
@@ -295,6 +297,7 @@ class MirrorPass:
         """Delete nothing of an upload any more: the place has objects of another run."""
         if name in self._known.partial:
             self._write(replace(self._known, partial=self._known.partial - {name}))
+        self._forget(name)
 
     def _contended(self, name: str) -> CheckpointError:
         return CheckpointError(
@@ -324,12 +327,14 @@ class MirrorPass:
             return
         full = sorted((name for name in self._record.committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
-            before = self._known
-            self._write(replace(before, partial=before.partial | {name}))
-            if retire(self._client, self._url.child(name)):
+            folder, is_gone = self._url.child(name), False
+            if not is_held(list_folder(self._client, folder)):
+                self._write(replace(self._known, partial=self._known.partial | {name}))
+                is_gone = retire(self._client, folder)
+            if is_gone:
                 self._forget(name)
-            else:
-                self._write(before)
+            else:  # also of an earlier pass that failed in between: what is partial is deleted
+                self._write(replace(self._known, partial=self._known.partial - {name}))
         due = set(self._rule.due(local, self._known.committed, at_end=at_end))
         for name in sorted(self._known.partial - due):
             clear(self._client, list_folder(self._client, self._url.child(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -435,3 +436,45 @@ def test_two_uploads_into_one_place_never_mix(site: Site, caplog: pytest.LogCapt
     while not first.run(at_end=True):
         pass
     assert content(site.store / iteration_name(10)) == stored
+
+
+def _fail() -> None:
+    raise OSError(errno.EIO, "the store fails once")
+
+
+def test_a_request_that_fails_only_delays_a_replacement(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    is_over, number = False, 0
+    while not is_over:
+        number += 1
+        lose(site.folder, 5)
+        save(site.folder, [5], nonce=f"m{number}", add=float(number))
+        passes = site.passes()
+        client = _InterruptedClient(site.url.root, number, _fail)
+        passes._client = client  # type: ignore[attr-defined]
+        is_done = False
+        while not is_done:
+            with contextlib.suppress(OSError):
+                is_done = passes.run()
+        assert content(site.store / iteration_name(5)) == content(site.folder / iteration_name(5)), client.key
+        is_over = client.left > 0
+    assert number > 10
+
+
+def test_a_hold_after_a_deletion_that_failed_keeps_the_checkpoint(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror(keep=1)
+    save(site.folder, [10])
+    passes = site.passes(keep=1)
+    assert not passes.run()  # the newest goes first
+    passes._client.delete = lambda _: _fail()  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="fails once"):
+        passes.run()
+    del passes._client.delete  # type: ignore[attr-defined]
+    (site.store / iteration_name(5) / "hold").touch()
+    assert passes.run()
+    assert committed(site.store) == names_of(5, 10)
+    (site.store / iteration_name(5) / "hold").unlink()
+    assert passes.run()
+    assert committed(site.store) == names_of(10)

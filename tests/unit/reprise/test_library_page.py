@@ -147,6 +147,13 @@ def test_a_dict_of_another_class_keeps_that_of_the_load(tmp_path: Path, given: d
     assert given["b"] == 0
 
 
+def test_an_empty_dict_of_another_class_gives_way_to_a_number(tmp_path: Path) -> None:
+    save_state_dict(tmp_path, {"counts": 1}, iteration=1)
+    state: dict[str, object] = {"counts": defaultdict(int)}
+    load_state_dict(tmp_path, state)
+    assert state == {"counts": 1}
+
+
 @pytest.mark.parametrize(
     "value",
     [Level.LOW, Pair(1, 2), type("Rows", (list,), {})([1]), {torch.ones(1)}, defaultdict(int, a=1), print, object()],

@@ -167,6 +167,21 @@ def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, 
     assert losses == [step(further, further_fresh) for _ in range(4)]
 
 
+def test_the_flat_state_of_lbfgs_holds_two_numbers_for_a_complex_one(tmp_path: Path) -> None:
+    models = [nn.ParameterList([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))]) for _ in range(2)]
+    optimizer, fresh = (torch.optim.LBFGS(model.parameters(), max_iter=2) for model in models)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (models[0][0] - 1j).abs().pow(4).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+    load(save(tmp_path, models[0], optimizer, iteration=1), models[1], fresh)
+    assert torch.equal(fresh.state_dict()["state"][0]["d"], optimizer.state_dict()["state"][0]["d"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_state_of_another_dtype_goes_into_a_fresh_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
     def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
