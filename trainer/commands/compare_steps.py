@@ -9,7 +9,6 @@ differs, 1 where something does, 2 where the command cannot be carried out.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import reprise
 from reprise.errors import DataError, TrainerError
 from reprise.files import FILE_SYSTEM
+from reprise.json_file import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
 from trainer.compare.points import Point
 from trainer.compare.read import Curve, read_curve
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = asdict(report)
         if report.difference is not None:
             document["difference"]["place"] = asdict(report.difference.place)
-        print(json.dumps(document))
+        print(dumps(document))
     else:
         print("\n".join(_lines(report)))
     return EQUAL if report.is_equal else DIFFERENT
@@ -127,6 +127,8 @@ def compare_steps(
     are_records = [(path / RECORDS.format(0)).exists() for path in (a, b)]
     if all(are_records):
         records = read_record(a), read_record(b)
+        if records[0].parts.keys().isdisjoint(records[1].parts):
+            raise DataError("Two records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
         return _report(None, "", records, first_difference(*records))
     if any(are_records):
         raise DataError("A run is compared with a run, and a record with a record", where=f"{a} and {b}")
@@ -134,6 +136,8 @@ def compare_steps(
     parting = _first_unequal(*curves)
     last = iteration or (parting[0].iteration if parting else None)
     if last is None:
+        if {point.iteration for point in curves[0].points}.isdisjoint(point.iteration for point in curves[1].points):
+            raise DataError("Two runs have no iteration in common", where=f"{a} and {b}")
         return StepReport(None, "", None)
     with ExitStack() as stack:
         if folder is None:

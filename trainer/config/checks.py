@@ -76,7 +76,8 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
 
     if not _has_shares(config, world_size):
         return with_size(1)
-    sizes = range(1, min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED) + 1)
+    most = min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED)
+    sizes = [size for size in range(1, most + 1) if train.global_batch_size % size == 0]
     first = _first_known_position(config)
     possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
@@ -354,7 +355,8 @@ def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: 
             "data-parallel ranks"
         )
     if reason:
-        return [f"{key.format(size)}: must be {reason}; train.micro_batch_size={AUTO} chooses a size"]
+        hint = f"; train.micro_batch_size={AUTO} chooses a size" if train.micro_batch_size > 1 else ""
+        return [f"{key.format(size)}: must be {reason}{hint}"]
     count = size // least
     lanes = config.parallel.invariant_ranks
     problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)

@@ -1,0 +1,46 @@
+"""The exit status and the JSON of `reprise compare-steps`, without a run that is trained again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
+
+
+def make_record(folder: Path, iteration: int, loss: float) -> str:
+    """Write the record of a rank with one number, and return its folder."""
+    folder.mkdir()
+    header = {"settings": {}, "ranks": 1, "stage": 0, "tensor_rank": 0}
+    place = [iteration, "figures", -1, "loss", "value"]
+    numbers = {"digest": loss.hex(), "norm": "0x1p0", "largest": "0x1p0", "at": None, "call": 0}
+    number = {"place": place, "dtype": "float64", "shape": [], "offset": [], "tensor_shape": [], **numbers}
+    (folder / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (header, number, {"end": True})))
+    return str(folder)
+
+
+def make_run(folder: Path, first: int) -> str:
+    """Write the log of a run of two iterations, and return its folder."""
+    folder.mkdir()
+    records = [{"iteration": first + number, "loss": 1.0, "loss_hex": (1.0).hex()} for number in range(2)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return str(folder)
+
+
+def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 2, 2.0)])
+    assert (status, "no tensor in common" in capsys.readouterr().err) == (UNUSABLE, True)
+
+
+def test_runs_of_other_iterations_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([make_run(tmp_path / "a", 1), make_run(tmp_path / "b", 3)])
+    assert (status, "no iteration in common" in capsys.readouterr().err) == (UNUSABLE, True)
+
+
+def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 1, math.nan), "--json"])
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (status, report["difference"]["largest"]) == (DIFFERENT, None)
