@@ -273,7 +273,8 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
     if run.ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks), "-m"]
     command += [
-        "trainer.commands.compare_steps",
+        "reprise",  # an installed library has no package `trainer`
+        "compare-steps",
         str(run.folder),
         "--record",
         str(out),
