@@ -69,6 +69,8 @@ def two_runs(folder: Path) -> None:
 
 def commands(folder: Path) -> None:
     two_runs(folder)
+    for name, eps in (("a", "1e-8"), ("b", "1e-7")):
+        bash(folder, f"reprise train experiment=demo train.train_iters=2 run.dir=runs/{name} optimizer.adam_eps={eps}")
     for host, local in zip("ab", save_on_two_hosts(folder, 100), strict=True):
         (folder / f"host-{host}").mkdir()
         local.rename(folder / f"host-{host}" / "big")

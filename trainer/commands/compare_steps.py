@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import subprocess
 import sys
 import tempfile
@@ -272,7 +273,8 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
     if run.ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks), "-m"]
     command += [
-        "trainer.commands.compare_steps",
+        "reprise",  # an installed library has no package `trainer`
+        "compare-steps",
         str(run.folder),
         "--record",
         str(out),
@@ -282,14 +284,27 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
         str(last),
     ]
     command += ["--begin", str(begin), *(word for key in values for word in ("--values", key))]
-    ended = subprocess.run(
-        command, env=variables_of(run), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which would leave the ranks behind
+    process = subprocess.Popen(
+        command,
+        env=variables_of(run),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # an interrupt of the terminal comes to torchrun once, from here
     )
-    if ended.returncode:
+    try:
+        _, errors = process.communicate()
+    finally:
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.wait()
+        signal.signal(signal.SIGTERM, handler)
+    if process.returncode:
         raise DataError(
             "A run cannot be trained again on this host",
             where=run.folder,
-            found="\n".join(ended.stderr.splitlines()[-_MOST_LINES:]),
+            found="\n".join(errors.splitlines()[-_MOST_LINES:]),
             fix="Record it where it was trained: torchrun ... reprise compare-steps RUN --record FOLDER --from N --to "
             "M; then compare the two folders.",
         )

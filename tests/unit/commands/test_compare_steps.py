@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
+from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, launch_replay, main
+from trainer.training.replay import RecordedRun
 
 
 def make_record(folder: Path, iteration: int, loss: float) -> str:
@@ -44,3 +48,21 @@ def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.
     status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 1, math.nan), "--json"])
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (status, report["difference"]["largest"]) == (DIFFERENT, None)
+
+
+def test_an_interrupt_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, processes = tmp_path / "python", list[subprocess.Popen[str]]()
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        processes.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch_replay(RecordedRun(tmp_path, 2, {}, {}, {}), 0, 1, 1, tmp_path / "out", ())
+    (process,) = processes
+    assert process.returncode == -signal.SIGTERM
+    assert "'-m', 'reprise', 'compare-steps'" in str(process.args), "only a checkout has `trainer`"
