@@ -164,3 +164,21 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
         away.rename(site.store)
 
     assert follow(site, Runner(mend, lambda: None)) == [5]
+
+
+def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(site.folder, [5, 10, 15])
+    site.mirror()
+    delete, calls = StoreClient.delete, []
+
+    def fail_third(client: StoreClient, keys: Sequence[str]) -> None:
+        calls.append(keys)
+        if len(calls) == 3:
+            raise OSError(5, "cut off", "key")
+        delete(client, keys)
+
+    monkeypatch.setattr(StoreClient, "delete", fail_third)
+    with pytest.raises(OSError, match="cut off"):
+        prune(str(site.url), keep=1)
+    assert committed(site.store) == names_of(10, 15)
+    assert not list((site.store / names_of(5)[0]).rglob("*.safetensors"))
