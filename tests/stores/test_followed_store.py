@@ -184,7 +184,7 @@ def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypa
     assert not list((site.store / names_of(5)[0]).rglob("*.safetensors"))
 
 
-def test_a_hold_whose_checkpoint_cannot_be_looked_at_is_released(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hold_that_fails_at_once_is_released(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     save(site.folder, [5])
     site.mirror()
 
