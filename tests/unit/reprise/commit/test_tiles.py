@@ -108,6 +108,6 @@ def test_a_missing_or_second_piece_is_left_to_it_too() -> None:
     assert entries_of(LAYOUT, [b"", b""]) is None
 
 
-def test_pieces_of_other_dimensions_at_the_end_are_left_to_it_too() -> None:
+def test_pieces_of_other_dimensions_are_left_to_it_too() -> None:
     number = [piece.name for piece in WHOLE].index("matrix")
     assert entries_of(LAYOUT, [encode([*WHOLE, replace(WHOLE[number], box=Box((0,), (24,)))], LAYOUT)]) is None
