@@ -89,7 +89,8 @@ def _read(tables: Sequence[bytes], counts: list[int]) -> Iterator[tuple[int, _Pi
     for members in np.split(order, np.flatnonzero(numbers[1:] != numbers[:-1]) + 1):
         number = int(heads["tensor"][members[0]])
         dims = int(heads["dims"][members[0]])
-        boxes = data[starts[members][:, None] + np.arange(PIECE.size, PIECE.size + 16 * dims)].view("<i8")
+        places_of_boxes = starts[members][:, None] + np.arange(PIECE.size, PIECE.size + 16 * dims)
+        boxes = data.take(places_of_boxes, mode="clip").view("<i8")  # of other dimensions, a piece is refused later
         yield number, _Pieces(heads[members], boxes, first_blocks[members])
 
 
@@ -139,7 +140,7 @@ def _cells(place: Place, boxes: _Integers) -> tuple[tuple[tuple[int, ...], ...],
     for dim, size in enumerate(place.spec.view):
         begin, length = boxes[:, dim], boxes[:, len(place.spec.view) + dim]
         end = begin + length
-        if (begin < 0).any() or (length <= 0).any() or (end > size).any():
+        if (begin < 0).any() or (length <= 0).any() or (length > size - begin).any():  # `end` may overflow
             return None
         marks = np.sort(np.concatenate([[0, size], begin, end]))
         marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would keep other threads waiting

@@ -63,7 +63,7 @@ class FileRelay:
         """Close the links."""
         for worker in self._children.values():
             worker.close(0.0)
-        for link in filter(None, self._links.values()):
+        for link in filter(None, tuple(self._links.values())):  # a worker that is left behind may add one
             link.close()
 
     def _send(self, child: int, key: str, message: bytes) -> None:

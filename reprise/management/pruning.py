@@ -125,10 +125,12 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
         ExpiredCheckpoint(path / committed[n], n, sum(entry.size for entry in folders[committed[n]].values()))
         for n in iterations
     ]
-    if not dry_run:
-        expired = [entry for entry in expired if retire(client, url.child(committed[entry.iteration]))]
-    for entry in () if dry_run else expired:
-        clear(client, folders[committed[entry.iteration]])
+    for entry in () if dry_run else tuple(expired):
+        name = committed[entry.iteration]
+        if retire(client, url.child(name)):
+            clear(client, folders[name])  # before the next loses its manifest, without which no later call finds it
+        else:
+            expired.remove(entry)
     gone = {entry.iteration for entry in expired}
     return PruneReport(tuple(expired), tuple(sorted({*committed} - gone)), dry_run)
 

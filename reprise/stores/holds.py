@@ -55,10 +55,12 @@ class StoredHold:
         if version is None:
             return None
         hold = StoredHold(path, version)
-        hold._write()
-        if not hold.is_in_place():
-            hold.release()
-            return None
+        with contextlib.ExitStack() as otherwise:
+            otherwise.callback(hold.release)
+            hold._write()
+            if not hold.is_in_place():
+                return None
+            otherwise.pop_all()
         threading.Thread(target=hold._beat, name="hold-heartbeat", daemon=True).start()
         return hold
 

@@ -15,7 +15,7 @@ import pytest
 
 from reprise import prune
 from reprise.files import location
-from reprise.folder import STILL_MIRRORED, take_hold
+from reprise.folder import STILL_MIRRORED, StoredHold, take_hold
 from reprise.format.lineage import Branch, Lineage
 from reprise.storage.holds import EXPIRY_S
 from reprise.stores.client import StoreClient
@@ -164,3 +164,35 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
         away.rename(site.store)
 
     assert follow(site, Runner(mend, lambda: None)) == [5]
+
+
+def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(site.folder, [5, 10, 15])
+    site.mirror()
+    delete, calls = StoreClient.delete, []
+
+    def fail_third(client: StoreClient, keys: Sequence[str]) -> None:
+        calls.append(keys)
+        if len(calls) == 3:
+            raise OSError(5, "cut off", "key")
+        delete(client, keys)
+
+    monkeypatch.setattr(StoreClient, "delete", fail_third)
+    with pytest.raises(OSError, match="cut off"):
+        prune(str(site.url), keep=1)
+    assert committed(site.store) == names_of(10, 15)
+    assert not list((site.store / names_of(5)[0]).rglob("*.safetensors"))
+
+
+def test_a_hold_that_fails_at_once_is_released(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(site.folder, [5])
+    site.mirror()
+
+    def fail(hold: StoredHold) -> bool:
+        assert list(site.store.rglob("hold.*"))
+        raise OSError(5, "cut off", "key")
+
+    monkeypatch.setattr(StoredHold, "is_in_place", fail)
+    with pytest.raises(OSError, match="cut off"):
+        take_hold(location(f"{site.url}/{names_of(5)[0]}"))
+    assert not list(site.store.rglob("hold.*"))

@@ -462,7 +462,7 @@ def test_a_request_that_fails_only_delays_a_replacement(site: Site) -> None:
     assert number > 10
 
 
-def test_a_hold_after_a_deletion_that_failed_keeps_the_checkpoint(site: Site) -> None:
+def test_a_hold_after_a_failed_deletion_counts(site: Site) -> None:
     save(site.folder, [5])
     site.mirror(keep=1)
     save(site.folder, [10])

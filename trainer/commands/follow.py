@@ -35,6 +35,7 @@ from reprise import json_file
 from reprise.errors import ConfigError, TrainerError
 from reprise.files import FILE_SYSTEM, files_of, is_store_url, is_stored, read_regular
 from reprise.folder import (
+    OPTIMIZER_DROPPED,
     STATE,
     STILL_MIRRORED,
     WEIGHTS,
@@ -212,7 +213,8 @@ class FollowLog:
 class Follower:
     """Runs a command on each checkpoint of a run, in order, one at a time.
 
-    A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another.
+    A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another. One whose
+    optimizer's state was dropped is the same.
 
     Args:
         run: the folder or the URL of the run.
@@ -285,8 +287,8 @@ class Follower:
         checkpoint = self._open(path)
         if checkpoint is None:
             return None
-        self._digests[path.name] = key, checkpoint.digest
-        return checkpoint.digest
+        self._digests[path.name] = key, _digest_of(checkpoint)
+        return self._digests[path.name][1]
 
     def _open(self, path: Path) -> Checkpoint | None:
         """Open a checkpoint; None after a failure, which is logged. The next look tries again."""
@@ -308,7 +310,7 @@ class Follower:
             return
         try:
             checkpoint = self._open(path)
-            if checkpoint is None or checkpoint.digest in self._log.digests or not hold.is_in_place():
+            if checkpoint is None or _digest_of(checkpoint) in self._log.digests or not hold.is_in_place():
                 return
             command = [word.replace(PLACE, str(path)) for word in self._command]
             _log.info("%s: %s", shown_name(path), shlex.join(command))
@@ -329,7 +331,7 @@ class Follower:
             "checkpoint": shown_name(checkpoint.path),
             "branch": branches[-1].id if branches else None,
             "branches": [asdict(branch) for branch in branches],
-            "digest": checkpoint.digest,
+            "digest": _digest_of(checkpoint),
             "command": command,
             "status": outcome.status,
             "seconds": round(outcome.seconds, 3),
@@ -367,6 +369,12 @@ class Follower:
         if self._problems.get(path.name) != problem:
             self._problems[path.name] = problem
             _log.warning("%s %s", shown_name(path), problem)
+
+
+def _digest_of(checkpoint: Checkpoint) -> str:
+    """Return the digest of a checkpoint's manifest, of a lighter checkpoint that of the one before it."""
+    dropped = checkpoint.state.get(OPTIMIZER_DROPPED)
+    return checkpoint.digest if dropped is None else str(dropped["manifest_xxh3_64"])
 
 
 def _json_at(path: Path) -> Json:

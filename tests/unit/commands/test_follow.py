@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import reprise
 from reprise.errors import ConfigError, DataError, LockError
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, FolderLock, Hold
 from reprise.json_file import Json
+from tests.unit.reprise.management.test_lightening import full_run
 from tests.unit.reprise.management.test_listing import save
 from trainer.commands.follow import Choice, CommandOutcome, Commands, Follower, FollowLog, main, number_at
 
@@ -219,6 +221,17 @@ def test_an_iteration_that_is_saved_again_is_another_checkpoint(tmp_path: Path) 
     run_follower(tmp_path, FakeRunner(), once=True)
     assert iterations(tmp_path) == [1, 2, 2]
     assert len({line["digest"] for line in lines(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize("is_light_first", [False, True])
+def test_a_checkpoint_without_its_optimizer_has_no_second_line(tmp_path: Path, *, is_light_first: bool) -> None:
+    run = full_run(tmp_path).parent
+    if is_light_first:
+        reprise.drop_optimizer(run, before=20)
+    run_follower(run, FakeRunner(), once=True)
+    reprise.drop_optimizer(run, before=30)
+    run_follower(run, FakeRunner(), once=True)
+    assert iterations(run) == [10, 20, 30]
 
 
 def test_the_result_of_a_renamed_checkpoint_is_dropped(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_single_table_tiles() -> None:
         {"box": Box((0, 1), (6, 4))},
         {"box": Box((0, 0), (6, 0))},
         {"box": Box((0,), (24,))},
+        {"box": Box((2**63 - 1, 0), (2, 4))},
         {"name": "cube"},
         {"name": "empty"},
         {"digests": bytes(16)},
@@ -105,3 +106,8 @@ def test_a_missing_or_second_piece_is_left_to_it_too() -> None:
     assert entries_of(LAYOUT, [encode(WHOLE[:-1], LAYOUT), b""]) is None
     assert entries_of(LAYOUT, [encode(WHOLE, LAYOUT), encode(WHOLE[:1], LAYOUT)]) is None
     assert entries_of(LAYOUT, [b"", b""]) is None
+
+
+def test_pieces_of_other_dimensions_are_left_to_it_too() -> None:
+    number = [piece.name for piece in WHOLE].index("matrix")
+    assert entries_of(LAYOUT, [encode([*WHOLE, replace(WHOLE[number], box=Box((0,), (24,)))], LAYOUT)]) is None

@@ -167,7 +167,7 @@ def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, 
     assert losses == [step(further, further_fresh) for _ in range(4)]
 
 
-def test_the_flat_state_of_lbfgs_holds_two_numbers_for_a_complex_one(tmp_path: Path) -> None:
+def test_complex_parameters_of_lbfgs_have_flat_state_too(tmp_path: Path) -> None:
     models = [nn.ParameterList([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))]) for _ in range(2)]
     optimizer, fresh = (torch.optim.LBFGS(model.parameters(), max_iter=2) for model in models)
 
