@@ -48,8 +48,8 @@ class Tiling:
             CheckpointError: if they do not.
         """
         digests = tuple(digest_of_table(table) for table in tables)
-        if (found := entries_of(layout, tables)) is not None:
-            return Tiling(layout, digests, tuple(found[1]), found[0])
+        if (entries := entries_of(layout, tables)) is not None:
+            return Tiling(layout, digests, tuple(entries[1]), entries[0])
         pieces, counts, begin = [], [], 0
         for table in tables:
             count = block_count_of(table)

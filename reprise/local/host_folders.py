@@ -117,8 +117,10 @@ class HostFolders:
         data = json.dumps([rows, damaged, sorted(self.given_up)]).encode()
         received = self._channel.gather(self._key("survey"), data)
         tables = [json.loads(received[rank]) for rank in self.hosts.leaders] if received else []
-        found = [{int(iteration): PartSummary.from_row(row) for iteration, row in table[0].items()} for table in tables]
-        parts = self._parts(found)
+        host_summaries = [
+            {int(iteration): PartSummary.from_row(row) for iteration, row in table[0].items()} for table in tables
+        ]
+        parts = self._parts(host_summaries)
         if tables:
             bad = [(number, iteration) for number, table in enumerate(tables) for iteration in table[1]]
             self.candidates = candidates(parts, bad)
@@ -127,18 +129,18 @@ class HostFolders:
                     listed = ", ".join(map(str, table[2]))
                     _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
 
-    def _parts(self, found: Sequence[Mapping[int, PartSummary]]) -> list[dict[int, HostFile]]:
+    def _parts(self, host_summaries: Sequence[Mapping[int, PartSummary]]) -> list[dict[int, HostFile]]:
         """Return on rank 0 the `host.json` of each host, by iteration; one leader sends each division that it lacks.
 
         Args:
-            found: on rank 0, the summaries of each host by iteration.
+            host_summaries: on rank 0, the summaries of each host by iteration.
         """
         divisions = {PartSummary.of(part).division: part for part in self._surveyed.values()}
 
         def absent() -> dict[str, list[int]]:
             places = {
                 summary.division: [self.hosts.leaders[number], iteration]
-                for number, summaries in enumerate(found)
+                for number, summaries in enumerate(host_summaries)
                 for iteration, summary in summaries.items()
             }
             return {division: place for division, place in places.items() if division not in divisions}
@@ -150,7 +152,7 @@ class HostFolders:
             elif self._channel.coordinates:
                 data = self._channel.take(f"{key}/{division}", sender=f"rank {leader}")
                 divisions[division] = host_file.from_bytes(data, where=f"rank {leader}")
-        by_writer = {division: part.by_writer() for division, part in divisions.items()} if found else {}
+        by_writer = {division: part.by_writer() for division, part in divisions.items()} if host_summaries else {}
         return [
             {
                 iteration: summary.part(divisions[summary.division], by_writer[summary.division])
