@@ -78,9 +78,10 @@ def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict
 STEPS = "variants gpt2_124m;more variants gpt2_124m;transformers gpt2_124m"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("groups", "sides"),
-    [("step gpt2_124m;save gpt2_1558m", 8), pytest.param(STEPS, 8, marks=pytest.mark.soak)],
+    [("step gpt2_124m;save gpt2_1558m", 8), (STEPS, 8)],
     ids=["step and save", "variants of the step"],
 )
 def test_the_benchmarks_of_a_device_run_on_it(

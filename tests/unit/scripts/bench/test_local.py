@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import ROOT
 from tests.harness import DEADLINE_S
 
 
+@pytest.mark.soak
 def test_local_saves_are_measured_and_leave_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.local", "small", "--rounds", "1"]
     command += ["--local", str(tmp_path), "--shared", str(tmp_path)]
