@@ -158,7 +158,7 @@ class HostFolders:
                 iteration: summary.part(divisions[summary.division], by_writer[summary.division])
                 for iteration, summary in summaries.items()
             }
-            for summaries in found
+            for summaries in host_summaries
         ]
 
     @property
