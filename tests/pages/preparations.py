@@ -124,11 +124,11 @@ PAGES = [
     Page("commands.md", 12, prepare=commands),
     Page(
         "data.md",
-        2,
+        3,
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
     ),
-    Page("recipes.md", 9),
+    Page("recipes.md", 9, {"model=gpt2_124m": "model=gpt2_124m"}),
     Page("megatron_flags.md", 2),
     Page(
         "samples.md",
