@@ -141,7 +141,7 @@ PAGES = [
         2,
         {
             "/old/": "old/",
-            "/data/": "$PWD/data/",
+            "/data/": "data/",
             "seq_length=1024": "seq_length=96",
             "batch_size=512": "batch_size=8",
             "0:128 4M:256 8M:512": "0:4 100:8",
