@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.files import is_url, location
+from reprise.files import is_store_url, is_url, location
 
 
 def positive(text: str) -> int:
@@ -49,7 +49,7 @@ def local_path(text: str) -> Path:
 
 def any_path(text: str) -> Path:
     """Return a path of a mounted file system, or the URL of a store; argparse refuses other URLs and an empty path."""
-    if not is_url(text):
+    if not is_store_url(text):
         return local_path(text)
     try:
         return location(text)
