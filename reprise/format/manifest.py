@@ -33,6 +33,17 @@ _MOST_REMEMBERED = 64
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 
 
+def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield the blocks of a piece, bytes `[lo, hi)` of a packed image, that have a byte of `[begin, end)`, in order.
+
+    Args:
+        end: None for the end of the piece.
+    """
+    skipped = max(0, begin - lo) // BLOCK_BYTES * BLOCK_BYTES
+    for first in range(lo + skipped, hi if end is None else min(hi, end), BLOCK_BYTES):
+        yield first, min(first + BLOCK_BYTES, hi)
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
     """A piece in a rank's report: bytes `[lo, hi)` of the packed image of `box`, and its packed block digests."""

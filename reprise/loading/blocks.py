@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reprise.format.box import Image
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
+from reprise.format.manifest import DIGEST_BYTES, block_ranges
 from reprise.loading.reader import Checkpoint
 
 
@@ -46,9 +46,9 @@ def blocks_of(
             if number not in selected:
                 continue
             packed = spec.image(piece.box)
-            for index, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
+            for index, (lo, hi) in enumerate(block_ranges(piece.lo, piece.hi)):
                 digest = piece.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex()
-                yield PieceBlock(place, number, packed, lo, min(lo + BLOCK_BYTES, piece.hi), digest)
+                yield PieceBlock(place, number, packed, lo, hi, digest)
 
 
 def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:

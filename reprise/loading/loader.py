@@ -17,7 +17,7 @@ import torch
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, check_block, not_held, open_tensor_file
 from reprise.storage.worker import Worker
 from reprise.tensors.live import LiveTensor
@@ -240,10 +240,8 @@ def _piece(place: Place, entry: WrittenPiece, box: Box, *, common: Box, target: 
 
 
 def _blocks_of(piece: _Piece) -> Iterator[_Block]:
-    start, end = piece.written.lo, piece.written.hi
-    skipped = max(0, piece.first - start) // BLOCK_BYTES * BLOCK_BYTES
-    for lo in range(start + skipped, min(end, piece.last), BLOCK_BYTES):
-        yield _Block(piece, lo, min(lo + BLOCK_BYTES, end))
+    for lo, hi in block_ranges(piece.written.lo, piece.written.hi, begin=piece.first, end=piece.last):
+        yield _Block(piece, lo, hi)
 
 
 def _reads(checkpoint: Checkpoint, blocks: Iterable[_Block]) -> Iterator[tuple[Path, int, int]]:

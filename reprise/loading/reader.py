@@ -476,7 +476,7 @@ class Gatherer:
             read(into.data, start)
             return
         count, stride = len(into), strides[0]
-        length = _extent(into.shape[1:], strides[1:])
+        length = covered_bytes(into.shape[1:], strides[1:])
         if stride - length > self._gap_bytes or length > self._scratch.size or count == 1:
             for index in range(count):
                 self._cover(read, start + index * stride, strides[1:], into[index])
@@ -489,6 +489,6 @@ class Gatherer:
             np.copyto(part, np.ndarray(part.shape, np.uint8, covering, 0, strides))
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return the distance in bytes from the first byte of an array to its last, both included."""
     return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

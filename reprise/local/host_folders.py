@@ -113,14 +113,16 @@ class HostFolders:
             if self._leads:
                 self._surveyed = self._own()
                 damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
-        rows = {iteration: PartSummary.of(part).row() for iteration, part in self._surveyed.items()}
+        summaries = {iteration: PartSummary.of(part) for iteration, part in self._surveyed.items()}
+        rows = {iteration: summary.row() for iteration, summary in summaries.items()}
         data = json.dumps([rows, damaged, sorted(self.given_up)]).encode()
         received = self._channel.gather(self._key("survey"), data)
         tables = [json.loads(received[rank]) for rank in self.hosts.leaders] if received else []
         host_summaries = [
             {int(iteration): PartSummary.from_row(row) for iteration, row in table[0].items()} for table in tables
         ]
-        parts = self._parts(host_summaries)
+        divisions = {summaries[iteration].division: part for iteration, part in self._surveyed.items()}
+        parts = self._parts(host_summaries, divisions)
         if tables:
             bad = [(number, iteration) for number, table in enumerate(tables) for iteration in table[1]]
             self.candidates = candidates(parts, bad)
@@ -129,13 +131,15 @@ class HostFolders:
                     listed = ", ".join(map(str, table[2]))
                     _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
 
-    def _parts(self, host_summaries: Sequence[Mapping[int, PartSummary]]) -> list[dict[int, HostFile]]:
+    def _parts(
+        self, host_summaries: Sequence[Mapping[int, PartSummary]], divisions: dict[str, HostFile]
+    ) -> list[dict[int, HostFile]]:
         """Return on rank 0 the `host.json` of each host, by iteration; one leader sends each division that it lacks.
 
         Args:
             host_summaries: on rank 0, the summaries of each host by iteration.
+            divisions: a `host.json` of this host for each of its divisions; rank 0 adds those of others.
         """
-        divisions = {PartSummary.of(part).division: part for part in self._surveyed.values()}
 
         def absent() -> dict[str, list[int]]:
             places = {

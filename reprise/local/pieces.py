@@ -16,7 +16,16 @@ from reprise.format.host_file import PieceNumbers, path_of, union
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.reader import GAP_BYTES, SCRATCH_BYTES, Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file
+from reprise.loading.reader import (
+    GAP_BYTES,
+    SCRATCH_BYTES,
+    Bytes,
+    Checkpoint,
+    Gatherer,
+    OpenFile,
+    covered_bytes,
+    open_tensor_file,
+)
 from reprise.saving.writer import MOST_OPEN
 
 _log = logging.getLogger(__name__)
@@ -153,7 +162,7 @@ class PieceWriter:
             self._files.write(descriptor, [data.data], offset=start)
             return
         count, stride = len(data), strides[0]
-        inner = sum((n - 1) * s for n, s in zip(data.shape[1:], strides[1:], strict=True)) + 1
+        inner = covered_bytes(data.shape[1:], strides[1:])
         if stride - inner > GAP_BYTES or inner > self._scratch.size or count == 1:
             for index in range(count):
                 self._cover(descriptor, start + index * stride, strides[1:], data[index])

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from reprise.commit.inventory import SharedDigests
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written
+from reprise.format.manifest import DIGEST_BYTES, Written, block_ranges
 from reprise.saving.plan import Piece, SharedPieces
 from reprise.tensors.memory import DeviceMemory, HostMemory, Memory
 
@@ -30,9 +30,7 @@ class DigestBlock:
 
 def blocks_of(piece: Piece) -> list[DigestBlock]:
     """Return the digest blocks of a piece in order."""
-    return [
-        DigestBlock(piece.name, lo, min(lo + BLOCK_BYTES, piece.hi)) for lo in range(piece.lo, piece.hi, BLOCK_BYTES)
-    ]
+    return [DigestBlock(piece.name, lo, hi) for lo, hi in block_ranges(piece.lo, piece.hi)]
 
 
 class ReplicaDigests:

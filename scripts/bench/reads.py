@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.format import manifest
-from reprise.format.manifest import TensorEntry
+from reprise.format.manifest import TensorEntry, block_ranges
 from reprise.layout import (
     BLOCK_BYTES,
     Box,
@@ -197,12 +197,10 @@ def read_by_hosts(config: Config, sizes: Sizes, layout: Layout, entries: Mapping
 
 
 def blocks_read(piece: WrittenPiece, box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of the blocks of a piece that a load of a box reads, as `reprise.loading.loader` cuts them."""
+    """Return the bytes of the blocks of a piece that a load of a box reads."""
     of_piece = in_bytes(piece.box, itemsize)
     part = image(relative(intersect(of_piece, in_bytes(box, itemsize)), of_piece), of_piece.shape, 1)
-    skipped = max(0, part.start - piece.lo) // BLOCK_BYTES * BLOCK_BYTES
-    for lo in range(piece.lo + skipped, min(piece.hi, part.start + part.extent), BLOCK_BYTES):
-        yield lo, min(lo + BLOCK_BYTES, piece.hi)
+    return block_ranges(piece.lo, piece.hi, begin=part.start, end=part.start + part.extent)
 
 
 if __name__ == "__main__":
