@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -207,13 +208,12 @@ def _beginnings(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
         raise DataError("A run has no checkpoint with the optimizer's state", where=(b if a.saved else a).folder)
     if not common:
         return (max(a.saved), max(b.saved)), ""
-    newest = _unequal(a, b, common[-1])
-    low, high = 0, len(common) - (2 if newest else 1)  # the checkpoints are equal up to some iteration
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (low, middle - 1) if _unequal(a, b, common[middle]) else (middle, high)
-    has_equal = high >= 0 and not _unequal(a, b, common[low])
-    first = common[low] if has_equal else common[-1]
+    first = common[-1]
+    newest = _unequal(a, b, first)
+    if newest:
+        # The checkpoints are equal up to some iteration, and differ from it on.
+        equal = bisect_left(common[:-1], True, key=lambda iteration: bool(_unequal(a, b, iteration)))
+        first = common[equal - 1] if equal else first
     return (first, first), newest
 
 
