@@ -221,7 +221,7 @@ def test_a_call_that_fails_fails_only_the_save(tmp_path: Path, unbroken: Path, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 @pytest.mark.parametrize(("kind", "code"), [call for call in CALLS if call[0] in OF_EVERY_RANK])
 def test_a_failing_call_on_one_rank_of_two_fails_only_the_save(tmp_path: Path, kind: str, code: int, rank: int) -> None:
     run = tmp_path / "run"

@@ -123,7 +123,7 @@ def _prepare(fleet: Fleet, whole: Path, topology: tuple[str, ...], copies: int, 
     [
         pytest.param(ZERO3, 1, 0, marks=pytest.mark.soak),
         (ZERO3, 1, 1),
-        (TP2_PP2, 2, 0),
+        pytest.param(TP2_PP2, 2, 0, marks=pytest.mark.soak),
         pytest.param(TP2_PP2, 2, 1, marks=pytest.mark.soak),
     ],
     ids=["zero3", "zero3 copies", "tp2 pp2", "tp2 pp2 copies"],

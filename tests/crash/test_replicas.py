@@ -22,6 +22,7 @@ LAYOUTS = {
     "zero3, replicated step": (("parallel.zero_stage=3",), f"step.{TABLE}"),
     "zero3, copies of a shard": (("parallel.zero_stage=3", "parallel.replicate=2", "train.micro_batch_size=1"), TABLE),
 }
+SOAK = ("zero0 moments", "zero3, replicated step")
 
 
 def ranks_of(layout: str) -> int:
@@ -40,7 +41,13 @@ def iterations(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("iter_*"))
 
 
-@pytest.mark.parametrize(("layout", "is_async"), [*((layout, True) for layout in LAYOUTS), ("zero0", False)])
+@pytest.mark.parametrize(
+    ("layout", "is_async"),
+    [
+        *(pytest.param(layout, True, marks=pytest.mark.soak if layout in SOAK else ()) for layout in LAYOUTS),
+        ("zero0", False),
+    ],
+)
 def test_a_flipped_bit_ends_the_run_before_the_next_commit(tmp_path: Path, layout: str, is_async: bool) -> None:
     ended = train_with_a_flip(tmp_path, layout, f"checkpoint.async_save={str(is_async).lower()}")
     assert all(ended.statuses), ended.text

@@ -31,7 +31,7 @@ def test_a_killed_loop_with_workers_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", [pytest.param("spawned workers", marks=pytest.mark.soak), "two ranks of accelerate"])
 def test_other_killed_loops_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     require(SLOW[name])
     assert kill_at_random(SLOW[name], tmp_path, kills=3, iterations=14).kills == 3
