@@ -78,8 +78,8 @@ class StepReport:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs."""
-        return self.iteration is None and self.difference is None and not self.saved
+        """Return whether nothing differs: the logs, the tensors, and each log from its run's repetition."""
+        return self.iteration is None and self.difference is None and not self.saved and not any(self.unrepeated)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

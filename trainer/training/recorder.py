@@ -209,12 +209,11 @@ class Recorder:
         call: int = 0,
     ) -> None:
         local = local.detach()
-        if (
-            not tensor_shape
-        ):  # an output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it
-            local = local.clone()
+        # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
+        local = local if tensor_shape else local.clone()
         data = memory_of(local)
-        numbers = local.double() if local.numel() else local.new_zeros(1, dtype=torch.float64)
+        numbers = local if local.numel() else local.new_zeros(1)
+        numbers = numbers if numbers.is_floating_point() else numbers.double()
         at, is_named = None, place.key in self._values
         if is_named or (not self._values and self._file.tell() + len(data) <= _ROOM_BYTES):
             at = self._file.tell()
@@ -226,7 +225,7 @@ class Recorder:
             "offset": list(offset),
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
-            "norm": float(torch.linalg.vector_norm(numbers)).hex(),
+            "norm": float(torch.linalg.vector_norm(numbers, dtype=torch.float64)).hex(),
             "largest": float(numbers.abs().max()).hex(),
             "at": at,
             "call": call,

@@ -97,9 +97,16 @@ def _launch_of(folder: Path, iteration: int) -> Json:
 
 
 def _first_iteration(folder: Path) -> int | None:
-    with open(folder / METRICS_FILE) as lines:
-        for _, record in parse_records(lines.readline(), source=str(folder))[0]:
-            return integer(record.get("iteration"))
+    path = folder / METRICS_FILE
+    try:
+        with path.open() as lines:
+            line = lines.readline()
+    except OSError as error:
+        raise DataError(
+            "The log of a run cannot be read", where=path, found=str(error), fix="Name the folder of a run."
+        ) from error
+    for _, record in parse_records(line, source=str(folder))[0]:
+        return integer(record.get("iteration"))
     return None
 
 

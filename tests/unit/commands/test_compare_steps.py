@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, launch_replay, main
+from reprise.errors import DataError
+from trainer.commands import compare_steps
+from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, StepReport, launch_replay, main
+from trainer.training import replay
 from trainer.training.replay import RecordedRun
 
 
@@ -48,6 +51,20 @@ def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.
     status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 1, math.nan), "--json"])
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (status, report["difference"]["largest"]) == (DIFFERENT, None)
+
+
+def test_logs_that_neither_run_repeats_are_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
+    monkeypatch.setattr(compare_steps, "compare_steps", lambda *_, **options: report)
+    assert main([str(tmp_path), str(tmp_path)]) == DIFFERENT
+    assert "B does not repeat: the log has other figures at iteration 3" in capsys.readouterr().out
+
+
+def test_a_run_without_a_log_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"log of a run cannot be read.*metrics\.jsonl"):
+        replay._first_iteration(tmp_path)
 
 
 def test_an_interrupt_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
