@@ -65,10 +65,10 @@ class OwnTime:
         self._data_seconds += seconds
         self.last_load_s = seconds
 
-    def take(self) -> RankTime:
-        """Return the times since the last call."""
+    def take(self, load: float = 1.0) -> RankTime:
+        """Return the times since the last call, divided by the rank's load: its passes beside their mean over ranks."""
         self._collect()
-        times = RankTime(round(self._seconds * 1e6), round(self._data_seconds * 1e6))
+        times = RankTime(round(self._seconds / load * 1e6), round(self._data_seconds / load * 1e6))
         self._seconds, self._data_seconds = 0.0, 0.0
         return times
 

@@ -10,12 +10,14 @@ from typing import cast
 
 import pytest
 import torch
+from torch import nn
 
 from tests.harness import TINY, around_iterations, call_on_ranks
 from trainer.__main__ import main
 from trainer.launch.process_group import Cluster
 from trainer.metrics import slow_ranks
 from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
+from trainer.parallel.data import load_of
 from trainer.run.build import Run
 
 
@@ -111,6 +113,15 @@ def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) 
         pass
     assert own.take() == RankTime(3500000, 2500000)
     assert own.take() == RankTime(0, 0)
+
+
+def test_a_rank_with_more_passes_than_others_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 2.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
+    own = OwnTime(torch.device("cpu"))
+    with own.working():
+        pass
+    assert own.take(load_of(nn.Linear(2, 2), count=2, share=4 / 3)) == RankTime(round(2e6 * 2 / 3), 0)
 
 
 class Ahead:
