@@ -178,13 +178,21 @@ def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own."""
+    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own.
+
+    The memory may be the host's beside a mesh of devices, as that of parameters which FSDP2 offloads.
+    """
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
+    if local.device.type != mesh.device_type:  # `from_local` would move it
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 

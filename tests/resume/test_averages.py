@@ -33,6 +33,12 @@ def state(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.rglob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
+def average_losses(run: Path) -> list[str]:
+    """Return the validation losses of the averages of a run, as hex."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["ema_loss_hex"] for row in rows if row.get("event") == "evaluation"]
+
+
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of one rank with averages, saved at every iteration."""
@@ -94,6 +100,22 @@ def test_a_killed_run_resumes_with_their_bits(tmp_path: Path, layout: str) -> No
     run_ok(tmp_path / "killed", [*EMA, *topology], ranks=ranks)
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     assert tensor_files(tmp_path / "killed" / LAST) == tensor_files(tmp_path / "whole" / LAST)
+
+
+@pytest.mark.parametrize("layout", ["one rank", pytest.param("zero3", marks=SLOW[:1]), pytest.param("pp2", marks=SLOW)])
+def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path, layout: str) -> None:
+    ranks, topology = LAYOUTS[layout]
+    offload = [*EMA, *topology, "train.ema_offload=true"]
+    killed = launch(tmp_path / "run", offload, ranks=ranks, kill_after=5, saved=4)
+    assert set(killed.statuses) == {-9}
+    run_ok(tmp_path / "run", offload, ranks=ranks)
+    whole = averaged
+    if ranks > 1:
+        whole = tmp_path / "whole"
+        run_ok(whole, [*EMA, *topology], ranks=ranks)
+    assert curve(tmp_path / "run") == curve(whole)
+    assert tensor_files(tmp_path / "run" / LAST) == tensor_files(whole / LAST)
+    assert average_losses(tmp_path / "run") == average_losses(whole) != []
 
 
 @pytest.mark.slow

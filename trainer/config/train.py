@@ -68,6 +68,7 @@ class TrainSection:
             state.
         ema_decay: decay of an exponential moving average of the parameters, such as 0.999: the share that stays at each
             step. It is saved and loaded like the moments, and evaluated beside the parameters. 0 keeps none.
+        ema_offload: keep the averages in the host's memory. A thread moves them behind the step, with the same bits.
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
@@ -114,6 +115,7 @@ class TrainSection:
     skip_samples: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     ema_decay: float = 0.0
+    ema_offload: bool = False
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: Dtype = Dtype.float32
@@ -159,6 +161,8 @@ def train_problems(train: TrainSection) -> list[str]:
             problems.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
     if not 0 <= train.ema_decay < 1:
         problems.append(f"train.ema_decay={train.ema_decay}: must be 0 (no average) or more, and below 1")
+    if train.ema_offload and not train.ema_decay:
+        problems.append("train.ema_offload=true: needs train.ema_decay above 0")
     if train.spike_factor <= 0:
         problems.append(f"train.spike_factor={train.spike_factor}: must be above 0")
     if not 2 <= train.spike_window <= _MOST_WINDOW:

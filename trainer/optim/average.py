@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,6 +17,11 @@ from trainer.optim.table import AVERAGE
 
 # Elements moved at once: in a processor's cache the difference costs no memory traffic, on a device no launch.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 16, 1 << 24
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of averages and their parameters
+
+# Moves that a thread makes behind the step, by optimizer.
+moves: WeakKeyDictionary[torch.optim.Optimizer, Future[None]] = WeakKeyDictionary()
 
 
 def keep_average(
@@ -50,7 +57,10 @@ def begin_average(
 @contextmanager
 def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     """Exchange parameters and averages meanwhile. No save may be under way, and no parameter gathered."""
-    pairs = [pair for optimizer in optimizers for pair in _pairs(optimizer)]
+    pairs = list[tuple[torch.Tensor, torch.Tensor]]()
+    for optimizer in optimizers:
+        finish_move(optimizer)
+        pairs += local_pairs(optimizer)
     _by_chunks(pairs, _exchange)
     try:
         yield
@@ -60,10 +70,16 @@ def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[N
 
 def move_averages(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Move the averages of an optimizer by a share of their difference to the parameters."""
-    _by_chunks(_pairs(optimizer), partial(_move, share))
+    _by_chunks(local_pairs(optimizer), partial(_move, share))
 
 
-def _pairs(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def finish_move(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Wait until the averages of an optimizer are those of its last step."""
+    if optimizer in moves:
+        moves.pop(optimizer).result()
+
+
+def local_pairs(optimizer: torch.optim.Optimizer) -> Pairs:
     """Return the local part of each average and of its parameter."""
     return [
         (local_of(state[AVERAGE]).view(-1), local_of(parameter.detach()).view(-1))
@@ -73,13 +89,13 @@ def _pairs(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def _by_chunks(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pairs: Pairs,
     call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
 ) -> None:
     """Call a function with chunks of both tensors of each pair, and memory of the same size."""
     memory: torch.Tensor | None = None
     for average, parameter in pairs:
-        items = _ITEMS_CPU if average.device.type == "cpu" else _ITEMS_DEVICE
+        items = _ITEMS_CPU if parameter.device.type == "cpu" else _ITEMS_DEVICE
         for lo in range(0, average.numel(), items):
             part = average[lo : lo + items]
             if memory is None or memory.numel() < part.numel():

@@ -197,6 +197,7 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
             frozen=frozen,
             is_invariant=config.parallel.invariant_ranks > 0,
             ema_decay=config.train.ema_decay,
+            ema_offload=config.train.ema_offload,
         )
         for stage in stages
     ]

@@ -27,7 +27,7 @@ from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_ov
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
-from trainer.optim.table import StateTensor, state_tensors
+from trainer.optim.table import AVERAGE, StateTensor, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallel.topology import Topology
@@ -94,6 +94,9 @@ def report(config: Config, world_size: int) -> str:
     if itemsize := rounded_itemsize(config.checkpoint):
         rounded = itemsize * max(load.parameters for *_, loads in rows for load in loads)
         lines.append(f"saves of the weights alone: at most {rounded / _GIB:.2f} GiB more on the host of a rank")
+    if config.train.ema_offload:
+        offloaded = 4 * max(load.parameters for *_, loads in rows for load in loads)
+        lines.append(f"moving averages: at most {offloaded / _GIB:.2f} GiB more on the host of a rank")
     return "\n".join(lines)
 
 
@@ -140,7 +143,9 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
     written_bytes = sum(piece.hi - piece.lo for piece in pieces)
     working = _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
     activations = _activation_bytes(config, simulated.parts, topology)
-    moments = Counter(tensor.parameter for tensor in _state_tensors(config) if tensor.stored.shape)
+    elsewhere = AVERAGE if config.train.ema_offload else None
+    tensors = (tensor for tensor in _state_tensors(config) if tensor.stored.shape and tensor.key != elsewhere)
+    moments = Counter(tensor.parameter for tensor in tensors)
     state = sum(4 * box.numel * (1 + moments[name]) for boxes in boxes_of_parts for name, (box, _) in boxes.items())
     return RankMemory(parameters, state, working, activations, written_bytes)
 

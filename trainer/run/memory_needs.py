@@ -29,13 +29,14 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     not.
 
     Args:
-        is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
+        is_host: count the memory into which saves of the weights alone are rounded, and offloaded averages: on the host
+            with any device.
     """
     topology = topology_of(config, world_size)
     copies = topology.dp if config.parallel.zero_stage == 0 else topology.replicate
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, config.train.freeze)
-    averages = config.train.ema_decay > 0
+    averages = config.train.ema_decay > 0 and (is_host or not config.train.ema_offload)
     state = state_tensors(config.optimizer.name, padded, frozen, averages=averages)
     state_shapes = [tensor for tensor in state if tensor.stored.shape]
     moments = sum(prod(tensor.stored.shape) for tensor in state_shapes)

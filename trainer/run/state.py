@@ -29,7 +29,7 @@ from reprise.live_tensors import (
 )
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer, stored_names
-from trainer.optim.average import keep_average
+from trainer.optim.average import finish_move, keep_average
 from trainer.optim.table import state_tensors
 from trainer.schedules.progress import Progress
 
@@ -84,6 +84,7 @@ class TrainerState:
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
         for part in self.parts:
+            finish_move(part.optimizer)
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
                     yield tensor
@@ -121,6 +122,8 @@ class TrainerState:
             syncs: see `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
+        for part in self.parts:
+            finish_move(part.optimizer)
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
@@ -144,6 +147,7 @@ def build_part(
     frozen: Collection[str] = (),
     is_invariant: bool = False,
     ema_decay: float = 0.0,
+    ema_offload: bool = False,
 ) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
@@ -153,6 +157,7 @@ def build_part(
         frozen: the stored names of the unchanged parameters.
         is_invariant: see `optim.build_optimizer`.
         ema_decay: of a moving average of each parameter; 0 for none.
+        ema_offload: whether the averages lie in the host's memory.
     """
     averages = ema_decay > 0
     specs = tuple(checkpoint_specs(config, section.name, frozen, averages=averages))
@@ -169,7 +174,11 @@ def build_part(
     keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
     optimizer = build_optimizer(config, model, section, zeros, is_invariant=is_invariant)
-    if averages:
+    if averages and ema_offload:
+        from trainer.optim.offloaded_average import keep_average_on_host
+
+        keep_average_on_host(optimizer, model, ema_decay, zeros)
+    elif averages:
         keep_average(optimizer, model, ema_decay, zeros)
     return ModelPart(model, optimizer)
 
