@@ -47,12 +47,27 @@ class MirrorRecord:
         partial: names whose folder in the store has data of this run, but no manifest: an upload under way or
             given up, or an unfinished deletion.
         superseded: the same for iterations given up by the run.
+        interval, keep: of its rule.
     """
 
     url: str
     committed: Mapping[str, MirroredCheckpoint] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     superseded: frozenset[str] = frozenset()
+    interval: int = 0
+    keep: int = 0
+
+    def awaits(self, name: str, digest: str, names: Iterable[str]) -> bool:
+        """Return whether the mirror will take a checkpoint which the store does not have.
+
+        Args:
+            digest: of its manifest.
+            names: of all checkpoints in the run's folder. The newest may be the last of the run.
+        """
+        entry = self.committed.get(name)
+        if entry is not None and entry.digest == digest:
+            return False
+        return name in MirrorRule(self.url, self.interval, self.keep).due(names, self.committed, at_end=True)
 
     def to_bytes(self) -> bytes:
         """Return the content of a `mirror.json`."""
@@ -67,6 +82,8 @@ class MirrorRecord:
                 "committed": committed,
                 "partial": sorted(self.partial),
                 "superseded": sorted(self.superseded),
+                "interval": self.interval,
+                "keep": self.keep,
             }
         )
 
@@ -168,7 +185,8 @@ def _from_table(table: Json) -> MirrorRecord:
         for name, entry in table["committed"].items()
     }
     partial, superseded = (frozenset(map(_name, table[member])) for member in ("partial", "superseded"))
-    return MirrorRecord(str(table["url"]), committed, partial, superseded)
+    interval, keep = (json_file.integer(table.get(member, 0)) for member in ("interval", "keep"))
+    return MirrorRecord(str(table["url"]), committed, partial, superseded, interval, keep)
 
 
 def _name(name: str) -> str:

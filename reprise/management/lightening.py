@@ -50,8 +50,8 @@ def drop_optimizer(
     """Drop the optimizer's state of a run's checkpoints before an iteration: the weights stay, with their digests.
 
     The folder is locked meanwhile. Each checkpoint is replaced as a whole, as by a save of its iteration. Moving
-    averages are state of the optimizer. A checkpoint that is held, or that the folder's mirror does not have yet, stays
-    as it is; the mirror uploads the lighter ones in place of the others.
+    averages are state of the optimizer. A checkpoint that is held, or that the folder's mirror has yet to take, stays
+    as it is. The mirror uploads the lighter ones in place of the others, except where a hold in the store keeps these.
 
     Args:
         folder: of a run, or of its checkpoints.
@@ -112,8 +112,8 @@ def _reason(folder: CheckpointFolder, checkpoint: Checkpoint) -> str:
         return "held"
     with contextlib.suppress(FileNotFoundError):
         record = from_bytes(read_regular(folder.root / MIRROR), where=folder.root / MIRROR)
-        entry = record.committed.get(checkpoint.path.name)
-        if entry is None or entry.digest != checkpoint.digest:
+        names = [folder.iteration(iteration).name for iteration in folder.committed()]
+        if record.awaits(checkpoint.path.name, checkpoint.digest, names):
             return f"not in {record.url} yet"
     return ""
 

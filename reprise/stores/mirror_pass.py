@@ -114,7 +114,8 @@ class MirrorPass:
             files = self._files(name, local[name])
             if files is None or (name, files.digest) in self._ended:
                 continue
-            if name in record.committed and record.committed[name].digest == files.digest:
+            entry = record.committed.get(name)
+            if entry is not None and (entry.digest == files.digest or self._is_kept(name, entry)):
                 continue
             self._tell(goes_on=True)
             self._send(name, local[name], files)
@@ -218,6 +219,12 @@ class MirrorPass:
         seconds, size = self._clock() - start, upload.files.total_bytes
         _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
+    def _is_kept(self, name: str, entry: MirroredCheckpoint) -> bool:
+        """Return whether a hold in the store keeps a checkpoint there, which the folder's has replaced."""
+        if _relation(self._lineage[1], entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP:
+            return False
+        return is_held(list_folder(self._client, self._url.child(name)))
+
     def _is_stalled(self, name: str, missing: list[str], files: CheckpointFiles) -> bool:
         """Return whether other hosts have uploaded nothing for too long."""
         now = self._clock()
@@ -282,7 +289,8 @@ class MirrorPass:
         self._inherited = frozenset(inherited)
         stored = committed.keys() | inherited
         partial, superseded = record.partial - stored, record.superseded - stored
-        return replace(record, committed=committed, partial=partial, superseded=superseded)
+        record = replace(record, committed=committed, partial=partial, superseded=superseded)
+        return replace(record, interval=self._rule.interval, keep=self._rule.keep)
 
     def _foreign(self, name: str, found: str = "one with which this run began") -> CheckpointError:
         return CheckpointError(

@@ -179,6 +179,22 @@ def test_an_iteration_that_is_saved_again_is_replaced(site: Site) -> None:
     assert content(site.store) != before
 
 
+def test_a_held_checkpoint_is_replaced_once_its_hold_is_gone(site: Site) -> None:
+    save(site.folder, [5, 10])
+    site.mirror(keep=3)
+    held = site.store / iteration_name(5)
+    before = content(held)
+    (held / "hold").touch()
+    lose(site.folder, 5)
+    save(site.folder, [5], nonce="m", add=0.5)  # of the same run, as a checkpoint without its optimizer's state
+    site.mirror(keep=3)
+    assert content(held) == {**before, "hold": b""}
+    assert read_record(site.folder, str(site.url)).keep == 3
+    (held / "hold").unlink()
+    site.mirror(keep=3)
+    assert content(held) == content(site.folder / iteration_name(5)) != before
+
+
 def test_a_part_of_another_save_is_not_taken_over(site: Site) -> None:
     save(site.folder, [10])
     site.mirror()

@@ -99,6 +99,18 @@ def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:
     assert names(folder / "iter_0000020") == {"weight"}
 
 
+@pytest.mark.parametrize(
+    ("interval", "keep", "reasons"), [(20, 0, ["", "not in s3://bucket/run yet"]), (0, 1, ["", ""])]
+)
+def test_what_a_mirror_never_takes_is_not_waited_for(
+    tmp_path: Path, interval: int, keep: int, reasons: list[str]
+) -> None:
+    folder = full_run(tmp_path)
+    record = MirrorRecord("s3://bucket/run", interval=interval, keep=keep)
+    (folder / MIRROR).write_bytes(record.to_bytes())
+    assert [checkpoint.reason for checkpoint in reprise.drop_optimizer(folder, before=30)] == reasons
+
+
 def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
     with pytest.raises(CheckpointError, match="None of the checkpoints that would stay has an optimizer's state"):
