@@ -41,7 +41,7 @@ A run at the target topology loads this save and trains the last {STEPS[-1]} ite
   digits: *=* if it is that of the straight run, else with the difference in parentheses. Another topology adds over
   its ranks in another order, so the last bits may differ. With `parallel.invariant_ranks`, which these runs do not
   set, they are equal wherever tp and sequence parallelism are
-  ([topologies.md](topologies.md#equal-bits-across-topologies)).
+  ([parallelism.md](parallelism.md#equal-bits-across-topologies)).
 
 The dtype is `train.dtype`, that of activations; weights and moments are float32. The models are the tiny presets,
 without dropout. The data is Python's standard library, and bits of losses depend on the CPU and on the versions of
