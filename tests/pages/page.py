@@ -28,6 +28,8 @@ NOT_RUN = "# not run: "
 BASH = "%%bash\n"
 COMMAND_LIMIT_S = 300.0
 _MEASURED = re.compile(r"\d[\d.,]*(?:e-?\d+)? ?(?=%|(?:ms|s|GB|GB/s|tok/s)\b)")
+_START = re.compile(r"^started in .*", re.M)  # its phases are in seconds too
+_PHASE_SECONDS = re.compile(r"(?<=[a-z] )\d+\.\d(?=,|$)")
 
 
 class PageRunner:
@@ -123,4 +125,5 @@ class PageRunner:
 
     def _comparable(self, text: str) -> str:
         """Return `text` without measured numbers and without the folder."""
-        return _MEASURED.sub("", text.replace(str(self._folder), "."))
+        text = _MEASURED.sub("", text.replace(str(self._folder), "."))
+        return _START.sub(lambda line: _PHASE_SECONDS.sub("", line[0]), text)
