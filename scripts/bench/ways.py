@@ -17,6 +17,7 @@ import numpy as np
 from reprise import AsyncSaver, load_state_dict
 from reprise.channel import single_rank_channel
 from reprise.files import Files
+from reprise.folder import iteration_name
 from reprise.format.layout import PAGE_BYTES
 from reprise.live_tensors import map_memory
 from reprise.reading import LoadSource
@@ -178,7 +179,7 @@ def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_
             subject.step()
             checkpointer.wait()
             proven(checkpointer.reports()[-1])
-            shutil.rmtree(folder / f"iter_{iteration:07d}")
+            shutil.rmtree(folder / iteration_name(iteration))
         os.sync()
         loop.learn()
         begin = time.perf_counter()
@@ -202,7 +203,7 @@ def _save_with_library(subject: Subject, folder: Path, loop: Loop) -> Saved:
             saver.save_state_dict(iteration, {"state": subject.named()})
             subject.step()
             saver.wait()
-            shutil.rmtree(folder / f"iter_{iteration:07d}")
+            shutil.rmtree(folder / iteration_name(iteration))
         os.sync()
         loop.learn()
         begin = time.perf_counter()
