@@ -28,39 +28,38 @@ _SOURCE, _TARGET = NamedTopology("$source", 0, ()), NamedTopology("$target", 0, 
 _HEAD = f"""\
 # Resumes from topology to topology
 
-The tables show the losses after a load at another topology, family by family and dtype by dtype, and this page says how
-to repeat any row. `make tables` generates it in some minutes on a CPU. [topologies.md](topologies.md) describes the
-topologies and bounds the differences.
+With this page you can look up the losses after a load at another topology, by family and dtype, and repeat any of these
+runs. `make tables` generates the page in some minutes on a CPU. [topologies.md](topologies.md) describes the
+topologies, and [parallelism.md](parallelism.md#differences-after-resharding) bounds the differences.
 
 A run at the source topology trains {SAVED + STEPS[-1]} iterations and saves at iteration {SAVED}: the row *straight*.
-A run at the target topology loads this save and trains the last {STEPS[-1]} iterations.
+A run at the target topology loads this save and trains the last {STEPS[-1]} iterations. Topologies with equal losses
+share a row.
 
-* **load**: *bitwise* if the target topology holds the saved bytes. The target saves again right after the load, and
-  the tensor files of both saves, weights and moments, are compared byte for byte.
 * **step {STEPS[0]}**, **step {STEPS[1]}**, **step {STEPS[2]}**: the loss so many iterations after the save, with all
   digits: *=* if it is that of the straight run, else with the difference in parentheses. Another topology adds over
   its ranks in another order, so the last bits may differ. With `parallel.invariant_ranks`, which these runs do not
   set, they are equal wherever tp and sequence parallelism are
   ([parallelism.md](parallelism.md#equal-bits-across-topologies)).
+* **bitwise loads** (in the summary): the target saves again right after the load. A load is bitwise if the tensor files
+  of both saves, weights and moments, are equal byte for byte. Any other load is marked at its target.
 
 The dtype is `train.dtype`, that of activations; weights and moments are float32. The models are the tiny presets,
 without dropout. The data is Python's standard library, and bits of losses depend on the CPU and on the versions of
 torch and Python.
 
-The page has all pairs of topologies for {ALL_PAIRS.family} in {ALL_PAIRS.dtype}, and for the other families and dtypes
+All pairs of topologies are here for {ALL_PAIRS.family} in {ALL_PAIRS.dtype}, and for the other families and dtypes
 those with `single` or `tp2_pp2` as source or target.
 
 ## Commands
-
-Each topology has a command:
 
 | topology | command |
 |---|---|
 """
 
 _COMMANDS = f"""
-To repeat a row, set `family`, `dtype`, `source` and `target` to its names. The straight run is the command of the
-source with
+To repeat a run, set `family`, `dtype`, `source` and `target` to names of its row. The straight run is the command of
+the source with
 
 ```
 {" ".join(straight_keys(_VARIANT, _SOURCE))}
@@ -72,8 +71,7 @@ and the resume is the command of the target with
 {" ".join(resume_keys(_VARIANT, _SOURCE, _TARGET))}
 ```
 
-The column *load* compares the save with that of the resume with `{SAVE_AGAIN}` in place of
-`{NO_SAVE}`, and a `run.dir` of its own.
+For *bitwise loads*, resume with `{SAVE_AGAIN}` in place of `{NO_SAVE}`, and a `run.dir` of its own.
 """
 
 _SUMMARY = """\
@@ -95,7 +93,7 @@ def page(results: Results) -> str:
     parts += [_row(_summary(variant, results)) for variant in VARIANTS]
     for variant in VARIANTS:
         parts += [f"\n## {variant.family}, {variant.dtype}\n\n"]
-        parts += _heading(["source", "target", "load", *(f"step {step}" for step in STEPS)])
+        parts += _heading(["source", "target", *(f"step {step}" for step in STEPS)])
         parts += [_row(row) for row in _rows(variant, results)]
     return "".join(parts)
 
@@ -121,14 +119,24 @@ def _summary(variant: ModelVariant, results: Results) -> list[str]:
 
 
 def _rows(variant: ModelVariant, results: Results) -> Iterator[list[str]]:
-    """Yield the rows of a variant: of each source, the straight run and then its resumes."""
+    """Yield the rows of a variant: of each source, the straight run and then its resumes; equal rows are merged."""
+    sources = dict[tuple[tuple[str, ...], ...], list[str]]()
     for source in TOPOLOGIES:
-        straight = results.straight[variant, source.name]
-        yield [f"`{source.name}`", "straight", "", *map(repr, straight)]
-        for target in (target for origin, target in pairs(variant) if origin == source):
-            resumed = results.resumed[variant, source.name, target.name]
-            load = "bitwise" if resumed.is_bitwise else "**other bytes**"
-            yield [f"`{source.name}`", f"`{target.name}`", load, *_losses(resumed, straight)]
+        sources.setdefault(tuple(_rows_of_source(variant, source, results)), []).append(f"`{source.name}`")
+    for rows, names in sources.items():
+        yield from ([", ".join(names), *row] for row in rows)
+
+
+def _rows_of_source(variant: ModelVariant, source: NamedTopology, results: Results) -> Iterator[tuple[str, ...]]:
+    straight = results.straight[variant, source.name]
+    yield "straight", *map(repr, straight)
+    targets = dict[tuple[str, ...], list[str]]()
+    for target in (target for origin, target in pairs(variant) if origin == source):
+        resumed = results.resumed[variant, source.name, target.name]
+        name = f"`{target.name}`" if resumed.is_bitwise else f"`{target.name}` **(other bytes)**"
+        targets.setdefault(tuple(_losses(resumed, straight)), []).append(name)
+    for losses, names in targets.items():
+        yield ", ".join(names), *losses
 
 
 def _losses(resumed: Resumed, straight: tuple[float, ...]) -> Iterator[str]:

@@ -27,7 +27,9 @@ from trainer.config.checks import validate
 from trainer.config.compose import compose
 
 _VARIANT = re.compile(r"## (\w+), (\w+)")
-_ROW = re.compile(r"\| `(\w+)` \| `?(\w+)`? \| ([\w* ]*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \|")
+_NAMES = r"`\w+`(?:, `\w+`)*"
+_TARGET = r"`\w+`(?: \*\*\(other bytes\)\*\*)?"
+_ROW = re.compile(rf"\| ({_NAMES}) \| (straight|{_TARGET}(?:, {_TARGET})*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \|")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,15 @@ def results(text: str) -> Results:
         if heading := _VARIANT.fullmatch(line):
             variant = ModelVariant(heading[1], heading[2])
         elif row := _ROW.fullmatch(line):
-            source, target, load, *numbers = row.groups()
-            if target == "straight":
-                found.straight[variant, source] = tuple(map(float, numbers))
-            else:
+            sources, targets, *numbers = row.groups()
+            for source in re.findall(r"`(\w+)`", sources):
+                if targets == "straight":
+                    found.straight[variant, source] = tuple(map(float, numbers))
+                    continue
                 pairs_of = zip(numbers, found.straight[variant, source], strict=True)
                 losses = tuple(straight if number == "=" else float(number) for number, straight in pairs_of)
-                found.resumed[variant, source, target] = Resumed(is_bitwise=load == "bitwise", losses=losses)
+                for target, other in re.findall(r"`(\w+)`( \*\*)?", targets):
+                    found.resumed[variant, source, target] = Resumed(is_bitwise=not other, losses=losses)
     return found
 
 
@@ -106,4 +110,4 @@ def test_a_difference_is_shown_beside_the_loss(results: Results) -> None:
     changed = Results(dict(results.straight), dict(results.resumed))
     changed.straight[variant, source] = (2.0, 1.5, 1.0)
     changed.resumed[variant, source, target] = Resumed(is_bitwise=False, losses=(2.0, 1.25, 1.0))
-    assert f"| `{source}` | `{target}` | **other bytes** | = | 1.25 (-2.5e-01) | = |\n" in page(changed)
+    assert f"| `{source}` | `{target}` **(other bytes)** | = | 1.25 (-2.5e-01) | = |\n" in page(changed)
