@@ -32,7 +32,7 @@ class RopeScaling:
     Source: LLaMA 3.1, `apply_scaling` of the reference code; `rope_type: llama3` in transformers.
 
     Args:
-        factor: factor by which low frequencies are lowered.
+        factor: divisor of low frequencies.
         low_freq_factor: wavelengths above `original_max_position_embeddings` divided by it are scaled in full.
         high_freq_factor: wavelengths below `original_max_position_embeddings` divided by it are not scaled.
         original_max_position_embeddings: context length of pre-training, in tokens.
@@ -51,12 +51,11 @@ class LoraConfig:
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; meanings are those of PEFT.
 
     Args:
-        rank: rows of A and columns of B; 0 trains no adapters, and the whole model instead.
+        rank: rows of A and columns of B; 0 trains the whole model.
         alpha: numerator of the scale of the product.
-        dropout: probability of dropout of the input of A.
-        target_modules: projections with an adapter, by the ends of their module names in transformers, as in
-            `[q_proj,v_proj]`; null takes PEFT's choice for the family: `c_attn` for gpt2, `q_proj` and `v_proj` for the
-            others.
+        dropout: dropout probability of the input of A.
+        target_modules: projections with an adapter, by ends of module names in transformers, as in `[q_proj,v_proj]`;
+            null is PEFT's choice: `c_attn` for gpt2, else these.
     """
 
     rank: int = 0
@@ -67,29 +66,28 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """Sizes of a model, the same for all families; also the schema of the configuration group `model`.
+    """Sizes of a model, the same for all families.
 
     Args:
-        family: architecture of the model.
+        family: architecture.
         n_layer: transformer blocks.
         n_head: attention heads.
-        n_kv_head: heads of keys and values; fewer than `n_head` share them (grouped-query attention), which gpt2 does
-            not have.
+        n_kv_head: heads of keys and values; fewer than `n_head` share them (not gpt2).
         n_embd: width of the residual stream.
         intermediate_size: width inside the MLP.
         vocab_size: tokens of the vocabulary.
         max_position_embeddings: maximum tokens of a sequence.
-        bos_token_id: token at the begin of a document.
+        bos_token_id: token at the beginning of a document.
         eos_token_id: token at the end of a document.
-        tie_word_embeddings: use the embedding table as the output layer too.
-        dropout: probability of dropout (gpt2 only).
+        tie_word_embeddings: use the embedding table as the output layer.
+        dropout: dropout probability (gpt2 only).
         norm_eps: term added to the variance in norms.
         initializer_range: standard deviation of the initial weights.
-        rope_theta: base of the rotary frequencies (families with rotary positions).
-        rope_scaling: scaling of the rotary frequencies for long contexts (llama3 only); null does not scale.
-        pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
-        activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
-        head_dim: width of an attention head where it is not `n_embd / n_head` (qwen3 only, which needs it).
+        rope_theta: base of the rotary frequencies (not gpt2).
+        rope_scaling: scaling of rotary frequencies for long contexts (llama3 only).
+        pad_vocab_multiple: round the vocabulary's rows up to this multiple, in memory only.
+        activation: GELU (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
+        head_dim: width of a head where it is not `n_embd / n_head` (qwen3 only, which needs it).
         lora: low-rank adapters on a frozen base.
     """
 

@@ -9,20 +9,18 @@ OUTPUT = CONFIGS.parent / "docs" / "options.md"
 _HEAD = """\
 # Options
 
-Every key of the configuration: its type, its default and its meaning. This page is generated from the schema by
-`python -m scripts.make_options`, and a test compares the two.
+<!-- Written by python -m scripts.make_options from the schema. -->
 
-On the command line a key is set as `SECTION.KEY=VALUE`, as in `reprise train train.seed=5 checkpoint.save=null`. A
-group sets several keys at once by the name of one of its files, as in `parallel=zero3`. Keys on the command line win
-over an `experiment=`, and an experiment wins over the defaults of the other groups. `reprise train --cfg job` prints
-the configuration that a command line composes, and `reprise options KEY` describes a key, a section or all keys with a
-prefix.
+With this page you can set every key of the configuration. `reprise options KEY` describes a key, a section or a prefix.
 
-A value is text, a number, `true`, `false`, `null`, a list `[a, b]` or a mapping `{a: 1}`, in the
-[grammar of Hydra](https://hydra.cc/docs/advanced/override_grammar/basic/). Text that this grammar refuses needs no
-quotes of its own, as in `run.name=训练一` or `data.path=语料/*`. Text that has another meaning in it does, as in
-`"run.name='1,2'"`. `${KEY}` is the value of another key
-(`tests/unit/config/test_overrides.py`).
+A key is set as `SECTION.KEY=VALUE`, a group of keys by the name of a file, as in
+`reprise train parallel=zero3 checkpoint.save=null`. Keys win over an `experiment=`, and that over other groups. `--cfg
+job` prints the configuration of a command line.
+
+A value is text, a number, `true`, `false`, `null`, a list `[a, b]` or a mapping `{a: 1}`, in
+[Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). Text that this grammar refuses needs no
+quotes of its own, as in `data.path=语料/*`. Text with another meaning in it does, as in `"run.name='1,2'"`. `${KEY}` is
+the value of another key (`tests/unit/config/test_overrides.py`). A key whose default is `null` may be null.
 
 ## Groups
 

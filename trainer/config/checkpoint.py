@@ -36,13 +36,12 @@ class SaveKeys:
 
     Args:
         save: folder of the run's checkpoints; null saves nothing.
-        save_interval: iterations between saves; 0 saves only at the end of the run.
-        save_interval_mins: save when so many minutes have passed since the last save; 0 never.
-        max_checkpoint_keep: number of newest checkpoints that are kept; 0 keeps all.
-        keep_best: number of checkpoints with the lowest validation loss that are kept as well.
-        save_retain_interval: checkpoints at multiples of so many iterations are never deleted; 0 exempts none.
-        full_steps: iterations that are saved too, such as ``[1000,5000]``, with the optimizer's state whatever
-            `no_save_optim` says; retention keeps them.
+        save_interval: iterations between saves; 0 saves only at the end.
+        save_interval_mins: most minutes between saves; 0 never.
+        max_checkpoint_keep: newest checkpoints that are kept; 0 keeps all.
+        keep_best: checkpoints with the lowest validation loss that are kept too.
+        save_retain_interval: keep checkpoints at multiples of so many iterations; 0 exempts none.
+        full_steps: iterations that are saved and kept too, such as ``[1000,5000]``, always with the optimizer's state.
         no_save_optim: save the weights only.
     """
 
@@ -61,12 +60,11 @@ class WeightsKeys:
     """Saves of the weights alone.
 
     Args:
-        save_weights_interval: iterations between saves of the weights alone, into the folder ``weights`` of `save`, on
-            top of full checkpoints; 0 saves none. No run resumes from them by itself.
-        save_steps: iterations at which the weights are saved too, such as ``[0,1,2,4,8]``; 0 is the start of the run.
-        weights_dtype: dtype of these weights, to which each rank rounds its own shards.
-        weights_keep: number of newest saves of the weights that are kept, beside those of `save_steps`, which all stay;
-            0 keeps all.
+        save_weights_interval: iterations between saves of the weights alone, into ``weights`` of `save`, beside full
+            checkpoints; 0 saves none.
+        save_steps: iterations at which the weights are saved too, such as ``[0,1,2,4]``; 0 is the start.
+        weights_dtype: dtype of these weights; each rank rounds its own shards.
+        weights_keep: newest saves of the weights that are kept, beside `save_steps`; 0 keeps all.
     """
 
     save_weights_interval: int = 0
@@ -80,13 +78,11 @@ class MirrorKeys:
     """The copy of the run's checkpoints in an object store.
 
     Args:
-        mirror: URL of a folder in a store, such as ``s3://bucket/run``, into which a process of its own on each host
-            uploads the checkpoints of `save`, its weights and adapters too, while training goes on; null for none.
-            Credentials come from the store's environment. Retention deletes nothing that is not mirrored yet.
-        mirror_keep: number of newest checkpoints that stay in the store, whatever stays in `save`; 0 keeps all.
-        mirror_interval: mirror every n-th checkpoint, those at multiples of n times `save_interval`, and the last of
-            the run.
-        mirror_wait_s: seconds that the end of a run waits for the mirror at most; after a signal a tenth of it.
+        mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads the checkpoints of `save`,
+            weights and adapters too; null for none.
+        mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
+        mirror_interval: mirror multiples of n times `save_interval`, and the run's last checkpoint.
+        mirror_wait_s: most seconds that the end of a run waits for the mirror; after a signal a tenth.
     """
 
     mirror: str | None = None
@@ -100,14 +96,13 @@ class LoadKeys:
     """The checkpoint from which a run starts.
 
     Args:
-        load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
-            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, an iteration or, with
-            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
-            launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
-            command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
-        ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`. Retention keeps it
-            while the command trains.
-        no_load_optim: load the weights only and continue at the saved iteration.
+        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where nothing was saved or
+            logged; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or, with
+            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and paths act once: restarts
+            continue from the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``,
+            brings its configuration.
+        ckpt_step: iteration to load instead of the newest, once. Retention keeps it while the command trains.
+        no_load_optim: load the weights only, and continue at the saved iteration.
     """
 
     load: str = "auto"
@@ -120,16 +115,14 @@ class FinetuneKeys:
     """The use of another run's weights.
 
     Args:
-        finetune: load the weights only and start at iteration 0.
-        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, an iteration, a model folder
-            of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume needs
-            the same weights, at any path.
-        resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings` than that of the
-            loaded weights: rows of the tables are kept by number.
-        new_rows: with `resize`, the values of rows beyond the loaded ones: `initial` for those of a fresh run, `mean`
-            for the mean of all loaded rows.
-        partial: with `finetune`, shell patterns for the names of the weights to load, such as
-            ``[model.embed_tokens.*]``; all others keep their initial values, and the log lists them. Empty loads all.
+        finetune: load the weights only, and start at iteration 0.
+        base: frozen weights beneath `model.lora`: a path as in `load`; null takes `load`, with `finetune`. A resume
+            needs the same weights, at any path.
+        resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`; rows are kept by
+            number.
+        new_rows: with `resize`, values of new rows: `initial`, a fresh run's, or `mean`, of all loaded rows.
+        partial: with `finetune`, shell patterns of the weights to load, such as ``[model.embed_tokens.*]``; others keep
+            their initial values, and are logged. Empty loads all.
     """
 
     finetune: bool = False
@@ -144,19 +137,16 @@ class ResumeKeys:
     """Differences from the saved run allowed by a resume, and the digests checked.
 
     Args:
-        reshard: allow another topology than the saving run's (number of ranks, parallel sizes, ZeRO stage), or another
-            micro_batch_size.
-        override_scheduler: allow another learning-rate schedule, other optimizer settings or another clip_grad than the
-            saved ones.
+        reshard: allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size than the saved one.
+        override_scheduler: allow another learning-rate schedule, optimizer settings or clip_grad.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
-        override_batch_size: allow another global_batch_size, batch_schedule or seq_length than the saved one.
-        override_data: allow other data or another seed than the saved ones.
-        override_dropout: allow other dropout rates than the saved ones.
-        override_dtype: allow another dtype of activations and matrix products than the saved one.
-        override_freeze: allow other frozen parameters than the saved ones; newly trained parameters begin with zero
-            moments.
-        verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks read,
-            `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
+        override_batch_size: allow another global_batch_size, batch_schedule or seq_length.
+        override_data: allow other data or another seed.
+        override_dropout: allow other dropout rates.
+        override_dtype: allow another dtype of activations and matrix products.
+        override_freeze: allow other frozen parameters; newly trained ones begin with zero moments.
+        verify: digests checked by a load, besides headers and JSON files: `touched`, of blocks read; `full`, of all
+            blocks, shared between the ranks; `none`.
     """
 
     reshard: bool = False
@@ -177,13 +167,12 @@ class WriteKeys:
     Args:
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save is aborted.
-        async_save: write in the background while training continues; the next optimizer step copies the tensors not
-            written by then.
-        staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
-            rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.
-        stall_timeout_s: seconds this step waits for a stalled disk before the save is aborted.
-        check_replicas: compare the bits of ranks with the same tensor at every so many saves; a difference commits
-            nothing and ends the run. 0 never compares.
+        async_save: write in the background; the next optimizer step copies tensors not written by then.
+        staging_bytes: most bytes of each rank's host memory for those copies; null allows what the rank writes, twice
+            for tensors split by columns. With less, the step waits for the disk.
+        stall_timeout_s: seconds that step waits for a stalled disk before the save is aborted.
+        check_replicas: compare ranks with the same tensor bit for bit at every so many saves; a difference commits
+            nothing and ends the run. 0 never.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
 
@@ -201,14 +190,12 @@ class LocalSection:
     """Local checkpoints: each host saves its ranks' pieces into a folder of its own, often, and loads them from there.
 
     Args:
-        dir: a folder of each host's own, at the same path on all: a local disk, or memory such as /dev/shm; null saves
-            no local checkpoints.
+        dir: each host's own folder, at the same path on all, on disk or in memory such as /dev/shm; null for none.
         save_interval: iterations between local saves; 0 saves only when the run stops.
-        keep: number of newest local checkpoints that are kept, beside the newest copied to all hosts.
-        copies: number of hosts, the next in a ring, to which each host copies its saves.
-        adopt: take the local checkpoints for the run's own where nothing else is left of it, neither its folder nor a
-            shared checkpoint; false refuses them.
-        flush_on_exit: also save into `checkpoint.save` when a signal, a time limit or an exit interval stops the run.
+        keep: newest local checkpoints that are kept, beside the newest copied to all hosts.
+        copies: hosts, the next in a ring, to which each host copies its saves.
+        adopt: take the local checkpoints as the run's own where its folder and all shared checkpoints are gone.
+        flush_on_exit: also save into `checkpoint.save` when a run stops early.
     """
 
     dir: str | None = None
@@ -223,10 +210,10 @@ class LocalSection:
 class CheckpointSection(
     WriteKeys, ResumeKeys, FinetuneKeys, LoadKeys, MirrorKeys, WeightsKeys, SaveKeys
 ):  # last base, first keys
-    """Saving and loading; names and meanings are those of Megatron-LM where it has them.
+    """Saving and loading, under Megatron-LM's names where it has them.
 
     Args:
-        local: checkpoints on the disks or in the memory of single hosts.
+        local: checkpoints on single hosts.
     """
 
     local: LocalSection = field(default_factory=LocalSection)

@@ -23,10 +23,9 @@ class LoggingSection:
     Args:
         log_interval: iterations between lines of the log.
         tensorboard: write TensorBoard files into the run's folder.
-        sinks: further outputs of metrics, by their names in `trainer/config/logging.py`; a failing output does not end
-            the run.
-        publish: the tracker to which a process beside the run sends its metrics: `wandb`, `swanlab`, `mlflow`,
-            `trackio` or `tensorboard` (docs/trackers.md); it can neither slow nor end the run.
+        sinks: further outputs of metrics, by name in `trainer/config/logging.py`.
+        publish: tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb`, `swanlab`,
+            `mlflow`, `trackio` or `tensorboard`.
     """
 
     log_interval: int = 1

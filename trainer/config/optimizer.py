@@ -18,7 +18,7 @@ class OptimizerSection:
     """The optimizer.
 
     Args:
-        name: `adamw`, or `muon`: Muon for the matrices of the blocks and AdamW for all other parameters.
+        name: `adamw`, or `muon`: Muon for the matrices of the blocks, AdamW for all other parameters.
         lr: peak learning rate.
         weight_decay: decoupled weight decay of matrices; biases and norms have none.
         adam_beta1: decay rate of the first moment, per iteration.
@@ -26,9 +26,9 @@ class OptimizerSection:
         adam_eps: term added to the denominator of the update.
         muon_momentum: share of the momentum kept by a step, in Nesterov's form.
         muon_ns_steps: Newton-Schulz iterations to orthogonalize an update.
-        muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
-            `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
-            matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
+        muon_match_rms_adamw: scale Muon's update to AdamW's size, by 0.2 sqrt(max(rows, columns)), so that `lr` and
+            `weight_decay` serve both (torch's `match_rms_adamw`); false scales by sqrt(max(1, rows / columns)) of the
+            stored matrix (`original`).
     """
 
     name: OptimizerName = OptimizerName.adamw

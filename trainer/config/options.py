@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
-_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", NoneType: "null"}
+_NAMES = {bool: "boolean", int: "integer", float: "number", str: "text", list: "list", NoneType: "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     for field in fields(section):
         hint = hints[field.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
+        if field.default is None:  # which the default shows
+            kinds = tuple(kind for kind in kinds if kind is not NoneType)
         yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
         for kind in filter(is_dataclass, kinds):
             yield from _rows(kind, f"{prefix}.{field.name}")
@@ -85,6 +87,8 @@ def _kind(kind: type) -> str:
 def _default(field: Field[object]) -> str:
     if field.default_factory is list:
         return "`[]`"
+    if is_dataclass(field.default_factory):
+        return "below"
     if field.default is MISSING:
         return "by `model=`"
     match field.default:

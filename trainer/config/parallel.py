@@ -11,21 +11,17 @@ class ParallelSection:
 
     Args:
         tensor_model_parallel_size: ranks over which each weight matrix is split.
-        sequence_parallel: split activations between the split products along the sequence, over the same ranks.
+        sequence_parallel: split activations between the split products along the sequence.
         pipeline_model_parallel_size: ranks over which the layers are split.
-        num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 the schedule interleaves them.
-        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations and reduces gradients
-            once per iteration; 2 reduces them after every micro-batch; 3 also frees gathered parameters after the
-            forward pass.
-        replicate: copies of the state. The data-parallel ranks of a copy shard it as `zero_stage` says, and copies add
-            their gradients once per iteration: set it to the number of fast domains, such as hosts. Needs a
-            `zero_stage` above 0, and divides the data-parallel ranks.
-        invariant_ranks: the largest number of data-parallel ranks up to which losses and checkpoints have the same
-            bits, at any ZeRO stage and with any pipeline; a power of two that divides the micro batches of an
-            iteration. 0 leaves the order of sums to the topology.
-        invariant_tensor_ranks: the largest number of tensor-parallel ranks up to which losses and checkpoints have the
-            same bits, with and without sequence parallelism; a power of two. Needs `invariant_ranks`. 0 leaves the
-            products to the topology.
+        num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 they are interleaved.
+        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations, and reduces gradients
+            once per iteration; 2 reduces them per micro-batch; 3 also frees gathered parameters after the forward pass.
+        replicate: copies of the state, such as one per host; divides the data-parallel ranks. `zero_stage`, above 0,
+            shards each; they add their gradients once per iteration.
+        invariant_ranks: largest number of data-parallel ranks with the same bits of losses and checkpoints, at any ZeRO
+            stage and with any pipeline; a power of two that divides an iteration's micro-batches. 0 promises none.
+        invariant_tensor_ranks: the same for tensor-parallel ranks, with and without sequence parallelism; a power of
+            two. Needs `invariant_ranks`.
     """
 
     tensor_model_parallel_size: int = 1

@@ -10,8 +10,8 @@ class RunSection:
     """The run's name and folder.
 
     Args:
-        name: name of the run; the same command with the same name continues it.
-        dir: folder of the run's configuration, metrics, TensorBoard files and, by default, checkpoints.
+        name: name; the same command with the same name continues the run.
+        dir: folder of configuration, metrics, TensorBoard files and, by default, checkpoints.
     """
 
     name: str = "default"

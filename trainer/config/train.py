@@ -49,60 +49,56 @@ class TrainSection:
     """Length, batches, precision, evaluation and exit of a run.
 
     Args:
-        train_iters: iterations of the whole run, including those before a resume; not used with `train_samples`.
-        train_samples: samples of the whole run instead: it ends before the iteration in excess of them. null counts
-            iterations.
+        train_iters: iterations of the whole run; not used with `train_samples`.
+        train_samples: samples of the run instead: it ends before the iteration that would exceed them.
         global_batch_size: samples per iteration, over all ranks and micro-batches.
-        batch_schedule: sizes of the global batch by consumed samples, as in ``0:8 4k:16 16k:32``: 8 samples per
-            iteration, 16 from the first iteration after 4,000 samples or more, then 32. The last size must be
-            `global_batch_size`, which is the size of evaluations. null keeps a single size.
-        micro_batch_size: samples per forward pass on a data-parallel rank, or `auto`: the number with which the rank
-            with the most samples has the fewest, at most `max_micro_batch_size`. Without a pipeline, ranks may differ
-            by one micro-batch where the global batch does not divide among them.
-        max_micro_batch_size: the largest `micro_batch_size` that `auto` takes, by the memory of a rank.
+        batch_schedule: global batch by consumed samples: ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16 from the
+            first iteration after at least 4,000 samples, then 32. The last must be `global_batch_size`, which
+            evaluations use.
+        micro_batch_size: samples per forward pass on a data-parallel rank, or `auto`: the size up to
+            `max_micro_batch_size` at which the busiest rank has the fewest samples.
+        max_micro_batch_size: largest `micro_batch_size` of `auto`, by a rank's memory.
         seq_length: tokens per sample.
-        skip_samples: ranges of positions in the order of samples to pass over, as in `["120000-124000"]`, the last
-            position excluded. They count from the first sample of the run, passed over or not.
-        freeze: shell patterns over the names of stored tensors, named as in transformers, such as
-            `["transformer.h.0.*"]`: parameters with a matching name stay unchanged, without gradients and optimizer
-            state.
-        ema_decay: decay of an exponential moving average of the parameters, such as 0.999: the share that stays at each
-            step. It is saved and loaded like the moments, and evaluated beside the parameters. 0 keeps none.
-        ema_offload: keep the averages in the host's memory. A thread moves them behind the step, with the same bits.
-        clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
+        skip_samples: ranges of positions in the order of samples to pass over, as in `["120000-124000"]`, the end
+            excluded, counted from the run's first sample.
+        freeze: shell patterns of stored tensors' names, such as `["transformer.h.0.*"]`; matching parameters stay
+            unchanged, without gradients and optimizer state.
+        ema_decay: share of an exponential moving average of the parameters kept by a step, such as 0.999. It is saved,
+            loaded and evaluated too. 0 keeps none.
+        ema_offload: keep the averages in host memory, with the same bits.
+        clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables it.
         seed: seed of the initial weights, the order of samples and dropout.
-        dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
+        dtype: dtype of activations and matrix products; parameters and optimizer state are float32.
         compile: compile each transformer block with torch.compile.
-        deterministic: restrict torch to deterministic kernels; those of a CPU always are.
-        threads: compute threads of each rank, on which bits depend on a CPU; 0 takes OMP_NUM_THREADS, else the rank's
-            share of the cores of its host.
-        activation_checkpointing: keep only the inputs of transformer blocks and recompute these in the backward pass.
-        eval_interval: iterations between evaluations on the validation data; 0 never evaluates.
+        deterministic: restrict torch to deterministic kernels, as those of a CPU always are.
+        threads: compute threads of each rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else its share of
+            cores.
+        activation_checkpointing: recompute transformer blocks from their inputs in the backward pass.
+        eval_interval: iterations between evaluations on the validation data; 0 never.
         eval_iters: global batches per evaluation.
-        sample_interval: iterations between texts sampled from the model, shown in the log and in TensorBoard; 0 never
-            samples. Sampling changes no bit of the training.
-        sample_prompt: beginning of a sample's text; empty begins a document.
-        sample_tokens: most tokens of a sample beyond its prompt; each costs a forward pass, in a pipeline an iteration.
+        sample_interval: iterations between texts sampled from the model; 0 never.
+        sample_prompt: beginning of a sample; empty begins a document.
+        sample_tokens: most tokens of a sample beyond its prompt, each a forward pass, in a pipeline an iteration.
         exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
-        exit_signal_save_seconds: seconds for a run to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any rank;
-            a slower process exits with status 1. torchrun kills 30 s after SIGTERM.
-        on_nonfinite: reaction to a nonfinite loss or gradient norm: `stop` ends the run and saves nothing of that
-            iteration, `skip` continues without its optimizer step.
-        on_spike: reaction to a loss or gradient norm far above its running median: `off` looks for none, `warn` logs
-            it, `stop` ends the run and saves nothing of that iteration, `rewind` goes back to the newest checkpoint
-            before it, passes over the samples from there to the spike, and goes on; so it does at a nonfinite loss.
-        spike_factor: standard deviations above the running median from which on a value is a spike.
-        spike_window: iterations of the running median; there is no spike in the first ones.
-        max_rewinds: rewinds of a run after which the next spike stops it.
-        check_replicas_interval: iterations between comparisons of the bits of ranks with the same tensor, in addition
-            to those at saves; a difference ends the run. 0 never compares.
-        distributed_timeout_minutes: minutes of a rank's wait for the others in a collective or for a message; a rank
-            silent for longer counts as lost.
-        device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
-        profile_steps: first and last iteration of a trace by torch.profiler, as in `[10,13]`; each rank writes its own.
+        exit_signal_save_seconds: seconds to save and exit after SIGTERM, SIGINT or SIGUSR1 on any rank, else the status
+            is 1. torchrun kills 30 s after SIGTERM.
+        on_nonfinite: at a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
+            omits its optimizer step.
+        on_spike: at a loss or gradient norm far above its running median, `warn` logs it, `stop` ends the run without
+            saving that iteration, `rewind` goes back to the newest checkpoint before it and passes over the samples in
+            between, also at a nonfinite loss.
+        spike_factor: standard deviations above the running median that make a spike.
+        spike_window: iterations of the running median; before so many there is no spike.
+        max_rewinds: rewinds of a run before a spike stops it.
+        check_replicas_interval: iterations between the comparisons of `checkpoint.check_replicas` beside saves; 0
+            never.
+        distributed_timeout_minutes: minutes that a rank waits for others in a collective or for a message before it
+            counts them as lost.
+        device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: an accelerator, else the CPU.
+        profile_steps: first and last iteration of a torch.profiler trace on each rank, as in `[10,13]`.
         dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
-        dry_run_ranks: number of ranks of a dry run.
+        dry_run_ranks: ranks of a dry run.
     """
 
     train_iters: int = 100

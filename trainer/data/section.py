@@ -48,38 +48,29 @@ class DigestSource(Enum):
 
 @dataclass
 class DataSection:
-    """The section ``data`` of a configuration; a key that its kind does not use must stay null.
+    """The source of tokens; keys that its kind does not use must stay null.
 
     Args:
-        kind: source of the tokens: `stdlib`, the source text of Python's standard library; `text`, files of text;
-            `token_file`, files of tokens; `megatron`, pairs of `.bin` and `.idx` files as Megatron-LM has them;
-            `datatrove`, pairs of `.ds` and `.ds.index` files as datatrove has them.
-        path: with `text`: a file or a glob, ``**`` allowed; plain, in gzip, Zstandard or Parquet (column ``text``).
-        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes, and ``bytes`` takes files
-            that are not text. With files of tokens: the tokenizer that wrote the tokens, a tokenizer.json or ``bytes``,
-            which sampled texts need. It is saved with every checkpoint.
-        train: with files of tokens: training tokens, a file or a glob; with `megatron` also a prefix, a path without
-            ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 0.3}]`` blends sources, with `text` too, whose
-            `path` is null then. Weights are decimals, integers or fractions such as ``1/3`` of any sum.
-        valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
-            leaves nothing to evaluate on.
-        position: where a source begins that takes the place of another one when a run resumes: `run`, at the number of
-            samples that the run has consumed; `start`, at its first sample. It acts once, at the change. After a blend
-            or a `start`, a new source begins at its first sample with both.
-        samples: `across_documents` cuts the next tokens of a file, whatever document they are of; `per_document`
-            (`megatron` and `datatrove` only) begins at the begin of each document and pads its last sample, without
-            targets there.
-        document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
-            end-of-text token, or where the index of `megatron` and `datatrove` ends it.
-        end_of_text: the token that ends a document, for `document_mask`; null takes the tokenizer's, and with
-            `megatron` and `datatrove` the index.
-        valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
-        cache: folder of prepared token files; null takes the user's cache folder.
-        verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
-            beside each, if size and times of change are still the same, and else reads the tokens; `full` reads all
-            tokens.
-        vocab_size: upper bound of the token ids, exclusive; null takes the tokenizer's, and leaves it unknown with
-            files of tokens.
+        kind: `stdlib`, the source text of Python's standard library; `text`, files of text; `token_file`, files of
+            tokens; `megatron`, pairs of `.bin` and `.idx`; `datatrove`, pairs of `.ds` and `.ds.index`.
+        path: with `text`: a file or a glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
+        tokenizer: a tokenizer.json, or ``bytes``, saved in every checkpoint. With `text`, null means bytes too, and
+            ``bytes`` takes files that are not text. With files of tokens, what wrote them, which sampled texts need.
+        train: with files of tokens: a file or a glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
+            weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with `text` in place of `path`; weights have any
+            sum.
+        valid: validation tokens, a path like `train` or a list, read in order; null for none.
+        position: where a source that replaces another at a resume begins: `run`, at the samples consumed by the run;
+            `start`, at its first, once.
+        samples: `across_documents` cuts the next tokens of a file; `per_document` (`megatron`, `datatrove`) starts at
+            each document and pads its last sample, without targets there.
+        document_mask: keep attention and positions within documents, which end at end-of-text tokens or by the index.
+        end_of_text: token that ends a document for `document_mask`; null takes the index, else the tokenizer's.
+        valid_fraction: fraction of the files (of a single file, its bytes) held out for validation.
+        cache: folder of prepared token files; null is the user's cache.
+        verify: digests of token files: `sidecar` reads the tokens only if size or times of change differ from those in
+            a small file that an earlier start left beside each; `full` always.
+        vocab_size: upper bound of token ids, exclusive; null takes the tokenizer's, with files of tokens none.
     """
 
     kind: DataKind = DataKind.stdlib

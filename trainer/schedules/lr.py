@@ -24,16 +24,15 @@ class ScheduleSection:
     It is over samples with a key in samples, and with `train.train_samples` unless `lr_decay_iters` is set.
 
     Args:
-        lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
-        lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of an
-            `lr_decay_iters` below 10.
+        lr_decay_style: decay after warm-up; `wsd` holds the peak rate, then decays linearly.
+        lr_warmup_iters: iterations of the linear rise from 0; null is 10, or half of an `lr_decay_iters` below 10.
         lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
         min_lr: learning rate from the end of the decay on.
-        lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of these.
-        lr_warmup_samples: samples over which the rate rises; null is 10 times `train.global_batch_size`, or half of
-            a smaller `lr_decay_samples`.
+        lr_wsd_decay_iters: with `wsd`: iterations of the decay; null is a tenth of `lr_decay_iters`.
+        lr_warmup_samples: samples of the linear rise; null is 10 times `train.global_batch_size`, or half of a smaller
+            `lr_decay_samples`.
         lr_decay_samples: consumed samples at which `min_lr` is reached; null is the length of the run.
-        lr_wsd_decay_samples: with `wsd`: samples of the decay before `lr_decay_samples`; null is a tenth of these.
+        lr_wsd_decay_samples: with `wsd`: samples of the decay; null is a tenth of `lr_decay_samples`.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine

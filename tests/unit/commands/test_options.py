@@ -21,7 +21,7 @@ def test_all_keys_are_described(capsys: pytest.CaptureFixture[str]) -> None:
         ("train.seed", "train.seed (integer; default 1234)", 0),
         ("train.seed=5", "train.seed (integer; default 1234)", 0),
         ("schedule", "schedule= one of constant, cosine, linear, wsd", 5),
-        ("checkpoint.local", "checkpoint.local (the keys below; ", 5),
+        ("checkpoint.local", "checkpoint.local (the keys below; default below)", 5),
         ("train.exit_", "train.exit_interval (integer; default 0)", 2),
     ],
 )
