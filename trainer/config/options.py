@@ -87,10 +87,8 @@ def _kind(kind: type) -> str:
 def _default(field: Field[object]) -> str:
     if field.default_factory is list:
         return "`[]`"
-    if is_dataclass(field.default_factory):
-        return "below"
     if field.default is MISSING:
-        return "by `model=`"
+        return "by `model=`" if field.default_factory is MISSING else "below"
     match field.default:
         case None:
             return "`null`"
