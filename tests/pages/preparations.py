@@ -151,7 +151,7 @@ PAGES = [
         },
         megatron,
     ),
-    Page("interop.md", 9, prepare=other_formats, names=MODEL_AND_OPTIMIZER),
+    Page("interop.md", 8, prepare=other_formats, names=MODEL_AND_OPTIMIZER),
     Page("launching.md", 4, {"/shared/runs": "runs", "experiment=demo": "experiment=demo train.train_iters=20"}),
     Page(
         "stores.md", 5, {LONG: f"experiment=demo {LONG}", "train_iters=2000": "train_iters=120", "0000500": "0000100"}
