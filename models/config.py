@@ -33,9 +33,9 @@ class RopeScaling:
 
     Args:
         factor: divisor of low frequencies.
-        low_freq_factor: wavelengths above `original_max_position_embeddings` divided by it are scaled in full.
+        low_freq_factor: wavelengths above `original_max_position_embeddings` divided by it are fully scaled.
         high_freq_factor: wavelengths below `original_max_position_embeddings` divided by it are not scaled.
-        original_max_position_embeddings: context length of pre-training, in tokens.
+        original_max_position_embeddings: tokens of a context in pre-training.
     """
 
     factor: float = 8.0
@@ -52,10 +52,10 @@ class LoraConfig:
 
     Args:
         rank: rows of A and columns of B; 0 trains the whole model.
-        alpha: numerator of the scale of the product.
-        dropout: dropout probability of the input of A.
-        target_modules: projections with an adapter, by ends of module names in transformers, as in `[q_proj,v_proj]`;
-            null is PEFT's choice: `c_attn` for gpt2, else these.
+        alpha: numerator of the scale.
+        dropout: dropout probability of A's input.
+        target_modules: projections with adapters, by ends of transformers' module names; null is PEFT's choice:
+            `c_attn` for gpt2, else `[q_proj,v_proj]`.
     """
 
     rank: int = 0
@@ -72,22 +72,22 @@ class ModelConfig:
         family: architecture.
         n_layer: transformer blocks.
         n_head: attention heads.
-        n_kv_head: heads of keys and values; fewer than `n_head` share them (not gpt2).
+        n_kv_head: key and value heads; fewer than `n_head` are shared (not gpt2).
         n_embd: width of the residual stream.
         intermediate_size: width inside the MLP.
         vocab_size: tokens of the vocabulary.
         max_position_embeddings: maximum tokens of a sequence.
-        bos_token_id: token at the beginning of a document.
-        eos_token_id: token at the end of a document.
-        tie_word_embeddings: use the embedding table as the output layer.
+        bos_token_id: first token of a document.
+        eos_token_id: last token of a document.
+        tie_word_embeddings: use the embedding as the output layer.
         dropout: dropout probability (gpt2 only).
-        norm_eps: term added to the variance in norms.
-        initializer_range: standard deviation of the initial weights.
-        rope_theta: base of the rotary frequencies (not gpt2).
-        rope_scaling: scaling of rotary frequencies for long contexts (llama3 only).
+        norm_eps: added to the variance in norms.
+        initializer_range: standard deviation of initial weights.
+        rope_theta: base of rotary frequencies (not gpt2).
+        rope_scaling: rotary scaling for long contexts (llama3 only).
         pad_vocab_multiple: round the vocabulary's rows up to this multiple, in memory only.
         activation: GELU (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
-        head_dim: width of a head where it is not `n_embd / n_head` (qwen3 only, which needs it).
+        head_dim: width of a head (qwen3, required); of other families `n_embd / n_head`.
         lora: low-rank adapters on a frozen base.
     """
 

@@ -13,21 +13,23 @@ _HEAD = """\
 
 With this page you can set every key of the configuration. `reprise options KEY` describes a key, a section or a prefix.
 
-A key is set as `SECTION.KEY=VALUE`, a group of keys by the name of a file, as in
-`reprise train parallel=zero3 checkpoint.save=null`. Keys win over an `experiment=`, and that over other groups. `--cfg
+A key is set as `SECTION.KEY=VALUE`, a group of keys by a file's name, as in
+`reprise train parallel=zero3 checkpoint.save=null`. Keys win over `experiment=`, and that over other groups. `--cfg
 job` prints the configuration of a command line.
 
 A value is text, a number, `true`, `false`, `null`, a list `[a, b]` or a mapping `{a: 1}`, in
-[Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). Text that this grammar refuses needs no
-quotes of its own, as in `data.path=语料/*`. Text with another meaning in it does, as in `"run.name='1,2'"`. `${KEY}` is
-the value of another key (`tests/unit/config/test_overrides.py`). A key whose default is `null` may be null.
+[Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). Only text with another meaning there needs
+quotes, as in `"run.name='1,2'"`, not `data.path=语料/*`. `${KEY}` is the value of another key
+(`tests/unit/config/test_overrides.py`).
+
+A default shows the type; of choices it is in bold.
 
 ## Groups
 
-| group | choices, the default in bold |
+| group | choices |
 |---|---|
 """
-_TABLE = "| key | type | default | meaning |\n|---|---|---|---|\n"
+_TABLE = "| key | default | meaning |\n|---|---|---|\n"
 
 
 def main() -> None:
@@ -46,8 +48,24 @@ def page() -> str:
 
 def _line(row: Row) -> str:
     meaning = row.meaning[0].upper() + row.meaning[1:] if row.meaning[0].isalpha() else row.meaning
-    cells = (f"`{row.key}`", row.kind, row.default, meaning)
+    cells = (f"`{row.key}`", _default(row), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _default(row: Row) -> str:
+    """Return the default of a key in a form that shows its type."""
+    if row.default.startswith("by"):
+        return f"{row.kind}, {row.default}"
+    if row.kind.startswith("`"):
+        return ", ".join(f"**{choice}**" if choice == row.default else choice for choice in row.kind.split(", "))
+    if row.default == "below":
+        return row.kind
+    if row.default == "`null`":
+        return f"{row.default}, {row.kind}"
+    if row.default == "`[]`":
+        return f"`[]`, {row.kind.removeprefix('list of ')}"
+    _, _, other = row.kind.partition(" or ")
+    return f"{row.default} or {other}" if other else row.default
 
 
 if __name__ == "__main__":

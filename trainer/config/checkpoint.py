@@ -38,10 +38,12 @@ class SaveKeys:
         save: folder of the run's checkpoints; null saves nothing.
         save_interval: iterations between saves; 0 saves only at the end.
         save_interval_mins: most minutes between saves; 0 never.
-        max_checkpoint_keep: newest checkpoints that are kept; 0 keeps all.
-        keep_best: checkpoints with the lowest validation loss that are kept too.
+        max_checkpoint_keep: newest checkpoints that are kept; 0 keeps all. Without `finetune`, retention never deletes
+            the checkpoint that `ckpt_step`, or a path in `load`, names while that command trains; one that `auto` finds
+            is not exempt.
+        keep_best: checkpoints with the lowest validation loss, kept too.
         save_retain_interval: keep checkpoints at multiples of so many iterations; 0 exempts none.
-        full_steps: iterations that are saved and kept too, such as ``[1000,5000]``, always with the optimizer's state.
+        full_steps: iterations saved and kept too, always with the optimizer's state, such as ``[1000,5000]``.
         no_save_optim: save the weights only.
     """
 
@@ -60,11 +62,10 @@ class WeightsKeys:
     """Saves of the weights alone.
 
     Args:
-        save_weights_interval: iterations between saves of the weights alone, into ``weights`` of `save`, beside full
-            checkpoints; 0 saves none.
-        save_steps: iterations at which the weights are saved too, such as ``[0,1,2,4]``; 0 is the start.
-        weights_dtype: dtype of these weights; each rank rounds its own shards.
-        weights_keep: newest saves of the weights that are kept, beside `save_steps`; 0 keeps all.
+        save_weights_interval: iterations between saves of the weights alone, into ``weights`` of `save`; 0 saves none.
+        save_steps: iterations whose weights are saved too, such as ``[0,1,2,4]``; 0 is the start.
+        weights_dtype: dtype of weights saved alone.
+        weights_keep: newest saves of weights alone kept, beside `save_steps`; 0 keeps all.
     """
 
     save_weights_interval: int = 0
@@ -78,11 +79,11 @@ class MirrorKeys:
     """The copy of the run's checkpoints in an object store.
 
     Args:
-        mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads the checkpoints of `save`,
-            weights and adapters too; null for none.
+        mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads `save`, weights and adapters
+            too; null for none.
         mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
         mirror_interval: mirror multiples of n times `save_interval`, and the run's last checkpoint.
-        mirror_wait_s: most seconds that the end of a run waits for the mirror; after a signal a tenth.
+        mirror_wait_s: most seconds that a run's end waits for the mirror; after a signal a tenth.
     """
 
     mirror: str | None = None
@@ -98,10 +99,10 @@ class LoadKeys:
     Args:
         load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where nothing was saved or
             logged; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or, with
-            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and paths act once: restarts
-            continue from the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``,
-            brings its configuration.
-        ckpt_step: iteration to load instead of the newest, once. Retention keeps it while the command trains.
+            `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue from
+            the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``, brings its
+            configuration.
+        ckpt_step: iteration to load instead of the newest, once.
         no_load_optim: load the weights only, and continue at the saved iteration.
     """
 
@@ -117,12 +118,12 @@ class FinetuneKeys:
     Args:
         finetune: load the weights only, and start at iteration 0.
         base: frozen weights beneath `model.lora`: a path as in `load`; null takes `load`, with `finetune`. A resume
-            needs the same weights, at any path.
+            needs the same weights.
         resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`; rows are kept by
             number.
         new_rows: with `resize`, values of new rows: `initial`, a fresh run's, or `mean`, of all loaded rows.
-        partial: with `finetune`, shell patterns of the weights to load, such as ``[model.embed_tokens.*]``; others keep
-            their initial values, and are logged. Empty loads all.
+        partial: with `finetune`, shell patterns of the weights to load, such as ``[model.embed_tokens.*]``; others stay
+            initial. Empty loads all.
     """
 
     finetune: bool = False
@@ -137,16 +138,16 @@ class ResumeKeys:
     """Differences from the saved run allowed by a resume, and the digests checked.
 
     Args:
-        reshard: allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size than the saved one.
-        override_scheduler: allow another learning-rate schedule, optimizer settings or clip_grad.
-        use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
+        reshard: allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
+        override_scheduler: allow another schedule, other optimizer settings or clip_grad.
+        use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
         override_batch_size: allow another global_batch_size, batch_schedule or seq_length.
         override_data: allow other data or another seed.
         override_dropout: allow other dropout rates.
         override_dtype: allow another dtype of activations and matrix products.
         override_freeze: allow other frozen parameters; newly trained ones begin with zero moments.
         verify: digests checked by a load, besides headers and JSON files: `touched`, of blocks read; `full`, of all
-            blocks, shared between the ranks; `none`.
+            blocks; `none`.
     """
 
     reshard: bool = False
@@ -165,15 +166,15 @@ class WriteKeys:
     """How a save is written, and the reaction to a failed save.
 
     Args:
-        file_bytes: size in bytes at which a safetensors file is full.
+        file_bytes: bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save is aborted.
         async_save: write in the background; the next optimizer step copies tensors not written by then.
         staging_bytes: most bytes of each rank's host memory for those copies; null allows what the rank writes, twice
             for tensors split by columns. With less, the step waits for the disk.
         stall_timeout_s: seconds that step waits for a stalled disk before the save is aborted.
-        check_replicas: compare ranks with the same tensor bit for bit at every so many saves; a difference commits
-            nothing and ends the run. 0 never.
-        exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
+        check_replicas: saves between bitwise comparisons of replicas; a difference commits nothing and ends the run. 0
+            never.
+        exit_on_save_failure: failed saves in a row that end the run; 0 never.
     """
 
     file_bytes: int = 2 << 30
@@ -190,11 +191,11 @@ class LocalSection:
     """Local checkpoints: each host saves its ranks' pieces into a folder of its own, often, and loads them from there.
 
     Args:
-        dir: each host's own folder, at the same path on all, on disk or in memory such as /dev/shm; null for none.
+        dir: each host's own folder, at one path on all, on disk or in memory (/dev/shm); null for none.
         save_interval: iterations between local saves; 0 saves only when the run stops.
-        keep: newest local checkpoints that are kept, beside the newest copied to all hosts.
-        copies: hosts, the next in a ring, to which each host copies its saves.
-        adopt: take the local checkpoints as the run's own where its folder and all shared checkpoints are gone.
+        keep: newest local checkpoints kept, beside the newest copied to all hosts.
+        copies: next hosts in a ring to which each copies its saves.
+        adopt: take local checkpoints as the run's own where its folder and shared checkpoints are gone.
         flush_on_exit: also save into `checkpoint.save` when a run stops early.
     """
 
@@ -210,7 +211,7 @@ class LocalSection:
 class CheckpointSection(
     WriteKeys, ResumeKeys, FinetuneKeys, LoadKeys, MirrorKeys, WeightsKeys, SaveKeys
 ):  # last base, first keys
-    """Saving and loading, under Megatron-LM's names where it has them.
+    """Saving and loading.
 
     Args:
         local: checkpoints on single hosts.

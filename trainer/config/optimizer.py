@@ -18,17 +18,17 @@ class OptimizerSection:
     """The optimizer.
 
     Args:
-        name: `adamw`, or `muon`: Muon for the matrices of the blocks, AdamW for all other parameters.
+        name: `muon` is Muon for the blocks' matrices, AdamW for the rest.
         lr: peak learning rate.
-        weight_decay: decoupled weight decay of matrices; biases and norms have none.
-        adam_beta1: decay rate of the first moment, per iteration.
-        adam_beta2: decay rate of the second moment, per iteration.
-        adam_eps: term added to the denominator of the update.
-        muon_momentum: share of the momentum kept by a step, in Nesterov's form.
+        weight_decay: decoupled weight decay, of matrices only.
+        adam_beta1: decay rate of the first moment.
+        adam_beta2: decay rate of the second moment.
+        adam_eps: added to the denominator of the update.
+        muon_momentum: share of the Nesterov momentum kept by a step.
         muon_ns_steps: Newton-Schulz iterations to orthogonalize an update.
-        muon_match_rms_adamw: scale Muon's update to AdamW's size, by 0.2 sqrt(max(rows, columns)), so that `lr` and
-            `weight_decay` serve both (torch's `match_rms_adamw`); false scales by sqrt(max(1, rows / columns)) of the
-            stored matrix (`original`).
+        muon_match_rms_adamw: scale updates by 0.2 sqrt(max(rows, columns)), to AdamW's size, for the same `lr` and
+            `weight_decay` (torch's `match_rms_adamw`); false, by sqrt(max(1, rows / columns)) of the stored matrix
+            (`original`).
     """
 
     name: OptimizerName = OptimizerName.adamw

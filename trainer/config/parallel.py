@@ -14,12 +14,12 @@ class ParallelSection:
         sequence_parallel: split activations between the split products along the sequence.
         pipeline_model_parallel_size: ranks over which the layers are split.
         num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 they are interleaved.
-        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations, and reduces gradients
-            once per iteration; 2 reduces them per micro-batch; 3 also frees gathered parameters after the forward pass.
+        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations; 2 reduces gradients per
+            micro-batch, not per iteration; 3 also frees gathered parameters after the forward pass.
         replicate: copies of the state, such as one per host; divides the data-parallel ranks. `zero_stage`, above 0,
-            shards each; they add their gradients once per iteration.
-        invariant_ranks: largest number of data-parallel ranks with the same bits of losses and checkpoints, at any ZeRO
-            stage and with any pipeline; a power of two that divides an iteration's micro-batches. 0 promises none.
+            shards each.
+        invariant_ranks: most data-parallel ranks with the same bits of losses and checkpoints, at any ZeRO stage, with
+            any pipeline; a power of two that divides an iteration's micro-batches. 0 promises none.
         invariant_tensor_ranks: the same for tensor-parallel ranks, with and without sequence parallelism; a power of
             two. Needs `invariant_ranks`.
     """

@@ -10,7 +10,7 @@ class RunSection:
     """The run's name and folder.
 
     Args:
-        name: name; the same command with the same name continues the run.
+        name: name; the same command with it continues the run.
         dir: folder of configuration, metrics, TensorBoard files and, by default, checkpoints.
     """
 

@@ -49,55 +49,52 @@ class TrainSection:
     """Length, batches, precision, evaluation and exit of a run.
 
     Args:
-        train_iters: iterations of the whole run; not used with `train_samples`.
-        train_samples: samples of the run instead: it ends before the iteration that would exceed them.
+        train_iters: iterations of the whole run; unused with `train_samples`.
+        train_samples: samples of the whole run instead, which no iteration exceeds.
         global_batch_size: samples per iteration, over all ranks and micro-batches.
-        batch_schedule: global batch by consumed samples: ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16 from the
-            first iteration after at least 4,000 samples, then 32. The last must be `global_batch_size`, which
-            evaluations use.
-        micro_batch_size: samples per forward pass on a data-parallel rank, or `auto`: the size up to
-            `max_micro_batch_size` at which the busiest rank has the fewest samples.
-        max_micro_batch_size: largest `micro_batch_size` of `auto`, by a rank's memory.
+        batch_schedule: global batch by consumed samples: ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16 after
+            4,000 consumed samples, then 32. The last must be `global_batch_size`, which evaluations use.
+        micro_batch_size: samples per forward pass of a rank, or `auto`: the size up to `max_micro_batch_size` with the
+            fewest samples on the busiest rank.
+        max_micro_batch_size: largest `micro_batch_size` of `auto`.
         seq_length: tokens per sample.
-        skip_samples: ranges of positions in the order of samples to pass over, as in `["120000-124000"]`, the end
-            excluded, counted from the run's first sample.
-        freeze: shell patterns of stored tensors' names, such as `["transformer.h.0.*"]`; matching parameters stay
-            unchanged, without gradients and optimizer state.
-        ema_decay: share of an exponential moving average of the parameters kept by a step, such as 0.999. It is saved,
-            loaded and evaluated too. 0 keeps none.
+        skip_samples: ranges of samples to pass over, counted from the run's first, as in `["120000-124000"]`, the end
+            excluded.
+        freeze: shell patterns of stored names, as in `["transformer.h.0.*"]`, of parameters that stay unchanged.
+        ema_decay: share of an exponential moving average of the parameters kept by a step, such as 0.999; also saved,
+            loaded and evaluated. 0 keeps none.
         ema_offload: keep the averages in host memory, with the same bits.
-        clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables it.
-        seed: seed of the initial weights, the order of samples and dropout.
+        clip_grad: upper bound of the gradient's L2 norm; 0 disables it.
+        seed: seed of initial weights, order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32.
         compile: compile each transformer block with torch.compile.
-        deterministic: restrict torch to deterministic kernels, as those of a CPU always are.
-        threads: compute threads of each rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else its share of
+        deterministic: restrict torch to deterministic kernels; a CPU's always are.
+        threads: compute threads of a rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else a share of
             cores.
-        activation_checkpointing: recompute transformer blocks from their inputs in the backward pass.
-        eval_interval: iterations between evaluations on the validation data; 0 never.
+        activation_checkpointing: recompute transformer blocks in the backward pass.
+        eval_interval: iterations between evaluations; 0 never.
         eval_iters: global batches per evaluation.
-        sample_interval: iterations between texts sampled from the model; 0 never.
-        sample_prompt: beginning of a sample; empty begins a document.
-        sample_tokens: most tokens of a sample beyond its prompt, each a forward pass, in a pipeline an iteration.
+        sample_interval: iterations between sampled texts; 0 never.
+        sample_prompt: beginning of a sampled text; empty begins a document.
+        sample_tokens: most tokens beyond the prompt; in a pipeline each costs an iteration.
         exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
         exit_signal_save_seconds: seconds to save and exit after SIGTERM, SIGINT or SIGUSR1 on any rank, else the status
             is 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: at a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
-            omits its optimizer step.
-        on_spike: at a loss or gradient norm far above its running median, `warn` logs it, `stop` ends the run without
-            saving that iteration, `rewind` goes back to the newest checkpoint before it and passes over the samples in
-            between, also at a nonfinite loss.
-        spike_factor: standard deviations above the running median that make a spike.
-        spike_window: iterations of the running median; before so many there is no spike.
+            omits its step.
+        on_spike: at a loss or gradient norm far above its running median, `warn` logs it; `stop` ends the run without
+            saving that iteration; `rewind`, also at a nonfinite loss, returns to the newest checkpoint before it and
+            skips the samples between.
+        spike_factor: standard deviations of a spike above the running median.
+        spike_window: iterations of the running median; none is a spike before so many.
         max_rewinds: rewinds of a run before a spike stops it.
         check_replicas_interval: iterations between the comparisons of `checkpoint.check_replicas` beside saves; 0
             never.
-        distributed_timeout_minutes: minutes that a rank waits for others in a collective or for a message before it
-            counts them as lost.
+        distributed_timeout_minutes: minutes that a rank waits for others before it counts them as lost.
         device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: an accelerator, else the CPU.
-        profile_steps: first and last iteration of a torch.profiler trace on each rank, as in `[10,13]`.
-        dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
+        profile_steps: first and last iteration of each rank's torch.profiler trace, as in `[10,13]`.
+        dry_run: train nothing; print what each of `dry_run_ranks` would hold and write.
         dry_run_ranks: ranks of a dry run.
     """
 

@@ -51,25 +51,25 @@ class DataSection:
     """The source of tokens; keys that its kind does not use must stay null.
 
     Args:
-        kind: `stdlib`, the source text of Python's standard library; `text`, files of text; `token_file`, files of
-            tokens; `megatron`, pairs of `.bin` and `.idx`; `datatrove`, pairs of `.ds` and `.ds.index`.
-        path: with `text`: a file or a glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
-        tokenizer: a tokenizer.json, or ``bytes``, saved in every checkpoint. With `text`, null means bytes too, and
-            ``bytes`` takes files that are not text. With files of tokens, what wrote them, which sampled texts need.
-        train: with files of tokens: a file or a glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
+        kind: `stdlib`, source text of Python's standard library; `text`, text files; `token_file`, token files;
+            `megatron`, pairs of `.bin` and `.idx`; `datatrove`, of `.ds` and `.ds.index`.
+        path: with `text`: a file or glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
+        tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text`, null is bytes of text only,
+            ``bytes`` takes any file. With files of tokens, what wrote them; needed for sampled texts.
+        train: with files of tokens: a file or glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
             weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with `text` in place of `path`; weights have any
             sum.
-        valid: validation tokens, a path like `train` or a list, read in order; null for none.
-        position: where a source that replaces another at a resume begins: `run`, at the samples consumed by the run;
+        valid: validation tokens, a path or list of paths, in order; null for none.
+        position: where a source that replaces another at a resume begins: `run`, at the run's consumed samples;
             `start`, at its first, once.
-        samples: `across_documents` cuts the next tokens of a file; `per_document` (`megatron`, `datatrove`) starts at
-            each document and pads its last sample, without targets there.
-        document_mask: keep attention and positions within documents, which end at end-of-text tokens or by the index.
+        samples: `across_documents` cuts a file's next tokens; `per_document` (`megatron`, `datatrove`) starts at each
+            document and pads its last sample, without targets.
+        document_mask: keep attention and positions within documents, ended by end-of-text tokens or the index.
         end_of_text: token that ends a document for `document_mask`; null takes the index, else the tokenizer's.
-        valid_fraction: fraction of the files (of a single file, its bytes) held out for validation.
+        valid_fraction: fraction of files (of a single file, bytes) held out for validation.
         cache: folder of prepared token files; null is the user's cache.
-        verify: digests of token files: `sidecar` reads the tokens only if size or times of change differ from those in
-            a small file that an earlier start left beside each; `full` always.
+        verify: digests of token files: `sidecar` computes them if size or times of change differ from a record beside
+            the file; `full`, at every start.
         vocab_size: upper bound of token ids, exclusive; null takes the tokenizer's, with files of tokens none.
     """
 

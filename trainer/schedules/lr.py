@@ -27,12 +27,12 @@ class ScheduleSection:
         lr_decay_style: decay after warm-up; `wsd` holds the peak rate, then decays linearly.
         lr_warmup_iters: iterations of the linear rise from 0; null is 10, or half of an `lr_decay_iters` below 10.
         lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
-        min_lr: learning rate from the end of the decay on.
-        lr_wsd_decay_iters: with `wsd`: iterations of the decay; null is a tenth of `lr_decay_iters`.
-        lr_warmup_samples: samples of the linear rise; null is 10 times `train.global_batch_size`, or half of a smaller
-            `lr_decay_samples`.
-        lr_decay_samples: consumed samples at which `min_lr` is reached; null is the length of the run.
-        lr_wsd_decay_samples: with `wsd`: samples of the decay; null is a tenth of `lr_decay_samples`.
+        min_lr: learning rate after the decay.
+        lr_wsd_decay_iters: iterations of `wsd`'s decay; null is a tenth of `lr_decay_iters`.
+        lr_warmup_samples: `lr_warmup_iters` in samples; null is 10 times `train.global_batch_size`, or half of a
+            smaller `lr_decay_samples`.
+        lr_decay_samples: `lr_decay_iters` in consumed samples; null is the run's length.
+        lr_wsd_decay_samples: `lr_wsd_decay_iters` in samples; null is a tenth of `lr_decay_samples`.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
