@@ -64,8 +64,8 @@ def _default(row: Row) -> str:
         return f"{row.default}, {row.kind}"
     if row.default == "`[]`":
         return f"`[]`, {row.kind.removeprefix('list of ')}"
-    _, _, other = row.kind.partition(" or ")
-    return f"{row.default} or {other}" if other else row.default
+    alternative = row.kind.partition(" or ")[2]
+    return f"{row.default} or {alternative}" if alternative else row.default
 
 
 if __name__ == "__main__":
