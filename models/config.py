@@ -87,7 +87,7 @@ class ModelConfig:
         rope_scaling: rotary scaling for long contexts (llama3 only).
         pad_vocab_multiple: round the vocabulary's rows up to this multiple, in memory only.
         activation: GELU (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
-        head_dim: width of a head (qwen3, required); of other families `n_embd / n_head`.
+        head_dim: width of a head (qwen3 only, required); elsewhere `n_embd / n_head`.
         lora: low-rank adapters on a frozen base.
     """
 

@@ -50,7 +50,7 @@ class TrainSection:
 
     Args:
         train_iters: iterations of the whole run; unused with `train_samples`.
-        train_samples: samples of the whole run instead, which no iteration exceeds.
+        train_samples: samples of the whole run instead; it ends before exceeding them.
         global_batch_size: samples per iteration, over all ranks and micro-batches.
         batch_schedule: global batch by consumed samples: ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16 after
             4,000 consumed samples, then 32. The last must be `global_batch_size`, which evaluations use.
