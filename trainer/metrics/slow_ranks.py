@@ -19,7 +19,7 @@ _LONGEST = (1 << (63 - _RANK_BITS)) - 1  # microseconds, six days
 
 
 class RankTime(NamedTuple):
-    """Microseconds in which a rank waits for no other: in all, and those of its data."""
+    """Microseconds in which a rank waits for no other: in all, for a mean share of the batch, and those of its data."""
 
     total: int
     data: int
@@ -32,51 +32,53 @@ class OwnTime:
     has not ended counts for the next line.
 
     Attributes:
+        load: this rank's micro batches of the iteration divided by their mean over ranks.
         last_load_s: seconds of the last block that loaded data.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._events: list[tuple[Any, Any]] = []
+        self.load = 1.0
+        self._events: list[tuple[Any, Any, float]] = []
         self._seconds = self._data_seconds = self.last_load_s = 0.0
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the block, or its work on an accelerator."""
+    def working(self, load: float = 1.0) -> Iterator[None]:
+        """Count the block, or its work on an accelerator, divided by `load`."""
         if self._module is None:
             start = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - start
+            self._seconds += (time.perf_counter() - start) / load
             return
         self._collect()
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
         begin.record()
         yield
         end.record()
-        self._events.append((begin, end))
+        self._events.append((begin, end, load))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the block, which loads data, as the host's time."""
+        """Count the block, which loads the data of the iteration, as the host's time."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
-        self._seconds += seconds
+        self._seconds += seconds / self.load
         self._data_seconds += seconds
         self.last_load_s = seconds
 
-    def take(self, load: float = 1.0) -> RankTime:
-        """Return the times since the last call, divided by the rank's load: its passes beside their mean over ranks."""
+    def take(self) -> RankTime:
+        """Return the times since the last call."""
         self._collect()
-        times = RankTime(round(self._seconds / load * 1e6), round(self._data_seconds / load * 1e6))
+        times = RankTime(round(self._seconds * 1e6), round(self._data_seconds * 1e6))
         self._seconds, self._data_seconds = 0.0, 0.0
         return times
 
     def _collect(self) -> None:
         """Add the times of the events that the stream has passed."""
         while self._events and self._events[0][1].query():
-            begin, end = self._events.pop(0)
-            self._seconds += begin.elapsed_time(end) / 1e3
+            begin, end, load = self._events.pop(0)
+            self._seconds += begin.elapsed_time(end) / 1e3 / load
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,6 @@ def passes_of(model: nn.Module, count: int, share: float) -> int:
     return math.ceil(share) if is_fsdp_module(model) else count
 
 
-def load_of(model: nn.Module, count: int, share: float) -> float:
-    """Return a rank's passes in an iteration divided by their mean over data-parallel ranks; see `passes_of`."""
-    return 1.0 if is_fsdp_module(model) else count / share
-
-
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield lists of successive items, a list per collective call; it ends once it has `BUCKET_BYTES` or more."""
     bucket, size = list[T](), 0

@@ -152,18 +152,19 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
+    numbers, share = run.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
+    run.own_time.load = len(numbers) / share
     run.cluster.activity.begin("the data", iteration)
     with run.own_time.loading():
         micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
     run.cluster.activity.begin("the step", iteration)
-    numbers = run.train_data.numbers_of(size)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
     lr = run.schedule.at(iteration, progress.consumed_samples + size)
     result = train_step(
         state,
         micro_batches,
         keys=keys,
-        share=share_of(run.config, run.cluster.world_size, size),
+        share=share,
         lr=lr,
         clip_grad=settings.clip_grad,
         context=run.context,

@@ -19,7 +19,7 @@ from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, s
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
-from trainer.parallel.data import load_of, passes_of
+from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
 
 
@@ -76,11 +76,11 @@ def train_step(
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
     own_time = own_time or OwnTime(cluster.device)
-    with context.loss_context(), contextlib.nullcontext() if context.waits_in_passes else own_time.working():
+    own_passes = contextlib.nullcontext() if context.waits_in_passes else own_time.working(own_time.load)
+    with context.loss_context(), own_passes:
         losses = forward_backward(state, micro_batches, keys, context, share)
     context.reduction.finish()
-    load = 1.0 if share is None else load_of(state.parts[0].model, len(micro_batches), share)
-    figures = reduce_figures(losses, flags(), context, cluster, own_time.take(load) if is_logged else None)
+    figures = reduce_figures(losses, flags(), context, cluster, own_time.take() if is_logged else None)
     mean_loss, grad_norm = figures.loss, figures.grad_norm
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)

@@ -10,14 +10,12 @@ from typing import cast
 
 import pytest
 import torch
-from torch import nn
 
 from tests.harness import TINY, around_iterations, call_on_ranks
 from trainer.__main__ import main
 from trainer.launch.process_group import Cluster
 from trainer.metrics import slow_ranks
 from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
-from trainer.parallel.data import load_of
 from trainer.run.build import Run
 
 
@@ -115,13 +113,21 @@ def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) 
     assert own.take() == RankTime(0, 0)
 
 
-def test_a_rank_with_more_passes_than_others_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 2.0])
+def test_ranks_with_more_and_fewer_passes_than_others_have_equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 0.2, 1.0, 3.0, 5.0, 8.0, 0.0, 0.1, 1.0, 2.0, 5.0, 8.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
-    own = OwnTime(torch.device("cpu"))
-    with own.working():
-        pass
-    assert own.take(load_of(nn.Linear(2, 2), count=2, share=4 / 3)) == RankTime(round(2e6 * 2 / 3), 0)
+    times = []
+    for load in (4 / 3, 2 / 3):
+        own = OwnTime(torch.device("cpu"))
+        own.load = load
+        with own.loading():
+            pass
+        with own.working(own.load):
+            pass
+        with own.working():  # the optimizer's step: as long on every rank
+            pass
+        times.append(own.take())
+    assert times == [RankTime(4650000, 200000), RankTime(4650000, 100000)]
 
 
 class Ahead:
