@@ -13,7 +13,7 @@ import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.files import FILE_SYSTEM
 from reprise.folder import FORMAT, STATE, CheckpointFolder, FolderLock
-from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord
+from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
 from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.reading import open_checkpoint
 from reprise.savers import write_checkpoint
@@ -109,6 +109,16 @@ def test_what_a_mirror_never_takes_is_not_waited_for(
     record = MirrorRecord("s3://bucket/run", interval=interval, keep=keep)
     (folder / MIRROR).write_bytes(record.to_bytes())
     assert [checkpoint.reason for checkpoint in reprise.drop_optimizer(folder, before=30)] == reasons
+
+
+def test_a_store_that_has_what_a_lighter_checkpoint_was_needs_no_other(tmp_path: Path) -> None:
+    folder, url = full_run(tmp_path), "s3://bucket/run"
+    digest = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).digest
+    (folder / MIRROR).write_bytes(MirrorRecord(url, {"iter_0000010": MirroredCheckpoint(digest)}).to_bytes())
+    reprise.drop_optimizer(folder, before=20)
+    assert MirrorRule(url).unmirrored(folder, [10, 20, 30], [10, 20]) == [20]
+    (folder / MIRROR).write_bytes(MirrorRecord(url, {"iter_0000010": MirroredCheckpoint("0" * 16)}).to_bytes())
+    assert MirrorRule(url).unmirrored(folder, [10, 20, 30], [10]) == [10]
 
 
 def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
