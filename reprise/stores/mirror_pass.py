@@ -94,6 +94,7 @@ class MirrorPass:
         self._inherited = frozenset[str]()  # of the run with which this one began: they stay as they are
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
         self._waiting: _Waiting | None = None
+        self._kept = set[str]()  # names that a hold in the store keeps, as the log says
         self._goes_on: bool | None = None  # as the store has it; None if unknown
 
     def run(self, *, at_end: bool = False) -> bool:
@@ -190,15 +191,21 @@ class MirrorPass:
 
     def _lead_upload(self, name: str, path: Path, upload: Upload) -> None:
         record, start = self._known, self._clock()
+        entry = record.committed.get(name)
         if name in self._inherited:
             raise self._foreign(name)
-        if name not in record.committed and upload.has_another():  # which was not there at the survey
+        if entry is None and upload.has_another():  # which was not there at the survey
             self._leave(name)
             raise self._contended(name)
         if name not in record.partial:
             self._write(replace(record, partial=record.partial | {name}, superseded=record.superseded - {name}))
+        if entry is not None and not self._is_of_branch_given_up(name, entry):
+            if not retire(self._client, self._url.child(name)):  # a hold has come meanwhile
+                self._write(replace(self._known, partial=self._known.partial - {name}))
+                return
+            self._forget(name)
         try:
-            if upload.begin(replaces=name in record.committed):
+            if upload.begin(replaces=name in self._known.committed):
                 self._forget(name)  # not before: a request that fails until then is made again as a replacement
                 upload.send()
                 missing = upload.missing()
@@ -220,10 +227,21 @@ class MirrorPass:
         _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
     def _is_kept(self, name: str, entry: MirroredCheckpoint) -> bool:
-        """Return whether a hold in the store keeps a checkpoint there, which the folder's has replaced."""
-        if _relation(self._lineage[1], entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP:
+        """Return whether a hold in the store keeps a checkpoint there, in whose place the folder has another."""
+        if self._is_of_branch_given_up(name, entry) or not is_held(list_folder(self._client, self._url.child(name))):
+            self._kept.discard(name)
             return False
-        return is_held(list_folder(self._client, self._url.child(name)))
+        if name not in self._kept and self._host == 0:
+            _log.info(
+                "%s stays in %s as it is: a hold there keeps it; that of the folder goes once the hold is gone",
+                name,
+                self._url,
+            )
+        self._kept.add(name)
+        return True
+
+    def _is_of_branch_given_up(self, name: str, entry: MirroredCheckpoint) -> bool:
+        return _relation(self._lineage[1], entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP
 
     def _is_stalled(self, name: str, missing: list[str], files: CheckpointFiles) -> bool:
         """Return whether other hosts have uploaded nothing for too long."""
@@ -246,7 +264,7 @@ class MirrorPass:
         if self._record is None:
             self._write(self._surveyed(lineage))
         for name, entry in dict(self._known.committed).items():
-            if name not in local and self._is_given_up(name, entry, lineage):
+            if name not in local and self._is_given_up(name, entry):
                 self._write(replace(self._known, superseded=self._known.superseded | {name}))
                 supersede(self._client, self._url.child(name))
                 self._forget(name)
@@ -289,8 +307,14 @@ class MirrorPass:
         self._inherited = frozenset(inherited)
         stored = committed.keys() | inherited
         partial, superseded = record.partial - stored, record.superseded - stored
-        record = replace(record, committed=committed, partial=partial, superseded=superseded)
-        return replace(record, interval=self._rule.interval, keep=self._rule.keep)
+        return replace(
+            record,
+            committed=committed,
+            partial=partial,
+            superseded=superseded,
+            interval=self._rule.interval,
+            keep=self._rule.keep,
+        )
 
     def _foreign(self, name: str, found: str = "one with which this run began") -> CheckpointError:
         return CheckpointError(
@@ -316,9 +340,9 @@ class MirrorPass:
             fix="End one of the two runs, or give it a URL of its own.",
         )
 
-    def _is_given_up(self, name: str, entry: MirroredCheckpoint, lineage: Lineage) -> bool:
+    def _is_given_up(self, name: str, entry: MirroredCheckpoint) -> bool:
         """Return whether the run has given up a checkpoint absent from its folder; retention may have deleted it."""
-        if _relation(lineage, entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP:
+        if self._is_of_branch_given_up(name, entry):
             return True
         path = self._root / name
         for superseded in path.parent.glob(f"{path.name}.superseded-*"):
@@ -345,11 +369,25 @@ class MirrorPass:
                 self._write(replace(self._known, partial=self._known.partial - {name}))
         due = set(self._rule.due(local, self._known.committed, at_end=at_end))
         for name in sorted(self._known.partial - due):
-            clear(self._client, list_folder(self._client, self._url.child(name)))
-            self._write(replace(self._known, partial=self._known.partial - {name}))
+            self._settle(name)
         for name in sorted(self._known.superseded) if self._rule.keep else ():
             clear(self._client, list_folder(self._client, self._url.child(name)))
             self._write(replace(self._known, superseded=self._known.superseded - {name}))
+
+    def _settle(self, name: str) -> None:
+        """Delete the files of an upload given up, unless they are a checkpoint.
+
+        Its upload has ended before the record says so, or a replacement has not begun; or another run has come.
+        """
+        folder, record = self._url.child(name), self._known
+        entry = _stored_checkpoint(self._client, folder, record.committed.get(name))
+        if entry is None:
+            clear(self._client, list_folder(self._client, folder))
+            self._forget(name)
+        elif _relation(self._lineage[1], entry.lineage, iteration_in(name)) is _Relation.OWN:
+            remove_marks(self._client, folder)
+            self._write(replace(record, committed={**record.committed, name: entry}))
+        self._write(replace(self._known, partial=self._known.partial - {name}))
 
     def _forget(self, name: str) -> None:
         """Take a checkpoint no longer in the store out of the record. Its files are in the record already."""

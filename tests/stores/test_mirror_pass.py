@@ -382,6 +382,35 @@ class _InterruptedClient(StoreClient):
         return call(*arguments)
 
 
+def test_a_hold_that_finds_its_checkpoint_keeps_it(site: Site) -> None:
+    held = site.store / iteration_name(5)
+    outcomes = set()
+    for number in range(1, 50):
+        for folder in (site.store, site.folder.parent):
+            shutil.rmtree(folder, ignore_errors=True)
+        save(site.folder, [5, 10])
+        site.mirror()
+        before, found = content(held), list[bool]()
+        lose(site.folder, 5)
+        save(site.folder, [5], nonce="m", add=0.5)
+
+        def hold(before: dict[str, bytes] = before, found: list[bool] = found) -> None:
+            held.mkdir(exist_ok=True)
+            (held / "hold").touch()
+            found.append((held / MANIFEST).exists() and (held / MANIFEST).read_bytes() == before[MANIFEST])
+
+        passes = site.passes()
+        client = passes._client = _InterruptedClient(site.url.root, number, hold)
+        while not passes.run():
+            pass
+        if client.left > 0:
+            break
+        if found[0]:
+            assert content(held) == {**before, "hold": b""}, client.key
+        outcomes.add(found[0])
+    assert outcomes == {True, False}
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
 def test_uploads_that_interleave_leave_a_whole_one_or_none(site: Site, *, is_late: bool) -> None:
     twin, name = site.folder.parents[1] / "twin", iteration_name(10)
@@ -456,6 +485,38 @@ def test_two_uploads_into_one_place_never_mix(site: Site, caplog: pytest.LogCapt
 
 def _fail() -> None:
     raise OSError(errno.EIO, "the store fails once")
+
+
+def test_a_replacement_that_ends_early_leaves_one_or_none(site: Site) -> None:
+    stored = site.store / iteration_name(5)
+    outcomes = set()
+    for number in range(1, 50):
+        for folder in (site.store, site.folder.parent):
+            shutil.rmtree(folder, ignore_errors=True)
+        save(site.folder, [5, 10])
+        site.mirror()
+        before = content(stored)
+        lose(site.folder, 5)
+        save(site.folder, [5], nonce="m", add=0.5)
+        after = content(site.folder / iteration_name(5))
+        passes = site.passes()
+        client = passes._client = _InterruptedClient(site.url.root, number, _fail)
+        with contextlib.suppress(OSError):
+            while not passes.run():
+                pass
+        if client.left > 0:
+            break
+        manifest = stored / MANIFEST
+        expected = (before, after)[manifest.read_bytes() == after[MANIFEST]] if manifest.exists() else {}
+        lose(site.folder, 5)
+        while not passes.run():
+            pass
+        record = read_record(site.folder, str(site.url))
+        assert (content(stored) if stored.exists() else {}) == expected, client.key
+        assert not record.partial
+        assert (iteration_name(5) in record.committed) == bool(expected), client.key
+        outcomes.add("none" if not expected else "old" if expected == before else "new")
+    assert outcomes == {"none", "old", "new"}
 
 
 def test_a_request_that_fails_only_delays_a_replacement(site: Site) -> None:

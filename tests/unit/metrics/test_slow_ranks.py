@@ -113,7 +113,7 @@ def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) 
     assert own.take() == RankTime(0, 0)
 
 
-def test_ranks_with_more_and_fewer_passes_than_others_have_equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_more_and_fewer_passes_have_equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 0.2, 1.0, 3.0, 5.0, 8.0, 0.0, 0.1, 1.0, 2.0, 5.0, 8.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
     times = []

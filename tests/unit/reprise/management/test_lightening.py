@@ -111,7 +111,7 @@ def test_what_a_mirror_never_takes_is_not_waited_for(
     assert [checkpoint.reason for checkpoint in reprise.drop_optimizer(folder, before=30)] == reasons
 
 
-def test_a_store_that_has_what_a_lighter_checkpoint_was_needs_no_other(tmp_path: Path) -> None:
+def test_a_store_with_the_full_checkpoint_needs_no_lighter_one(tmp_path: Path) -> None:
     folder, url = full_run(tmp_path), "s3://bucket/run"
     digest = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).digest
     (folder / MIRROR).write_bytes(MirrorRecord(url, {"iter_0000010": MirroredCheckpoint(digest)}).to_bytes())
