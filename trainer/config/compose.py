@@ -38,6 +38,8 @@ _T = TypeVar("_T")
 # Lines of Hydra's errors to omit: no key can be appended, and Hydra's folders do not concern the user.
 _LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
+_LIKE_A_KEY = 0.75  # least ratio of equal characters of an option and a key
+
 # The end of a run's config.yaml. YAML indents the lines of its values, so no value begins a line so.
 _ENVIRONMENT = "# from environment variables: "
 
@@ -88,6 +90,8 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def compose_command() -> DictConfig | None:
     """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
     refuse_flags(sys.argv[1:])
+    if unknown := get_args_parser().parse_known_args()[1]:
+        _refuse_options(unknown)
     words = get_args_parser().parse_args().overrides
     quoted = dict(zip(words, readable(words), strict=True))
     sys.argv[1:] = [quoted.get(word, word) for word in sys.argv[1:]]  # which Hydra reads
@@ -109,6 +113,20 @@ def compose_command() -> DictConfig | None:
     except BrokenPipeError:  # the reader of `--help` has seen enough
         sys.stdout = None
     return configs[0] if configs else None
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    """Refuse an unknown option whose name is like a key's; argparse refuses the others."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
+    for word in words:
+        name, _, value = word.lstrip("-").partition("=")
+        suggestion = closest(name.replace("-", "_"), by_name, cutoff=_LIKE_A_KEY)
+        if word.startswith("--") and suggestion is not None:
+            raise ConfigError(
+                "An option is unknown; settings have the form SECTION.KEY=VALUE here",
+                found=word,
+                fix=f"Did you mean {by_name[suggestion]}={value or 'VALUE'}?",
+            )
 
 
 def over_saved(raw: DictConfig, files: Files) -> DictConfig:

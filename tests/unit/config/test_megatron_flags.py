@@ -45,5 +45,23 @@ def test_an_answer_can_be_given_as_an_override(words: list[str], answer: str) ->
     assert str(getattr(getattr(compose([answer]), section), name)) == value.strip("'")
 
 
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (["--save-intervall", "5"], "checkpoint.save_interval=VALUE"),
+        (["model=gpt2_tiny", "--train-itters=7"], "train.train_iters=7"),
+        (["--ema-decay", "0.9"], "train.ema_decay=VALUE"),
+    ],
+)
+def test_a_misspelled_flag_is_answered_with_the_key(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], suggestion: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["reprise train", *words])
+    with pytest.raises(
+        ConfigError, match=f"found {words[-1] if '=' in words[-1] else words[0]}. Did you mean {suggestion}"
+    ):
+        compose_command()
+
+
 def test_every_key_of_the_table_exists() -> None:
     assert {key for named in FLAGS.values() for key in named.split()} <= set(keys())
