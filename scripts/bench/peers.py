@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from scripts.bench.probe import Loop, PeakMemory, sync_all, sync_folder
 from scripts.bench.subject import Subject
-from scripts.bench.ways import MEASURED, Saved, Way, blocking
+from scripts.bench.ways import MEASURED_SAVE, Saved, Way, blocking
 
 _START_S = 300  # for the process of torch_checkpointing, which takes more than its own 30 s beside other programs
 _REASONS = (CheckpointException, RuntimeError, AssertionError, OSError)
@@ -139,7 +139,7 @@ def _save_torch_checkpointing(subject: Subject, folder: Path, loop: Loop) -> Sav
     """Save and return the cost of the last save, with a step right after it under the manager's lock."""
     peak = PeakMemory()
     with _manager() as manager:
-        for _ in range(1, MEASURED):
+        for _ in range(1, MEASURED_SAVE):
             manager.save(str(folder / "earlier"), {"state": subject.named()}).result()
             shutil.rmtree(folder / "earlier")
         os.sync()

@@ -29,7 +29,7 @@ RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
 INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"
 LIBRARY = "ours, AsyncSaver"
 _DIRECT_BYTES = 8 << 20  # in one call
-MEASURED = 3  # the second save may still populate the staging memory, beside the thread that does
+MEASURED_SAVE = 3  # in order: the second may still populate the staging memory, beside the thread that does
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_
     peak = PeakMemory()  # before the staging memory is there
     checkpointer = opened_checkpointer(folder, async_save=True)
     try:
-        for iteration in range(1, MEASURED):
+        for iteration in range(1, MEASURED_SAVE):
             checkpointer.save(iteration, subject.contents(iteration))
             subject.step()
             checkpointer.wait()
@@ -183,7 +183,7 @@ def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_
         os.sync()
         loop.learn()
         begin = time.perf_counter()
-        checkpointer.save(MEASURED, subject.contents(MEASURED))
+        checkpointer.save(MEASURED_SAVE, subject.contents(MEASURED_SAVE))
         blocked_s = time.perf_counter() - begin
         if steps_at_once:
             blocked_s += seconds_of(subject.step)
@@ -199,7 +199,7 @@ def _save_with_library(subject: Subject, folder: Path, loop: Loop) -> Saved:
     """Save by the public calls and return the cost of the last save, with a step right after it."""
     peak = PeakMemory()
     with AsyncSaver(folder) as saver:
-        for iteration in range(1, MEASURED):
+        for iteration in range(1, MEASURED_SAVE):
             saver.save_state_dict(iteration, {"state": subject.named()})
             subject.step()
             saver.wait()
@@ -207,7 +207,7 @@ def _save_with_library(subject: Subject, folder: Path, loop: Loop) -> Saved:
         os.sync()
         loop.learn()
         begin = time.perf_counter()
-        saver.save_state_dict(MEASURED, {"state": subject.named()})
+        saver.save_state_dict(MEASURED_SAVE, {"state": subject.named()})
         subject.step()
         blocked_s = time.perf_counter() - begin
         slowed_s = loop.run_until(lambda: not saver.is_saving)
