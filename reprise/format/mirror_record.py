@@ -174,7 +174,8 @@ def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or malformed.
     """
-    return json_file.unsealed(data, _from_table, kind="record of a mirror", form=FORMAT, where=where)
+    fix = "Start the mirror, which writes the record anew from the store: `reprise checkpoint mirror`."
+    return json_file.unsealed(data, _from_table, kind="record of a mirror", form=FORMAT, where=where, fix=fix)
 
 
 def _from_table(table: Json) -> MirrorRecord:

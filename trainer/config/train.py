@@ -155,7 +155,7 @@ def train_problems(train: TrainSection) -> list[str]:
     if not 0 <= train.ema_decay < 1:
         problems.append(f"train.ema_decay={train.ema_decay}: must be 0 (no average) or more, and below 1")
     if train.ema_offload and not train.ema_decay:
-        problems.append("train.ema_offload=true: needs train.ema_decay above 0")
+        problems.append("train.ema_offload=true: needs train.ema_decay above 0, or train.ema_offload=false")
     if train.spike_factor <= 0:
         problems.append(f"train.spike_factor={train.spike_factor}: must be above 0")
     if not 2 <= train.spike_window <= _MOST_WINDOW:

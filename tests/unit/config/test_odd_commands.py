@@ -26,6 +26,7 @@ HUGE = str(1 << 63)
 
 # Overrides, and words of the message.
 ODD: list[tuple[str, str]] = [
+    ("train.ema_offload=true", "needs train.ema_decay above 0, or train.ema_offload=false"),
     # numbers that are not finite, or fit into no machine word
     (f"train.seed={HUGE}", f"train.seed={HUGE}"),
     ("train.seed=-1", "train.seed=-1: must be 0 or more"),
@@ -274,6 +275,21 @@ def test_the_least_memory_of_a_host_counts_light_saves() -> None:
         require_memory(light, 2, ranks=1, available_bytes=least_bytes(plain, 2), where="here")
     light.checkpoint.save = None
     assert least_bytes(light, 2) == least_bytes(plain, 2)
+
+
+def test_the_memory_of_offloaded_averages_is_the_host_s() -> None:
+    plain = compose(["train.micro_batch_size=1", "parallel=zero1"])
+    kept = compose(["train.micro_batch_size=1", "parallel=zero1", "train.ema_decay=0.9"])
+    offloaded = compose(["train.micro_batch_size=1", "parallel=zero1", "train.ema_decay=0.9", "train.ema_offload=true"])
+    assert least_bytes(offloaded, 2) == least_bytes(kept, 2) == least_bytes(plain, 2) + 4 * 859_008 // 2
+    assert least_bytes(offloaded, 2, is_host=False) == least_bytes(plain, 2)
+    assert least_bytes(kept, 2, is_host=False) == least_bytes(kept, 2)
+    large = ["model=llama3_1b", "data=stdlib", "train.micro_batch_size=1", "parallel=zero1", "train.ema_decay=0.9"]
+    on_device, on_host = (report(compose([*large, *more]), 2) for more in ([], ["train.ema_offload=true"]))
+    assert "9.21 GiB  9.21 GiB" in on_device  # state, working
+    assert "6.91 GiB  9.21 GiB" in on_host
+    line = "moving averages: at most 2.30 GiB more on the host of a rank"
+    assert [line in text for text in (on_device, on_host)] == [False, True]
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

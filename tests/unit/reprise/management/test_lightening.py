@@ -111,6 +111,13 @@ def test_what_a_mirror_never_takes_is_not_waited_for(
     assert [checkpoint.reason for checkpoint in reprise.drop_optimizer(folder, before=30)] == reasons
 
 
+def test_a_damaged_record_of_a_mirror_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    (folder / MIRROR).write_bytes(MirrorRecord("s3://bucket/run").to_bytes()[1:])
+    with pytest.raises(CheckpointError, match=r"damaged \(.*mirror\.json\)\. Start the mirror"):
+        reprise.drop_optimizer(folder, before=30)
+
+
 def test_a_store_with_the_full_checkpoint_needs_no_lighter_one(tmp_path: Path) -> None:
     folder, url = full_run(tmp_path), "s3://bucket/run"
     digest = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).digest
