@@ -133,10 +133,12 @@ def mirror(options: MirrorOptions) -> int:
 
     Raises:
         CheckpointError: if there is no such folder, or the store holds checkpoints of another run.
+        ConfigError: if the URL lies in the folder.
         LockError: if another process mirrors the folder.
         OSError: with `--once`, if the store fails. Otherwise it is tried again without end.
     """
     url, folder = StoreUrl.parse(options.url), _checkpoints_of(options.run, is_awaited=options.attached)
+    url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
     orders = Orders()
     if options.attached:

@@ -54,11 +54,12 @@ class MirrorProcess:
         host: the number of this host among `hosts`.
 
     Raises:
-        ConfigError: if obstore is not installed.
+        ConfigError: if obstore is not installed, or the URL lies in the folder.
     """
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
         require_extra(rule.url)
+        StoreUrl.parse(rule.url).require_outside(folder)
         self._folder, self._rule = folder, rule
         options = {"--interval": rule.interval, "--keep": rule.keep, "--host": host, "--hosts": hosts}
         words = [word for name, value in options.items() for word in (name, str(value))]

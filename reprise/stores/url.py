@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from reprise.errors import ConfigError
 
@@ -59,6 +60,21 @@ class StoreUrl:
     def __str__(self) -> str:
         """Return the URL, without a slash at the end."""
         return f"{self.root}/{self.key}" if self.key else self.root
+
+    def require_outside(self, folder: Path) -> None:
+        """Refuse a mirror of a folder in that folder, whose retention would delete the folder's own checkpoints.
+
+        Raises:
+            ConfigError: if this place is the folder, or below it.
+        """
+        if self.root == "file://" and Path("/", self.key).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                "A mirror lies in the folder that it mirrors",
+                where=folder,
+                expected="a place outside",
+                found=self,
+                fix="Name the URL of another place.",
+            )
 
     def child(self, name: str) -> StoreUrl:
         """Return the place of a name below this place."""

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from reprise.errors import ConfigError
 from reprise.folder import iteration_name
 from reprise.format.mirror_record import MIRROR
+from reprise.stores.mirror import MirrorOptions, mirror
 from tests.harness import TINY, launch, run_ok
 from tests.stores.saving import assert_whole, content
 
@@ -93,6 +95,16 @@ def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem:
     assert not ended.ok
     assert problem in ended.text
     assert "secret" not in ended.text.replace("AWS_SECRET", "")
+
+
+def test_a_mirror_in_the_folder_of_the_run_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    inside = f"file://{run / 'checkpoints' / 'weights'}"
+    refused = launch(run, settings(run / "checkpoints", "checkpoint.mirror_keep=1"))
+    assert not refused.ok
+    assert f"lies in the folder that it mirrors ({run / 'checkpoints'})" in refused.text
+    with pytest.raises(ConfigError, match="lies in the folder"):
+        mirror(MirrorOptions(run, inside, once=True))
 
 
 def test_a_lost_folder_is_no_fresh_start_beside_its_mirror(tmp_path: Path) -> None:
