@@ -46,8 +46,8 @@ NOTES = (
     "the slowdown of a loop of matrix products on all cores during the save.",
     "Load: until the state is filled, from the page cache. The raw read goes into fresh memory and fills no state. "
     "Ours checks every digest. Cold: after the files were dropped from the page cache.",
-    "The optimizer step comes after the background save has ended, or at once. The first two saves, which allocate "
-    "and populate the staging memory, count for memory but not for seconds.",
+    "The optimizer step comes after the background save has ended, or at once. Where staging memory stays from save to "
+    "save, the third is measured: the first two, which allocate and populate it, count for memory but not for seconds.",
 )
 
 
