@@ -426,7 +426,7 @@ def _between(case: Case, whole: Left, broken: Left) -> Iterator[str]:
     if whole.others != broken.others:
         yield f"{whole.others}, the interrupted run {broken.others}"
     inexact = set() if case.is_bitwise else {"best_loss", "valid_loss"}
-    moves = len(set(case.topologies)) > 1
+    moves = len({*case.topologies, case.unbroken or case.topologies[0]}) > 1
     for iteration in sorted(whole.records.keys() & broken.records.keys()):
         a, b = whole.records[iteration], broken.records[iteration]
         for name in sorted(a.keys() | b.keys()):
