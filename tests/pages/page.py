@@ -20,7 +20,7 @@ from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from sybil import Document, Example
+from sybil import Document, Example, Lexeme
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser
 
@@ -103,6 +103,8 @@ class PageRunner:
         with chdir(self._folder), redirect_stdout(stream):
             exec(compile(self._names, "names", "exec"), example.namespace)  # noqa: S102 - of our own tests
             self._names = ""
+            block = example.parsed
+            example.parsed = Lexeme(self._replaced(block), block.offset, block.line_offset)
             self._python(example)
         self._output = stream.getvalue()
 

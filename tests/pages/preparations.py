@@ -54,8 +54,9 @@ def bash(folder: Path, commands: str) -> None:
 
 
 def texts(folder: Path, *names: str) -> None:
-    """Write JSON lines of the lines of a document."""
-    lines = [line for line in (ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines() if line]
+    """Write JSON lines of the lines of the documents."""
+    documents = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line for document in documents for line in document.splitlines() if line]
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ LONG = "checkpoint.save_interval=500"
 
 PAGES = [
     Page("start.md", 11),
-    Page("commands.md", 12, prepare=commands),
+    Page("commands.md", 13, prepare=commands),
     Page(
         "data.md",
         3,
