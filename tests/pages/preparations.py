@@ -116,7 +116,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("DIR")
-optimizer = torch.optim.AdamW(model.named_parameters())
+optimizer = torch.optim.AdamW(model.parameters())
 """
 LONG = "checkpoint.save_interval=500"
 
@@ -166,5 +166,10 @@ PAGES = [
         | {"eval_interval=500": "eval_interval=20 train.train_iters=40"},
         two_runs,
     ),
-    Page("adapters.md", 4, {"iter_0000100": "iter_0000002", "train.freeze": "train.train_iters=2 train.freeze"}, base),
+    Page(
+        "adapters.md",
+        4,
+        {"iter_0000100": "iter_0000002", "run.name=frozen": "run.name=frozen train.train_iters=2"},
+        base,
+    ),
 ]
