@@ -56,6 +56,27 @@ def test_the_error_of_a_run_without_streams_is_in_a_file(tmp_path: Path) -> None
     assert "MismatchError: The checkpoint belongs to another run" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    "pipe", [pytest.param("", id="stdout"), pytest.param("2>&1", id="both", marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_once_nobody_reads_its_output(tmp_path: Path, pipe: str) -> None:
+    script = f'{{ "$@"; echo $? > status; }} {pipe} | head -n 1'
+    ended = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "trainer", *ARGUMENTS, "train.train_iters=4"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (tmp_path / "status").read_text() == "0\n", ended.stderr
+    said = ended.stderr.splitlines()
+    assert not said[1:], ended.stderr
+    assert all(line.startswith("nobody reads the output any more: the run goes on") for line in said)
+    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4]
+    assert (tmp_path / "run/checkpoints/iter_0000004/manifest.json").exists()
+
+
 def test_a_refused_configuration_is_reported_in_a_file_too(tmp_path: Path) -> None:
     assert run(tmp_path, ">&- 2>&-", "train.train_iters=0").returncode == 1
     assert "train.train_iters=0: must be at least 1" in (tmp_path / "run/error.log").read_text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -55,6 +57,26 @@ class _AboveBars:
         self._stream.flush()
 
 
+class _LineHandler(logging.StreamHandler[TextIO]):
+    """Writes lines until the reader of a pipe ends, as `head` does; then warnings alone, to stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Replace a pipe without a reader; the run goes on."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        was_stderr = self.stream is sys.stderr
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())  # what is buffered would fail again, at exit too
+        os.close(null)
+        if was_stderr:
+            return
+        self.setStream(sys.stderr)
+        self.setLevel(logging.WARNING)
+        form = "nobody reads the output any more: the run goes on, with warnings here and its lines in metrics.jsonl"
+        self.handle(logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, form, None, None))
+
+
 def line_handler(stream: TextIO) -> logging.Handler:
     """Return the handler of log lines for a stream, above the progress bars on a terminal."""
-    return logging.StreamHandler(_AboveBars(stream) if stream.isatty() else stream)
+    return logging.StreamHandler(_AboveBars(stream)) if stream.isatty() else _LineHandler(stream)
