@@ -323,6 +323,11 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
         ],
         ["must be 0, 1 or 2: ", "model.n_kv_head=2"],
     ),
+    (
+        1,
+        ["parallel.invariant_tensor_ranks=2", "parallel.invariant_ranks=1"],
+        ["must be 0 or 1: ", "; model.pad_vocab_multiple=2 pads the vocabulary"],
+    ),
     (1, ["parallel.invariant_tensor_ranks=1"], ["parallel.invariant_tensor_ranks=1: needs parallel.invariant_ranks"]),
     (
         1,

@@ -285,9 +285,11 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
     key, problems = f"parallel.invariant_tensor_ranks={count}", list[str]()
     if count not in counts:
         divided = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        is_unpadded = count in powers and model.padded_vocab_size % count != 0
+        padding = f"; model.pad_vocab_multiple={count} pads the vocabulary" if is_unpadded else ""
         problems.append(
             f"{key}: must be {listed([0, *counts])}: 0 is off, the others are powers of two that divide {divided} and "
-            f"are multiples of parallel.tensor_model_parallel_size={tp}"
+            f"are multiples of parallel.tensor_model_parallel_size={tp}{padding}"
         )
     if parallel.invariant_ranks == 0:
         problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro batches and ranks")
