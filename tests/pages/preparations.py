@@ -122,7 +122,7 @@ LONG = "checkpoint.save_interval=500"
 
 PAGES = [
     Page("start.md", 11),
-    Page("commands.md", 13, prepare=commands),
+    Page("commands.md", 12, prepare=commands),
     Page(
         "data.md",
         3,
