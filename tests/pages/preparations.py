@@ -155,7 +155,10 @@ PAGES = [
     Page("interop.md", 8, prepare=other_formats, names=MODEL_AND_OPTIMIZER),
     Page("launching.md", 4, {"/shared/runs": "runs", "experiment=demo": "experiment=demo train.train_iters=20"}),
     Page(
-        "stores.md", 5, {LONG: f"experiment=demo {LONG}", "train_iters=2000": "train_iters=120", "0000500": "0000100"}
+        "stores.md",
+        5,
+        {LONG: f"experiment=demo {LONG}", "train_iters=2000": "train_iters=120", "0000500": "0000100"}
+        | {"/disk/": "$PWD/disk/"},
     ),
     Page("topologies.md", 4),
     Page(
