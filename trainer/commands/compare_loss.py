@@ -18,7 +18,7 @@ from reprise.errors import DataError, TrainerError
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
-from trainer.compare.evaluations import Series, evaluation_table, read_evaluations
+from trainer.compare.evaluations import Series, evaluation_table, read_all_evaluations
 from trainer.compare.plot import plot_comparison, plot_comparisons
 from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve, read_curves
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base, *tests = _read((options.base, *options.tests), options)
         names = name_runs([curve.source for curve in (base, *tests)])
         comparisons = [_compare(base, test, options) for test in tests]
-        evaluations = [read_evaluations(path) for path in (options.base, *options.tests)]
+        evaluations = read_all_evaluations((options.base, *options.tests))
         if options.plot:
             _plot(comparisons, names, options.plot, evaluations)
             print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)

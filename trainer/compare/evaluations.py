@@ -15,6 +15,18 @@ FOLLOW = "follow"  # the stem of the records of `reprise follow`
 Series = dict[int, float]  # by iteration
 
 
+def read_all_evaluations(sources: Sequence[str | Path]) -> list[dict[str, Series]]:
+    """Return the metrics of each run: as soon as one has a follower's, the validation losses of all.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    runs = [read_evaluations(source) for source in sources]
+    if not any(runs):
+        return runs
+    return [metrics or _with_losses(source, metrics) for source, metrics in zip(sources, runs, strict=True)]
+
+
 def read_evaluations(source: str | Path) -> dict[str, Series]:
     """Return the metrics of a run by name, the validation loss first; empty for a run without a follower's metric.
 
@@ -27,17 +39,15 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
     Raises:
         DataError: for a file that cannot be read.
     """
-    path = Path(source)
-    folder = path if path.is_dir() else path.parent
+    folder = _run_folder(source)
     metrics: dict[str, Series] = {}
-    if not path.is_dir() and path.name != METRICS_FILE:
+    if folder is None:
         return metrics
     for file in sorted([*folder.glob(f"{FOLLOW}.jsonl"), *folder.glob(f"{FOLLOW}.*.jsonl")]):
         prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
         for name, series in _metrics(_records(file)).items():
             metrics[f"{prefix}: {name}" if prefix else name] = series
-    losses = _valid_losses(folder / METRICS_FILE) if metrics else {}
-    return {VALID_LOSS: losses, **metrics} if losses else metrics
+    return _with_losses(source, metrics) if metrics else metrics
 
 
 def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
@@ -55,6 +65,21 @@ def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
 def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
     """Return the names of the metrics of runs, each once, in order."""
     return list(dict.fromkeys(name for metrics in runs for name in metrics))
+
+
+def _run_folder(source: str | Path) -> Path | None:
+    """Return the folder of a run, given it or its metrics.jsonl; None for any other file."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    return path.parent if path.name == METRICS_FILE else None
+
+
+def _with_losses(source: str | Path, metrics: dict[str, Series]) -> dict[str, Series]:
+    """Return the metrics with the validation loss before them, if the run has one."""
+    folder = _run_folder(source)
+    losses = _valid_losses(folder / METRICS_FILE) if folder else {}
+    return {VALID_LOSS: losses, **metrics} if losses else metrics
 
 
 def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import DataError
-from trainer.compare.evaluations import evaluation_table, read_evaluations
+from trainer.compare.evaluations import evaluation_table, read_all_evaluations, read_evaluations
 
 A, B, C = ({"id": name, "began_at": began_at} for name, began_at in (("a", -1), ("b", 4), ("c", 2)))
 
@@ -32,6 +32,18 @@ def test_metrics_come_with_the_validation_loss(tmp_path: Path) -> None:
     assert read_evaluations(tmp_path) == expected
     assert read_evaluations(tmp_path / "metrics.jsonl") == expected
     assert read_evaluations(tmp_path / "run.log") == {}
+
+
+def test_a_run_without_a_follower_has_its_validation_loss(tmp_path: Path) -> None:
+    plain, followed, log = (tmp_path / name for name in ("plain", "followed", "run.log"))
+    log.write_text("")
+    for folder in (plain, followed):
+        folder.mkdir()
+        write_lines(folder / "metrics.jsonl", {"iteration": 2, "event": "evaluation", "valid_loss": 4.5})
+    assert read_all_evaluations([plain, followed, log]) == [{}, {}, {}]
+    write_lines(followed / "follow.jsonl", line(2, 0.25))
+    losses = {"valid_loss": {2: 4.5}}
+    assert read_all_evaluations([plain, followed, log]) == [losses, losses | {"acc": {2: 0.25}}, {}]
 
 
 def test_lines_of_an_abandoned_branch_are_left_out(tmp_path: Path) -> None:
