@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from tests import ROOT
 from tests.resume import torch_save_loop
@@ -67,3 +67,27 @@ def test_a_loader_without_a_generator_draws_from_torch(has_generator: bool) -> N
     before = torch.get_rng_state()
     iter(loader)
     assert torch.equal(torch.get_rng_state(), before) is has_generator
+
+
+class Noise(Dataset[float]):
+    """Draws a number for each sample, from the generator of its worker or from one that the sample seeds."""
+
+    def __init__(self, *, is_seeded: bool) -> None:
+        self.is_seeded = is_seeded
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, sample: int) -> float:
+        generator = torch.Generator().manual_seed(sample) if self.is_seeded else None
+        return torch.rand(1, generator=generator).item()
+
+
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_draws_in_workers_begin_anew_unless_seeded_by_the_sample(is_seeded: bool) -> None:
+    def draws(first: int) -> list[float]:
+        samples = Subset(Noise(is_seeded=is_seeded), range(first, 4))
+        generator = torch.Generator().manual_seed(0)
+        return [batch.item() for batch in DataLoader(samples, num_workers=1, generator=generator)]
+
+    assert (draws(first=2) == draws(first=0)[2:]) is is_seeded
