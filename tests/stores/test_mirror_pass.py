@@ -382,17 +382,22 @@ class _InterruptedClient(StoreClient):
         return call(*arguments)
 
 
+def _replace_after_an_upload(site: Site, iteration: int) -> dict[str, bytes]:
+    """Begin anew: mirror a run, save an iteration again in its folder; return that of the store."""
+    for folder in (site.store, site.folder.parent):
+        shutil.rmtree(folder, ignore_errors=True)
+    save(site.folder, [iteration, iteration + 5])
+    site.mirror()
+    lose(site.folder, iteration)
+    save(site.folder, [iteration], nonce="m", add=0.5)
+    return content(site.store / iteration_name(iteration))
+
+
 def test_a_hold_that_finds_its_checkpoint_keeps_it(site: Site) -> None:
     held = site.store / iteration_name(5)
     outcomes = set()
     for number in range(1, 50):
-        for folder in (site.store, site.folder.parent):
-            shutil.rmtree(folder, ignore_errors=True)
-        save(site.folder, [5, 10])
-        site.mirror()
-        before, found = content(held), list[bool]()
-        lose(site.folder, 5)
-        save(site.folder, [5], nonce="m", add=0.5)
+        before, found = _replace_after_an_upload(site, 5), list[bool]()
 
         def hold(before: dict[str, bytes] = before, found: list[bool] = found) -> None:
             held.mkdir(exist_ok=True)
@@ -491,13 +496,7 @@ def test_a_replacement_that_ends_early_leaves_one_or_none(site: Site) -> None:
     stored = site.store / iteration_name(5)
     outcomes = set()
     for number in range(1, 50):
-        for folder in (site.store, site.folder.parent):
-            shutil.rmtree(folder, ignore_errors=True)
-        save(site.folder, [5, 10])
-        site.mirror()
-        before = content(stored)
-        lose(site.folder, 5)
-        save(site.folder, [5], nonce="m", add=0.5)
+        before = _replace_after_an_upload(site, 5)
         after = content(site.folder / iteration_name(5))
         passes = site.passes()
         client = passes._client = _InterruptedClient(site.url.root, number, _fail)

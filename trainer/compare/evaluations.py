@@ -24,7 +24,9 @@ def read_all_evaluations(sources: Sequence[str | Path]) -> list[dict[str, Series
     runs = [read_evaluations(source) for source in sources]
     if not any(runs):
         return runs
-    return [metrics or _with_losses(source, metrics) for source, metrics in zip(sources, runs, strict=True)]
+    return [
+        metrics or _with_losses(_run_folder(source), metrics) for source, metrics in zip(sources, runs, strict=True)
+    ]
 
 
 def read_evaluations(source: str | Path) -> dict[str, Series]:
@@ -47,7 +49,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
         prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
         for name, series in _metrics(_records(file)).items():
             metrics[f"{prefix}: {name}" if prefix else name] = series
-    return _with_losses(source, metrics) if metrics else metrics
+    return _with_losses(folder, metrics) if metrics else metrics
 
 
 def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
@@ -75,9 +77,8 @@ def _run_folder(source: str | Path) -> Path | None:
     return path.parent if path.name == METRICS_FILE else None
 
 
-def _with_losses(source: str | Path, metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics with the validation loss before them, if the run has one."""
-    folder = _run_folder(source)
+def _with_losses(folder: Path | None, metrics: dict[str, Series]) -> dict[str, Series]:
+    """Return the metrics with the validation loss before them, if the run in the folder has one."""
     losses = _valid_losses(folder / METRICS_FILE) if folder else {}
     return {VALID_LOSS: losses, **metrics} if losses else metrics
 

@@ -90,9 +90,12 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def compose_command() -> DictConfig | None:
     """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
     refuse_flags(sys.argv[1:])
-    if unknown := get_args_parser().parse_known_args()[1]:
+    parser = get_args_parser()
+    options, unknown = parser.parse_known_args()
+    if unknown:
         _refuse_options(unknown)
-    words = get_args_parser().parse_args().overrides
+        parser.parse_args()  # refuses the others
+    words = options.overrides
     quoted = dict(zip(words, readable(words), strict=True))
     sys.argv[1:] = [quoted.get(word, word) for word in sys.argv[1:]]  # which Hydra reads
     arguments = get_args_parser().parse_args()
