@@ -7,13 +7,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import count
+
+# Below the ports that Linux gives to connections, so that none of them takes a port between its choice and its use.
+# Processes that follow each other, as the workers of a test run, begin far apart.
+_PORTS = range(10_000, 32_768)
+_PORTS_OF_A_PROCESS = 500
+_NUMBERS = count()
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """Return a port of 127.0.0.1 that nothing listens on, and which no later call in this process returns."""
+    for number in _NUMBERS:
+        port = _PORTS[(os.getpid() * _PORTS_OF_A_PROCESS + number) % len(_PORTS)]
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("the count does not end")
 
 
 def run_ranks(command: Sequence[str], ranks: int, *, timeout_s: float, hosts: int = 1) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, product
+from itertools import product
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from scripts.faults.ranks import become_rank
+from scripts.faults.ranks import become_rank, free_port
 from scripts.faults.run_files import rows_of
 
 SAVED = 3
@@ -30,8 +29,6 @@ DTYPES = ("float32", "bfloat16")
 _PRELOAD = ["trainer.train_command", "trainer.training.loop", "trainer.start.fill", "trainer.parallel.tensor"]
 _PRELOAD += ["torch.distributed.pipelining"]
 _TURN_TIMEOUT_S = 60.0
-# Below the ports that Linux gives to connections: none of them takes a port between its choice and its use.
-_PORTS = count(20000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +200,7 @@ def run_in_turn(folder: Path, topology: NamedTopology, turns: Sequence[Sequence[
     _context.set_forkserver_preload(_PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [folder / f"rank{rank}.log" for rank in range(topology.ranks)]
-    commands = [(_free_port(), list(turn)) for turn in turns]
+    commands = [(free_port(), list(turn)) for turn in turns]
     ranks = [
         _context.Process(target=_rank, args=(rank, topology.ranks, str(folder), str(output), commands))
         for rank, output in enumerate(outputs)
@@ -226,17 +223,6 @@ def run_in_turn(folder: Path, topology: NamedTopology, turns: Sequence[Sequence[
         raise RuntimeError(
             f"{topology.command(turns[0])} (or one of the {len(turns) - 1} runs after it) failed:\n{ends}"
         )
-
-
-def _free_port() -> int:
-    for port in _PORTS:
-        with socket.socket() as server:
-            try:
-                server.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("the count does not end")
 
 
 def _rank(rank: int, ranks: int, folder: str, output: str, commands: list[tuple[int, list[str]]]) -> None:
