@@ -26,6 +26,7 @@ from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
 from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target, check_vacant
 from reprise.storage.files import Files
+from reprise.tensors.live import Contents
 
 
 class AsyncSaver:
@@ -111,6 +112,31 @@ class AsyncSaver:
         except BaseException as error:
             call.report(error)
             raise
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: Mapping[str, object] | None = None,
+    ) -> None:
+        """Allocate the memory for copies in the background, so that the first save need not wait for it.
+
+        Optional. Call it after the first step of the optimizer, which makes most of the state. If a save has larger or
+        other tensors, it allocates what it needs.
+
+        Raises:
+            TrainerError: on every rank, for what cannot be saved.
+        """
+        self._prepare(lambda: tree_of(model, optimizer, state), is_replicated=True)
+
+    def prepare_state_dict(self, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
+        """Allocate the memory for copies of a nested state dict; see `prepare`.
+
+        Raises:
+            TrainerError: on every rank, for what cannot be saved.
+        """
+        self._prepare(lambda: tree_of_dict(state_dict, model=model))
 
     def save(
         self,
@@ -205,17 +231,29 @@ class AsyncSaver:
         self._checkpointer.abandon()
 
     def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
-        self._calls += 1
         name = f"AsyncSaver.save(iteration={iteration})"
+        contents = self._contents(name, iteration, make_tree, is_replicated=is_replicated)
+        try:
+            self._checkpointer.save(iteration, contents, again=True)
+        finally:  # later than the save, as the program may be at its end already
+            program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
+
+    def _prepare(self, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
+        contents = self._contents("AsyncSaver.prepare()", None, make_tree, is_replicated=is_replicated)
+        self._checkpointer.prepare(contents)
+
+    def _contents(self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool) -> Contents:
+        """Agree on the contents of a call; without an iteration, nothing is to be saved yet."""
+        self._calls += 1
         call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
         try:
-            contents = contents_of(
+            return contents_of(
                 call,
                 make_tree,
                 cache=self._known,
                 last=self._last,
                 folder=self._folder,
-                iteration=iteration,
+                iteration=iteration or 0,
                 from_rank0=self._from_rank0,
                 is_replicated=is_replicated,
                 check=self._require_open,
@@ -226,10 +264,6 @@ class AsyncSaver:
                 self._is_closed = True
                 call.report(error)
             raise
-        try:
-            self._checkpointer.save(iteration, contents, again=True)
-        finally:  # later than the save, as the program may be at its end already
-            program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
 
     def _require_open(self) -> None:
         """Raise why no save can begin: the saver is closed, or the one before failed."""
@@ -237,6 +271,6 @@ class AsyncSaver:
             raise CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
         self.wait()
 
-    def _require_vacant(self, iteration: int) -> None:
-        if not self._overwrite:
+    def _require_vacant(self, iteration: int | None) -> None:
+        if iteration is not None and not self._overwrite:
             check_vacant(self._folder, iteration)

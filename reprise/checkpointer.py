@@ -188,6 +188,11 @@ class Checkpointer:
         is_multiple = interval > 0 and iteration > 0 and iteration % interval == 0
         return self._owned is not None and (is_multiple or iteration in steps)
 
+    def prepare(self, contents: Contents) -> None:
+        """Allocate the staging memory of saves of `contents` in the background, after the save under way."""
+        self.wait()
+        self._staging.prepare(contents)
+
     def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
         """Save `contents` as `iteration`, unless it is the newest saved or loaded by this process, or `again`.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scripts.bench import ranks
 from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
-from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, LIBRARY, RAW
+from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, LIBRARY, LIBRARY_FIRST, RAW
 
 HEAD = ("", "figure", "measured", "target", "result")
 
@@ -62,6 +62,9 @@ def of_rounds(results: Rounds, *, total_bytes: int) -> list[BenchTarget]:
         BenchTarget("d", "blocked, step at once / one copy", results.ratio(AT_ONCE, blocked, ROUND, Figure.COPY), 1.3),
         BenchTarget(
             "d", "AsyncSaver: call and step / one copy", results.ratio(LIBRARY, Figure.BLOCKED, ROUND, Figure.COPY)
+        ),
+        BenchTarget(
+            "d", "the same, prepared first save", results.ratio(LIBRARY_FIRST, Figure.BLOCKED, ROUND, Figure.COPY)
         ),
         BenchTarget(
             "e", "cost to training / raw write", results.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3

@@ -58,6 +58,14 @@ def nested(training: Training) -> dict[str, object]:
     return {"model": get_model_state_dict(training.net), "optimizer": optimizer}
 
 
+def prepare(saver: AsyncSaver, save: Save, training: Training) -> None:
+    """Prepare a saver for a way of saving."""
+    if save is save_model:
+        saver.prepare(training.net, training.optimizer)
+    else:
+        saver.prepare_state_dict(nested(training))
+
+
 WAYS: dict[str, Save] = {"model": save_model, "state dict": save_nested}
 ways = pytest.mark.parametrize("save", WAYS.values(), ids=WAYS.keys())
 
@@ -104,6 +112,42 @@ def test_a_second_save_is_copied_before_it_is_written(tmp_path: Path, save: Save
             report = report_of(saver)
             saver.wait()
     assert report.copied_bytes == report.written_bytes
+
+
+@ways
+def test_a_prepared_first_save_is_copied_before_it_is_written(tmp_path: Path, save: Save) -> None:
+    training = Training()
+    with AsyncSaver(tmp_path) as saver:
+        prepare(saver, save, training)
+        assert not list(tmp_path.glob("iter_*"))
+        save(saver, 1, training)
+        report = report_of(saver)
+        assert report.copied_bytes == report.written_bytes
+        expected = training.values()
+        save(saver, 2, training)
+        prepare(saver, save, training)  # beside the save under way, whose copies stay
+        training.step()
+    assert_same(loaded(tmp_path / "iter_0000002"), expected)
+
+
+@ways
+def test_a_state_larger_than_prepared_is_saved(tmp_path: Path, save: Save) -> None:
+    training, smaller = Training(), Training()
+    smaller.optimizer.state.clear()
+    with AsyncSaver(tmp_path) as saver:
+        prepare(saver, save, smaller)
+        expected = training.values()
+        save(saver, 1, training)
+        training.step()
+    assert_same(loaded(tmp_path / "iter_0000001"), expected)
+
+
+def test_a_closed_saver_prepares_nothing(tmp_path: Path) -> None:
+    with AsyncSaver(tmp_path) as saver:
+        saver.prepare_state_dict({"w": torch.ones(9)})
+    with pytest.raises(CheckpointError, match="closed"):
+        saver.prepare_state_dict({"w": torch.ones(9)})
+    assert not list(tmp_path.glob("iter_*"))
 
 
 def test_values_are_stored_as_they_were_at_the_call(tmp_path: Path) -> None:
