@@ -23,6 +23,7 @@ from reprise.stores.url import StoreUrl
 from reprise.stores.wire import CONNECTIONS
 
 _DCP_THREADS = 8
+SIDE_FOLDERS = ("bare", "run", "dcp")
 Seconds = dict[str, float]  # `seconds`, and `bytes`: the peak memory of the process, or of what a side counts
 
 
@@ -84,6 +85,12 @@ def idle(*_: object) -> None:
 
 
 def clear(_: Path, url: StoreUrl, client: StoreClient) -> None:
+    """Delete the objects of the sides, not the saves beside which a mirror uploads."""
+    for side in SIDE_FOLDERS:
+        empty(_, url.child(side), client)
+
+
+def empty(_: Path, url: StoreUrl, client: StoreClient) -> None:
     """Delete all objects."""
     client.delete([entry.key for entry in client.objects(url.key)])
 
@@ -104,7 +111,7 @@ def _files(path: Path) -> list[Path]:
 
 
 SIDES: dict[str, Callable[[Path, StoreUrl, StoreClient], float | None]] = {
-    call.__name__: call for call in (bare_upload, bare_download, mirror, dcp_save, dcp_load, idle, clear, stored)
+    call.__name__: call for call in (bare_upload, bare_download, mirror, dcp_save, dcp_load, idle, clear, empty, stored)
 }
 TIMED = (dcp_save, dcp_load)  # return their seconds
 

@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if importlib.util.find_spec("s3fs") is not None and options.url.startswith("s3://"):
             sides["DCP save, fsspec"] = lambda: _in_process("dcp_save", path, options.url)
             sides["DCP load, fsspec"] = lambda: _in_process("dcp_load", path, options.url)
+        _in_process("empty", path, options.url)
         rounds, saves = [], _Saves(Path(name), f"{options.url}/saves", model, optimizer)
         for _ in range(options.rounds):
             _in_process("clear", path, options.url)
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         saves.end()
         stored_bytes = _in_process("stored", path, options.url)["bytes"]
         idle_bytes = _in_process("idle", path, options.url)["bytes"]
-        _in_process("clear", path, options.url)
+        _in_process("empty", path, options.url)
     rows = [_row(rounds, side, base) for side, base in BASES.items() if side in rounds[0]]
     print(f"{options.url}: {total_bytes / 1e6:.0f} MB, {options.rounds} rounds, torch {torch.__version__}")
     print("\n".join(table(["side", "seconds", "rate / bare rate", "peak memory, MB"], rows)))
