@@ -23,6 +23,7 @@ MAX_BYTES = 256 << 20
 # What nests deeper than any document of ours; below it nothing that recurses, such as `repr`, comes to its end.
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest that numpy and torch count with
+_NESTING = (dict, list, tuple)
 _MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _DIGESTED = 8 << 20  # bytes in a call
@@ -100,7 +101,8 @@ def parse(data: bytes, *, where: object) -> Json:
         value = json.loads(
             data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
         )
-        require_depth(value)
+        if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+            require_depth(value)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair: no path and no message can hold it
     except (ValueError, RecursionError) as error:
@@ -145,7 +147,7 @@ def require_depth(value: object) -> None:
     """
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _members(parent) if isinstance(child, dict | list | tuple)]
+        level = [child for parent in level for child in _members(parent) if isinstance(child, _NESTING)]
         if not level:
             return
     raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")

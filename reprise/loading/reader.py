@@ -279,7 +279,9 @@ def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:
     if manifest.digest_of(data) != digest:
         raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
     places = header_places(data, name, kind, total_bytes, where=path)
-    return [replace(place, spec=_as_written(checkpoint, place.spec, where=path)) for place in places]
+    specs = [_as_written(checkpoint, place.spec, where=path) for place in places]
+    pairs = zip(places, specs, strict=True)
+    return [place if spec is place.spec else replace(place, spec=spec) for place, spec in pairs]
 
 
 def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
@@ -322,7 +324,7 @@ def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> Ten
             expected=f"an entry for shape {list(spec.shape)} of {spec.dtype}",
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
-    return replace(spec, view=entry.view)
+    return spec if spec.view == entry.view else replace(spec, view=entry.view)
 
 
 def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
