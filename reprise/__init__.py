@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from reprise.management.gathering import GatherReport, GatherSource, gather
     from reprise.management.host_share import HostPieces, HostShare
     from reprise.management.lightening import LightenedCheckpoint, drop_optimizer
-    from reprise.management.listing import CheckpointStatus, CheckpointSummary, list_checkpoints
+    from reprise.management.listing import list_checkpoints
     from reprise.management.progress import ProgressCallback
     from reprise.management.pruning import ExpiredCheckpoint, PruneReport, prune
+    from reprise.management.summary import CheckpointStatus, CheckpointSummary
     from reprise.management.verification import VerifiedCheckpoint, verify
     from reprise.nested.loaded import LoadedState
     from reprise.random_state import RandomState
@@ -105,8 +106,9 @@ _NAMES = {
     "management.gathering": ("GatherReport", "GatherSource", "gather"),
     "management.host_share": ("HostPieces", "HostShare"),
     "management.lightening": ("LightenedCheckpoint", "drop_optimizer"),
-    "management.listing": ("CheckpointStatus", "CheckpointSummary", "list_checkpoints"),
+    "management.listing": ("list_checkpoints",),
     "management.pruning": ("ExpiredCheckpoint", "PruneReport", "prune"),
+    "management.summary": ("CheckpointStatus", "CheckpointSummary"),
     "management.verification": ("VerifiedCheckpoint", "verify"),
     "management.progress": ("ProgressCallback",),
     "nested.loaded": ("LoadedState",),

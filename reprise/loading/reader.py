@@ -117,6 +117,18 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     if not document:
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
     state = json_file.parse(document, where=path / STATE)
+    check_state(state, path)
+    digest = manifest.digest_of(content)
+    return Checkpoint(path, files, listing, state, digest, _host_file(path, files, listing, digest), lacking)
+
+
+def check_state(state: Json, path: Path) -> None:
+    """Check the format and the iteration in the `trainer_state.json` of a checkpoint at `path`.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: if it has no iteration, or another than the folder's name.
+    """
     if state.get("format") != FORMAT:
         raise MismatchError(
             "A checkpoint has another format version",
@@ -131,8 +143,6 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
     _check_name(path, iteration)
-    digest = manifest.digest_of(content)
-    return Checkpoint(path, files, listing, state, digest, _host_file(path, files, listing, digest), lacking)
 
 
 def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> HostFile | None:

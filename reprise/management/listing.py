@@ -1,97 +1,57 @@
-"""Lists checkpoints from their JSON files, headers and first blocks."""
+"""Lists checkpoints: the newest from their JSON files, headers and first blocks, older ones at a glance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
-from reprise.errors import TrainerError, UnreadableError
+from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST
-from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
-from reprise.management.host_share import HostShare, missing_everywhere, share_of
-from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
+from reprise.management.glance import StateParser, glance, newest, trees_in
+from reprise.management.host_share import missing_everywhere, share_of
+from reprise.management.paths import checkpoint_folder, refuse_link
+from reprise.management.summary import CheckpointStatus, CheckpointSummary
 from reprise.storage.files import Files
-from reprise.storage.folder import iteration_of
+from reprise.storage.folder import iteration_of, shown_name
 from reprise.storage.holds import is_held
 from reprise.stores.location import files_of, location
 
-
-class CheckpointStatus(StrEnum):
-    """Whether a checkpoint can be loaded: `part` is the share of one host, `unreadable` proves no damage."""
-
-    WHOLE = "whole"
-    PART = "part"
-    DAMAGED = "damaged"
-    UNREADABLE = "unreadable"
-
-    @staticmethod
-    def of(error: TrainerError) -> CheckpointStatus:
-        """Return the status of a checkpoint with an error."""
-        return CheckpointStatus.UNREADABLE if isinstance(error, UnreadableError) else CheckpointStatus.DAMAGED
+CHECKED = 100  # newest checkpoints of a folder, by default
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """A checkpoint of a folder.
-
-    Args:
-        folder: the checkpoint folder of the run.
-        path: the folder of the checkpoint.
-        iteration: its iteration; None for an unreadable superseded checkpoint.
-        total_bytes: the size of its files, in bytes; in the folder of a host, their size on the disk.
-        written_at: the time at which it was saved, in Unix time.
-        status: whether it is whole, as far as its JSON files, headers and the first block of each file show.
-        problem: the damage, or the failed read.
-        state: its `trainer_state.json`; None if it is damaged or cannot be read.
-        share: the pieces in its folder, if it is the folder of one host.
-        missing_everywhere: the pieces missing in all listed folders, in words; empty if the folders are whole together,
-            None where a single folder is listed, or no part of the iteration.
-        foreign_files: files read by transformers in place of the checkpoint's own.
-        has_adapters: whether it holds low-rank adapters.
-        is_pinned: whether a hold protects it from deletion.
-        is_link: whether its path is a symbolic link, which no run loads.
-        is_superseded: whether a later save of the iteration replaced it.
-    """
-
-    folder: Path
-    path: Path
-    iteration: int | None
-    total_bytes: int
-    written_at: float
-    status: CheckpointStatus
-    problem: TrainerError | None
-    state: Json | None = None
-    share: HostShare | None = None
-    missing_everywhere: str | None = None
-    foreign_files: tuple[str, ...] = ()
-    has_adapters: bool = False
-    is_pinned: bool = False
-    is_link: bool = False
-    is_superseded: bool = False
-
-
-def list_checkpoints(*folders: str | Path) -> tuple[CheckpointSummary, ...]:
-    """Return the checkpoints of runs in order, without reading their tensors.
+def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple[CheckpointSummary, ...]:
+    """Return the checkpoints of runs in order, without reading their tensors beyond the first block of a file.
 
     Args:
         folders: of runs, of their checkpoints, or of hosts.
+        check: how many of the newest checkpoints of each folder are checked, superseded ones last, and as many of its
+            saves of the weights alone; None for all. An iteration checked in one of the folders is checked in all. The
+            others are `unchecked`; one without a manifest, or whose state cannot be read, is checked.
 
     Raises:
         CheckpointError: if a folder is missing or holds no checkpoint. A damaged checkpoint is no error.
         OSError: if a folder cannot be listed.
     """
+    roots = [checkpoint_folder(folder) for folder in map(location, folders)]
+    listed = [(root, trees_in(root, files_of(root))) for root in roots]
+    checked = {shown_name(path) for _, trees in listed for path in newest(trees, check)}
     summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
-    for argument in map(location, folders):
-        folder = checkpoint_folder(argument)
-        for path in checkpoints_in(folder):
-            summary, checkpoint = _summary(folder, path, files_of(path))
+    for root, trees in listed:
+        parser = StateParser()
+        for path, tree in trees.items():
+            files, checkpoint = files_of(path), None
+            summary = None if shown_name(path) in checked else glance(root, path, tree, files, parser)
+            if summary is None:
+                summary, checkpoint = _summary(root, path, files)
             summaries.append(summary)
             parts += [] if checkpoint is None else [(checkpoint.iteration, checkpoint.host)]
     missing = missing_everywhere(folders, parts)
-    return tuple(replace(summary, missing_everywhere=missing.get(summary.iteration)) for summary in summaries)
+    return tuple(
+        replace(summary, missing_everywhere=missing[summary.iteration]) if summary.iteration in missing else summary
+        for summary in summaries
+    )
 
 
 def is_whole(path: Path, files: Files) -> bool:

@@ -10,9 +10,9 @@ from reprise.format.host_file import HostFile
 from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.host_share import HostShare, missing_everywhere, share_of, stored_bytes, without_damage
-from reprise.management.listing import CheckpointStatus
 from reprise.management.paths import all_checkpoints, refuse_link
 from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.management.summary import CheckpointStatus
 from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
 from reprise.stores.location import files_of, location

@@ -164,6 +164,19 @@ class Files(FileCalls):
                     with contextlib.suppress(FileNotFoundError):
                         yield entry.name, entry.stat(follow_symlinks=False)
 
+    def tree(self, path: Path) -> dict[str, os.stat_result]:
+        """Return the status of each file below a folder by its name from there; a link is a file."""
+        statuses, folders = dict[str, os.stat_result](), [""]
+        while folders:
+            inner = folders.pop()
+            with os.scandir(os.path.join(path, inner)) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{inner}{entry.name}/")
+                    else:
+                        statuses[inner + entry.name] = entry.stat(follow_symlinks=False)
+        return statuses
+
     def is_folder(self, path: Path) -> bool:
         """Return whether `path`, which must exist, is a folder and not a link to a folder."""
         return stat.S_ISDIR(os.lstat(path).st_mode)

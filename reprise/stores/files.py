@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
 from reprise.stores.host_cache import CachedObject, HostCache
-from reprise.stores.path import StorePath
+from reprise.stores.path import StorePath, status_of
 from reprise.stores.ranges import RangeMemory, Ranges, Request, Span, requests_of
 from reprise.stores.reader import StoreReader, close_readers
 from reprise.stores.wire import CONNECTIONS
@@ -60,6 +61,13 @@ class StoreFiles(Files):
 
     def size(self, path: Path) -> int:
         return self._version(path)[0]
+
+    def tree(self, path: Path) -> dict[str, os.stat_result]:
+        """Return size and time of each object below a folder, in one listing of the store."""
+        assert isinstance(path, StorePath)
+        key = path.url.key
+        start = len(key) + 1 if key else 0
+        return {name[start:]: status_of(*details) for name, *details in path.reader.ask("objects", key)}
 
     def is_folder(self, path: Path) -> bool:
         return True  # the prefix of an object that is there

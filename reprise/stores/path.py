@@ -121,12 +121,16 @@ class StorePath(PosixPath):
         Raises:
             OSError: if there is none, or the store cannot be read.
         """
-        size, modified_at = self.listed or self.reader.head(self.url.key)[::2]
-        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
+        return status_of(*(self.listed or self.reader.head(self.url.key)[::2]))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the same as `lstat`."""
         return self.lstat()
+
+
+def status_of(size: int, modified_at: float) -> os.stat_result:
+    """Return size and time of an object in the form of a file's."""
+    return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
 
 
 def store_path(text: str) -> StorePath:

@@ -24,6 +24,11 @@ def natural(text: str) -> int:
     return number
 
 
+def natural_or_all(text: str) -> int | None:
+    """Return an integer of at least 0, or None for `all`; argparse refuses any other."""
+    return None if text == "all" else natural(text)
+
+
 def share(text: str) -> float:
     """Return a number from 0 to below 1; argparse refuses any other, such as a percentage."""
     if not 0 <= (number := float(text)) < 1:

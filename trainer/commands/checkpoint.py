@@ -24,7 +24,7 @@ from reprise.errors import ConfigError, TrainerError
 from reprise.files import FILE_SYSTEM, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
-from trainer.commands.arguments import any_path, local_path, natural, positive
+from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
 from trainer.config.terms import LOCAL
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, without reading their tensors."""
-    summaries = reprise.list(*options.runs)
+    summaries = reprise.list(*options.runs, check=options.check)
     rows = list[Row]()
     for summary in summaries:
         state = summary.state
@@ -82,6 +82,9 @@ def list_run(options: argparse.Namespace) -> int:
     if len(options.runs) == 1:
         rows = _without_columns(rows, "folder")
     status = _report(options, rows, summaries)
+    unchecked = [summary.status for summary in summaries].count(CheckpointStatus.UNCHECKED)
+    if unchecked and not options.json:
+        print(f"{unchecked} of {len(summaries)} checkpoints were not checked; --check all checks them too")
     for run in () if options.json else options.runs:
         _print_goodput(run, name=f"{run}: " if len(options.runs) > 1 else "")
     return status
@@ -132,6 +135,8 @@ def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, 
             return damaged
         case CheckpointStatus.UNREADABLE:
             return f"not known: {checkpoint.problem}"
+        case CheckpointStatus.UNCHECKED:
+            return "not checked"
 
 
 def _report(
@@ -352,7 +357,10 @@ def _parser() -> argparse.ArgumentParser:
         return subcommand
 
     runs_help = "runs' folders, or their checkpoints', or the folders of hosts"
-    command("ls", list_run).add_argument("runs", type=any_path, nargs="+", metavar="RUN", help=runs_help)
+    listed = command("ls", list_run)
+    listed.add_argument("runs", type=any_path, nargs="+", metavar="RUN", help=runs_help)
+    check_help = "how many of the newest of each run are checked, or `all` (%(default)s)"
+    listed.add_argument("--check", type=natural_or_all, default=100, metavar="N", help=check_help)
     checkpoint_help = "an iter_ folder, or a run for its newest"
     command("show", show).add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(

@@ -65,6 +65,8 @@ class RunCheckpoints:
                     states[iteration] = "damaged"
                 case CheckpointStatus.UNREADABLE:
                     states[iteration] = "unreadable"
+                case CheckpointStatus.UNCHECKED:
+                    states[iteration] = "kept, not checked"
         return RunCheckpoints(states, sizes, "pruned" if states else "elsewhere")
 
 

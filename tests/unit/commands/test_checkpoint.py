@@ -70,6 +70,23 @@ def test_ls_names_what_is_damaged_and_lists_what_is_superseded(
     assert (superseded["iteration"], superseded["valid"], superseded["notes"]) == (10, "yes", "superseded")
 
 
+def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "run", [5, 10, 15], valid_loss=2.5)
+    (folder / "iter_0000005" / "config.json").write_text("{")
+    (folder / "iter_0000005" / "model.safetensors").write_bytes(b"")
+    assert main(["ls", str(folder), "--check", "1"]) == FINE
+    *table, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in table[1:]] == [["not", "checked"], ["not", "checked"], ["2.5", "yes"]]
+    assert last == "2 of 3 checkpoints were not checked; --check all checks them too"
+    assert main(["ls", str(folder), "--check", "0", "--json"]) == FINE
+    assert {(row["valid"], row["loss"]) for row in shown(capsys)} == {("not checked", 2.5)}
+    assert main(["ls", str(folder), "--check", "all"]) == BAD
+    assert "not checked" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["ls", str(folder), "--check", "some"])
+    assert "argument --check: invalid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]])
 def test_a_folder_without_checkpoints_is_said_so(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]

@@ -229,6 +229,28 @@ def test_an_answer_never_taken_is_not_the_next_one(
     reader.close()
 
 
+def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "iter_0000001" / "hold").touch()
+    (run / "iter_0000002" / MANIFEST).rename(run / "manifest-of-2")  # its deletion or upload is under way
+    reprise.save(run / "weights", model(), iteration=3)
+    requests, ask = list[str](), StoreReader._ask
+
+    def counted(reader: StoreReader, request: dict[str, Any], *into: Any) -> Any:
+        requests.append(request["call"])
+        return ask(reader, request, *into)
+
+    monkeypatch.setattr(StoreReader, "_ask", counted)
+    held, light = reprise.list(url_of(run), check=0)
+    assert requests.count("objects") == 1
+    assert "head" not in requests
+    assert (held.iteration, held.status, held.is_pinned, held.state) == (1, "unchecked", True, None)
+    assert (light.path.parent.name, light.is_pinned) == ("weights", False)
+    of_folder = reprise.list(run, check=0)
+    assert [held.total_bytes, light.total_bytes] == [of_folder[0].total_bytes, of_folder[-1].total_bytes]
+    assert held.written_at == int(of_folder[0].written_at)
+    close_readers()
+
+
 def test_the_tools_take_urls(run: Path) -> None:
     listed = reprise.list(url_of(run))
     assert [(summary.iteration, summary.status.value) for summary in listed] == [(1, "whole"), (2, "whole")]
