@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reprise.errors import DataError
-from trainer.compare.points import QUANTITIES, Reading
+from trainer.compare.points import CurveDifference, Reading, absolute_difference
 from trainer.compare.read import VALID_LOSS, Curve
 from trainer.compare.text_table import format_table
 
 if TYPE_CHECKING:
-    from trainer.compare.columns import Mask, Points
+    from trainer.compare.columns import Points
+    from trainer.compare.differences import Differences
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -37,21 +39,6 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class CurveDifference:
-    """A quantity of an iteration with different values on the two sides."""
-
-    iteration: int
-    quantity: str
-    base: Reading
-    test: Reading
-
-    @property
-    def size(self) -> float:
-        """The absolute difference, as `absolute_difference` defines it."""
-        return absolute_difference(self.base.value, self.test.value)
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """The result of `compare`.
 
@@ -59,6 +46,7 @@ class Comparison:
         tolerance: None if equal bits were required.
         compared: iterations on both sides.
         differences: values of compared iterations not equal under `tolerance`, by iteration.
+        different_iterations: every iteration that is unequal or missing on a side, in order.
         evaluated: iterations with a validation loss on both sides. Another one is no difference.
         missing_in_base, missing_in_test: iterations only on the other side, which count as different.
         allowed_prefix: iterations before the first of the test side, with leave to be missing there.
@@ -70,19 +58,14 @@ class Comparison:
     test: Curve
     tolerance: Tolerance | None
     compared: int
-    differences: tuple[CurveDifference, ...]
+    differences: Differences
+    different_iterations: tuple[int, ...]
     missing_in_base: tuple[int, ...]
     missing_in_test: tuple[int, ...]
     allowed_prefix: tuple[int, ...]
     bit_equal: int
     largest: CurveDifference | None
     evaluated: int = 0
-
-    @property
-    def different_iterations(self) -> tuple[int, ...]:
-        """Every iteration that is unequal or missing on a side, in order."""
-        differing = {difference.iteration for difference in self.differences}
-        return tuple(sorted(differing.union(self.missing_in_base, self.missing_in_test)))
 
     @property
     def equal(self) -> bool:
@@ -124,6 +107,7 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         DataError: equal bits are required and a loss is known as a decimal only.
     """
     from trainer.compare.columns import Points, absolute_differences, beyond, common_points, missing_iterations, unequal
+    from trainer.compare.differences import Differences, difference_at
 
     of_base, of_test = Points.of(base.points), Points.of(test.points)
     if tolerance is None:
@@ -138,32 +122,31 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     evaluations = [CurveDifference(n, VALID_LOSS, base.evaluations[n], test.evaluations[n]) for n in evaluated]
     unequal_evaluations = [d for d in evaluations if _differ(d.base, d.test)]
     if tolerance is None:
-        differences = _differences(*sides, is_unequal) + unequal_evaluations
-        iterations = {*common.tolist()} if unequal_evaluations else set[int]()
-        differences.sort(key=lambda d: (d.quantity == VALID_LOSS and d.iteration not in iterations, d.iteration))
+        differences = Differences.of(*sides, is_unequal, unequal_evaluations, apart=True)
     else:
         is_beyond = beyond(*losses, absolute=tolerance.absolute, relative=tolerance.relative)
-        differences = _differences(*sides, is_beyond)
-        differences += [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
-        differences.sort(key=lambda difference: difference.iteration)
-    missing = missing_iterations(of_base, common)
+        beyond_it = [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
+        differences = Differences.of(*sides, is_beyond, beyond_it)
+    missing, missing_in_base = missing_iterations(of_base, common), missing_iterations(of_test, common)
     start = of_test.iterations.min() if len(of_test) else 0
     prefix = int((missing < start).sum()) if allow_missing_prefix else 0
     is_equal = sides[0].exact[0] & sides[1].exact[0] & ~is_unequal.any(axis=0)
     for difference in unequal_evaluations:
-        is_equal &= common != difference.iteration
+        place = common.searchsorted(difference.iteration)
+        is_equal[place : place + 1] &= common[place : place + 1] != difference.iteration
     largest = int(sizes.argmax()) if sizes.size else 0
     return Comparison(
         base=base,
         test=test,
         tolerance=tolerance,
         compared=common.size,
-        differences=tuple(differences),
-        missing_in_base=tuple(missing_iterations(of_test, common).tolist()),
+        differences=differences,
+        different_iterations=differences.iterations_with(missing_in_base, missing[prefix:]),
+        missing_in_base=tuple(missing_in_base.tolist()),
         missing_in_test=tuple(missing[prefix:].tolist()),
         allowed_prefix=tuple(missing[:prefix].tolist()),
         bit_equal=int(is_equal.sum()),
-        largest=_difference(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
+        largest=difference_at(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
         evaluated=len(evaluated),
     )
 
@@ -209,13 +192,6 @@ def common_dtype(base: Curve, test: Curve) -> str | None:
     return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
 
-def absolute_difference(base: float, test: float) -> float:
-    """Return |base - test|: 0 for nan and nan or inf and the same inf, otherwise inf if a value is not finite."""
-    if base == test or (math.isnan(base) and math.isnan(test)):
-        return 0.0
-    return abs(base - test) if math.isfinite(base) and math.isfinite(test) else math.inf
-
-
 def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
     """Return the number of floats of 32 or 64 bits between two values; None for a nan.
 
@@ -253,19 +229,6 @@ def _require_exact(source: str, points: Points) -> None:
         )
 
 
-def _differences(base: Points, test: Points, mask: Mask) -> list[CurveDifference]:
-    """Return the differences of two curves with the same iterations where the mask says so, by iteration."""
-    return [
-        _difference(base, test, int(quantity), int(place)) for place, quantity in zip(*mask.T.nonzero(), strict=True)
-    ]
-
-
-def _difference(base: Points, test: Points, quantity: int, place: int) -> CurveDifference:
-    readings = base.reading(quantity, place), test.reading(quantity, place)
-    reference, candidate = (reading or Reading(math.nan, False) for reading in readings)
-    return CurveDifference(int(base.iterations[place]), QUANTITIES[quantity], reference, candidate)
-
-
 def _differ(base: Reading, test: Reading) -> bool:
     """Return whether two readings certainly differ: exact bits beside a decimal prove nothing, unless either is not
     finite.
@@ -297,8 +260,7 @@ def _bits(comparison: Comparison) -> str:
 
 def _validation(comparison: Comparison) -> str:
     """Return how the validation losses compare, in words."""
-    count = sum(difference.quantity == VALID_LOSS for difference in comparison.differences)
-    if count:
+    if count := len(comparison.differences.evaluations):
         return f"{count} validation losses differ"
     return "the validation losses are equal" + (f" within {comparison.tolerance}" if comparison.tolerance else "")
 
@@ -316,7 +278,7 @@ def _ranges(iterations: tuple[int, ...], limit: int) -> str:
     return ", ".join([*texts, f"and {left_out} more ranges"] if left_out else texts) + f" ({len(iterations)} in all)"
 
 
-def _table(differences: tuple[CurveDifference, ...]) -> list[str]:
+def _table(differences: Sequence[CurveDifference]) -> list[str]:
     rows = [("iteration", "quantity", "base", "test", "difference", "ulps")]
     rows += [
         (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))

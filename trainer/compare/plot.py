@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.compare.curves import Comparison, Tolerance, absolute_difference
+from trainer.compare.curves import Comparison, Tolerance
 from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
+from trainer.compare.points import absolute_difference
 from trainer.compare.read import Curve
 from trainer.compare.table import short_verdict
 

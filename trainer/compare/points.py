@@ -1,7 +1,8 @@
-"""A point of a loss curve."""
+"""A point of a loss curve, and a difference of two."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 QUANTITIES = ("loss", "grad_norm", "lr")
@@ -23,3 +24,25 @@ class Point:
     loss: Reading
     grad_norm: Reading | None = None
     lr: Reading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CurveDifference:
+    """A quantity of an iteration with different values on the two sides."""
+
+    iteration: int
+    quantity: str
+    base: Reading
+    test: Reading
+
+    @property
+    def size(self) -> float:
+        """The absolute difference, as `absolute_difference` defines it."""
+        return absolute_difference(self.base.value, self.test.value)
+
+
+def absolute_difference(base: float, test: float) -> float:
+    """Return |base - test|: 0 for nan and nan or inf and the same inf, otherwise inf if a value is not finite."""
+    if base == test or (math.isnan(base) and math.isnan(test)):
+        return 0.0
+    return abs(base - test) if math.isfinite(base) and math.isfinite(test) else math.inf
