@@ -202,7 +202,8 @@ def _parse_metrics(file: BinaryIO, *, source: str) -> Curve:
 
     lines = _MetricsLines(source)
     numbers, points = read_points(blocks_of(file), read_line=lines.read)
-    if repeated := first_repeated(numbers, points):
+    repeated = first_repeated(numbers, points)
+    if repeated and not 0 < lines.error_number < repeated[0]:
         number, iteration = repeated
         where = f"{source}, line {number}"
         raise DataError(f"Iteration {iteration} comes twice", where=where, expected="one record an iteration")
@@ -219,6 +220,7 @@ class _MetricsLines:
         self.notes: list[str] = []
         self.evaluations: dict[int, Reading] = {}
         self.error: DataError | None = None  # of the first unusable record: a line that is no record goes before
+        self.error_number = 0  # of its line
 
     def read(self, number: int, data: bytes) -> Point | None:
         """Return the point of a line; None without a loss, and after an unusable record."""
@@ -233,7 +235,7 @@ class _MetricsLines:
                 self.evaluations[_iteration(record, where)] = loss
             return _point_of_record(record, where)
         except DataError as error:
-            self.error = error
+            self.error, self.error_number = error, number
             return None
 
 

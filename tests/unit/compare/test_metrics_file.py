@@ -59,7 +59,7 @@ def test_every_text_gives_what_json_gives(written: list[str], end: str, cut: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics_file, "BLOCK_BYTES", block_bytes)
         quick = outcome(text)
-        patch.setattr(metrics_file, "_LINES", re.compile(rb"(?!)()()()()|([^\n]*+\n|[^\n]++)"))
+        patch.setattr(metrics_file, "_LINES", re.compile(rb"(?!)"))
         assert quick == outcome(text)
 
 
@@ -72,6 +72,31 @@ def test_the_lines_of_a_run_need_no_json() -> None:
     ((_, record),) = parse_records(line, source="m")[0]
     hexes = [record[f"{name}_hex"] for name in ("loss", "grad_norm", "lr")]
     assert [value.hex() for (value,) in points.values.tolist()] == hexes
+
+
+def test_a_repeat_after_an_unusable_record_is_not_named_first() -> None:
+    line = '{"iteration": 2, "loss": 4.5, "loss_hex": "0x1.2000000000000p+2"}\n'
+    usual = line.replace("}", ', "grad_norm": 0.0, "grad_norm_hex": "0x0.0p+0", "lr": 0.0, "lr_hex": "0x0.0p+0"}')
+    unusable = line.replace('"0x1.2000000000000p+2"', "7")
+    for written in (line, usual):
+        assert "m, line 2" in outcome(written + unusable + written)
+        assert "m, line 2" in outcome(written + written + unusable)
+
+
+@pytest.mark.parametrize("odd", ["", '{"iteration": 99, "event": "save"}\n'])
+def test_lines_of_several_forms_need_no_json(odd: str) -> None:
+    """The expression made for the first line is not the only one."""
+    names = ("loss", "grad_norm", "lr")
+    quantities = ", ".join(f'"{name}": 0.5, "{name}_hex": "0x1.0000000000000p-1"' for name in names)
+    forms = ('"seconds": 1.5', '"seconds": 1.5, "global_batch_size": 8', '"seconds": 9e-05')
+    text = odd.join(f'{{"iteration": {n}, {quantities}, {forms[n % 3]}}}\n' for n in range(30))
+
+    def read_odd(_: int, data: bytes) -> None:
+        assert data.decode() == odd
+
+    numbers, points = metrics_file.read_points([text.encode()], read_line=read_odd)
+    assert points.iterations.tolist() == [*range(30)]
+    assert numbers.tolist() == ([*range(1, 60, 2)] if odd else [*range(1, 31)])
 
 
 def test_large_files_are_read_side_by_side_with_the_same_result(
