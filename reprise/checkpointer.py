@@ -352,7 +352,7 @@ class Checkpointer:
             hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
             job = self._worker.submit(save_job.run)
             self._started = _Started(save_job, job, hooks, start, start - called, time.perf_counter() - start)
-            self._staging.touch()
+            self._staging.populate()
             if self._policy.copies_at_call:
                 self._release(save_job)
         except BaseException:

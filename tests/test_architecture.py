@@ -219,7 +219,6 @@ TOUCHES_PATHS = (
     "reprise.saving.column_sharing",
     "reprise.nested.folder_files",
 )
-NO_PATHS = {"self._staging.touch"}  # memory
 
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -532,7 +531,7 @@ def paths_are_touched_by_stores(sources: Sequence[Source]) -> list[str]:
             continue
         calls = {ast.unparse(node.func): node.lineno for node in source.nodes if isinstance(node, ast.Call)}
         for name, line in calls.items():
-            if PATH_CALLS.fullmatch(name) and name not in NO_PATHS:
+            if PATH_CALLS.fullmatch(name):
                 found.append(f"{source.module}:{line} calls {name} beside Files")
     return found
 

@@ -298,7 +298,7 @@ class Staging:
     def prepare(self, contents: Contents) -> None:
         """Have the arena of saves of `contents`, its pages too, before the first of them."""
         self._settle(self.plan(contents))
-        self.touch()
+        self.populate()
 
     def begin(self, plan: Plan, *, with_replicas: bool) -> tuple[Snapshot, ReplicaDigests | None]:
         """Take the state as it is now. No other save may use the arena.
@@ -321,7 +321,7 @@ class Staging:
         watched = plan.watched
         return snapshot, ReplicaDigests(plan.shared, plan.pieces, {**memory, **watched.steady}, watched.changing())
 
-    def touch(self) -> None:
+    def populate(self) -> None:
         """Have the pages of a new arena there, after what was submitted before.
 
         The disk has most of the save by the time a step needs copies. In the other order, the first save of 124M
