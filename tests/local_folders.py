@@ -103,17 +103,18 @@ def _accept(_: Checkpoint) -> None:
     """Accept every checkpoint."""
 
 
-def save_shared(folder: Path, iteration: int) -> Path:
-    """Save an iteration of two ranks into one folder, and return the checkpoint."""
+def save_shared(folder: Path, *iterations: int) -> Path:
+    """Save iterations of two ranks into one folder, and return the last checkpoint."""
 
     def run(channel: StoreChannel) -> None:
         checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n-local")
         checkpointer.start()
-        checkpointer.save(iteration, contents(channel.rank, iteration))
+        for iteration in iterations:
+            checkpointer.save(iteration, contents(channel.rank, iteration))
         checkpointer.close()
 
     all_ranks(2, run, store=tcp_store)
-    return folder / f"iter_{iteration:07d}"
+    return folder / f"iter_{iterations[-1]:07d}"
 
 
 def flip(path: Path, *, of_host: int, block: int = 0) -> None:

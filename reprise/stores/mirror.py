@@ -15,7 +15,7 @@ import secrets
 import select
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from reprise.format.mirror_record import MirrorRule
 from reprise.storage.lock import FolderLock
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import STALL_S, MirrorPass
+from reprise.stores.pool import Pool
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
@@ -105,20 +106,24 @@ class _Announcer:
             self._problem = ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Mirror a run, and return the exit status."""
+def main(arguments: Sequence[str] | None = None, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
+    """Mirror a run, and return the exit status.
+
+    Args:
+        pool_of: makes the pool of hosts without a common folder.
+    """
     options = MirrorOptions(**vars(_parser().parse_args(arguments)))
     if options.attached:
         os.nice(_NICENESS)
-    return run(options)
+    return run(options, pool_of=pool_of)
 
 
-def run(options: MirrorOptions) -> int:
+def run(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
     """Mirror a run, log to stderr, and return the exit status."""
     logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
     logging.getLogger("reprise").setLevel(logging.INFO)
     try:
-        return mirror(options)
+        return mirror(options, pool_of=pool_of)
     except KeyboardInterrupt:
         return _FINE
     except TrainerError as error:
@@ -128,7 +133,7 @@ def run(options: MirrorOptions) -> int:
     return _IMPOSSIBLE
 
 
-def mirror(options: MirrorOptions) -> int:
+def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
     """Follow a run's folder until there is no more to do, or without end.
 
     Raises:
@@ -140,7 +145,8 @@ def mirror(options: MirrorOptions) -> int:
     url, folder = StoreUrl.parse(options.url), _checkpoints_of(options.run, is_awaited=options.attached)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
-    orders = Orders()
+    pool = None if pool_of is None else pool_of(options)
+    orders = Orders() if pool is None else Orders(pool.wake)
     if options.attached:
         threading.Thread(target=orders.follow, args=(sys.stdin.fileno(),), daemon=True).start()
     announcer, pause_s = _Announcer(url), _FIRST_PAUSE_S
@@ -151,18 +157,20 @@ def mirror(options: MirrorOptions) -> int:
                 orders.wake.clear()
                 is_last = options.once or orders.is_finishing
                 if passes is None:
-                    if options.host == 0:
+                    if options.host == 0 or pool is not None:
                         stack.enter_context(_locked(folder))
                     passes = MirrorPass(
-                        StoreClient(url.root), url, folder, rule,
+                        StoreClient(url.root), url, folder, rule, pool=pool,
                         host=options.host, hosts=options.hosts, stall_s=options.stall_s,
                     )  # fmt: skip
                 is_done = retried(partial(passes.run, at_end=True)) if options.once else passes.run(at_end=is_last)
                 announcer.went_on()
                 pause_s = _FIRST_PAUSE_S
                 if is_done and is_last:
+                    if pool is not None:
+                        pool.end()
                     return _FINE
-                if is_done or options.hosts > 1:
+                if is_done or options.hosts > 1 or pool is not None:
                     orders.wake.wait(POLL_S)
             except (OSError, LockError, CheckpointError) as error:
                 if options.once:

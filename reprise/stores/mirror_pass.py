@@ -33,6 +33,7 @@ from reprise.storage.lock import is_locked
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
 from reprise.stores.holds import is_held
+from reprise.stores.pool import Pool
 from reprise.stores.upload import (
     LocalSource,
     OvertakenError,
@@ -52,6 +53,7 @@ _log = logging.getLogger(__name__)
 # missing file takes at this speed.
 STALL_S = 300.0
 SLOWEST_BYTES_PER_S = 8 << 20
+_OF_PARTS = "`reprise checkpoint gather FOLDER... OUT` makes a whole one of the folders of all hosts"
 
 
 @dataclass(slots=True)
@@ -68,8 +70,9 @@ class MirrorPass:
 
     Args:
         url: of the run in the store.
-        folder: the run's checkpoint folder, which all hosts share.
+        folder: the run's checkpoint folder, which all hosts share, or with a `pool` the folder of this host.
         host: the number of this host among `hosts`. Host 0 begins, commits, deletes and writes `mirror.json`.
+        pool: the hosts where they share no folder. Host 0 then chooses the checkpoint for all, and keeps to it.
     """
 
     def __init__(
@@ -83,10 +86,11 @@ class MirrorPass:
         hosts: int = 1,
         stall_s: float = STALL_S,
         clock: Callable[[], float] = time.monotonic,
+        pool: Pool | None = None,
     ) -> None:
         self._client, self._url, self._root, self._rule = client, url, folder, rule
         self._host, self._hosts = host, hosts
-        self._stall_s, self._clock = stall_s, clock
+        self._stall_s, self._clock, self._pool = stall_s, clock, pool
         self._record: MirrorRecord | None = None
         self._lineage = ("", ""), Lineage()  # of the newest checkpoint, by its name and digest
         self._sources = dict[str, tuple[tuple[int, ...], CheckpointFiles]]()
@@ -94,6 +98,7 @@ class MirrorPass:
         self._inherited = frozenset[str]()  # of the run with which this one began: they stay as they are
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
         self._waiting: _Waiting | None = None
+        self._current = ""  # the name that the hosts of a pool upload now
         self._kept = set[str]()  # names that a hold in the store keeps, as the log says
         self._goes_on: bool | None = None  # as the store has it; None if unknown
 
@@ -107,11 +112,14 @@ class MirrorPass:
             OSError: if the store or the folder fails; the next call goes on.
             CheckpointError: if the store holds checkpoints of another run.
         """
-        local = self._local()
+        local, is_done = self._local(), True
+        if self._host and self._pool is not None:
+            return self._follow(self._pool, local)
         if self._host == 0:
             self._lead(local)
         record = self._record if self._host == 0 and self._record else read_record(self._root, self._rule.url)
-        for name in self._rule.due(local, record.committed, at_end=at_end):
+        due = self._rule.due(local, record.committed, at_end=at_end)
+        for name in due if self._pool is None else sorted(due, key=lambda name: name != self._current):
             files = self._files(name, local[name])
             if files is None or (name, files.digest) in self._ended:
                 continue
@@ -119,12 +127,41 @@ class MirrorPass:
             if entry is not None and (entry.digest == files.digest or self._is_kept(name, entry)):
                 continue
             self._tell(goes_on=True)
-            self._send(name, local[name], files)
-            return False
-        if self._host == 0:
+            is_done = False
+            if self._has_parts(name, files):
+                self._send(name, local[name], files)
+                return False
+        self._current = ""
+        if is_done and self._host == 0:
+            if self._pool is not None:
+                self._pool.release()
             self._prune(local, at_end=at_end)
             self._tell(goes_on=not at_end and is_locked(self._root))
-        return True
+        return is_done
+
+    def _follow(self, pool: Pool, local: Mapping[str, Path]) -> bool:
+        """Upload the share of this host in what host 0 has chosen; return whether host 0 has uploaded all."""
+        name = pool.chosen
+        files = self._files(name, local[name]) if name in local else None
+        if files is not None and (name, files.digest) not in self._ended:
+            self._send(name, local[name], files)
+        return pool.is_over
+
+    def _has_parts(self, name: str, files: CheckpointFiles) -> bool:
+        """Return whether the hosts keep a checkpoint until it is uploaded; where they share its folder, they need not.
+
+        Raises:
+            OSError: if a host does not answer.
+        """
+        if self._pool is None:
+            return True
+        try:
+            has_parts = self._pool.hold(name, files.digest)
+        except CheckpointError as error:
+            self._give_up(name, files.digest, error)
+            return False
+        self._current = name if has_parts else self._current
+        return has_parts
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL for as long as checkpoints of the run may come: a follower waits for them."""
@@ -160,11 +197,11 @@ class MirrorPass:
         return self._sources[name][1]
 
     def _send(self, name: str, path: Path, files: CheckpointFiles) -> None:
-        if (path / HOST).exists():
-            self._give_up(name, files.digest, "it is the part of one host")
+        if self._pool is None and (path / HOST).exists():
+            self._give_up(name, files.digest, f"it is the part of one host. {_OF_PARTS}")
             return
         try:
-            source = LocalSource(path)
+            source = LocalSource(path) if self._pool is None else self._pool.source(path)
         except FileNotFoundError:
             return
         upload = self._uploads.get(name)

@@ -13,11 +13,12 @@ digests tell.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -78,17 +79,22 @@ class LocalSource(CheckpointSource):
         self.files = CheckpointFiles.parse(read_regular(path / MANIFEST), where=path / MANIFEST)
 
     def send(self, name: str, client: StoreClient, key: str) -> None:
-        path = self.path / name
-        descriptor = open_regular(path, follows_links=False)
-        try:
-            size = os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
-        if size != self.files.sizes[name]:
-            raise CheckpointError(
-                "A file has the wrong size", where=path, expected=f"{self.files.sizes[name]} B", found=f"{size} B"
-            )
-        client.put_file(key, path)
+        with self.file(name) as path:
+            descriptor = open_regular(path, follows_links=False)
+            try:
+                size = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            if size != self.files.sizes[name]:
+                raise CheckpointError(
+                    "A file has the wrong size", where=path, expected=f"{self.files.sizes[name]} B", found=f"{size} B"
+                )
+            client.put_file(key, path)
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """Yield the path of a file of the checkpoint, as it goes into the store."""
+        yield self.path / name
 
     def check(self, files: CheckpointFiles) -> None:
         try:

@@ -1,0 +1,122 @@
+"""The mirror of a run whose hosts share no folder: they upload each local checkpoint together, as whole files.
+
+It is `reprise.stores.mirror`, started as `python -m reprise.local.mirror`, with the other hosts as its pool. Host 0
+chooses a checkpoint. All hosts hold it, so that retention leaves it, until it is in the store. Each uploads its share
+of the files, and takes what it lacks of them from the hosts that have it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from reprise.errors import CheckpointError
+from reprise.format.mirror_record import iteration_in
+from reprise.local.assembled import AssembledSource
+from reprise.local.part_client import PartClient
+from reprise.local.part_server import HostPart, PartServer
+from reprise.local.survey import Candidate
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import CheckpointFolder, iteration_name
+from reprise.stores import mirror
+from reprise.stores.checkpoint_files import CheckpointFiles
+from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions
+from reprise.stores.peers import Peers
+from reprise.stores.pool import Pool
+
+_log = logging.getLogger("reprise.local.mirror")  # also where it is the program
+
+# A host names a checkpoint at its commit, moments after host 0: one that is on no host for so long is lost.
+_LOST_S = 30.0
+
+
+class HostPool(Pool):
+    """The hosts of a run, seen from one of them.
+
+    Args:
+        folder: of this host's local checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        server: PartServer,
+        client: PartClient,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._server, self._client, self._clock = folder, server, client, clock
+        self.wake = server.wake
+        self._scratch = folder.root / LOCK_FOLDER / "file"
+        self._is_released = False  # an earlier process may have chosen one
+        self._lacking_since = dict[tuple[str, str], float]()
+        folder.files.remove_tree(self._scratch)
+
+    @property
+    def chosen(self) -> str:
+        return "" if self._server.chosen is None else iteration_name(self._server.chosen[0])
+
+    @property
+    def is_over(self) -> bool:
+        return self._server.is_over
+
+    def hold(self, name: str, digest: str) -> bool:
+        self._is_released = False
+        own, lacks = self._server.hold(iteration_in(name), digest), "damaged files of this host"
+        if own is not None:
+            parts, silent = self._client.parts(own, order="hold")
+            lacks = Candidate(own.checkpoint.iteration, digest, parts).describe_missing()
+            if lacks and silent:
+                raise next(iter(silent.values()))
+        if not lacks:
+            self._lacking_since.clear()
+            return True
+        since = self._lacking_since.setdefault((name, digest), self._clock())
+        if self._clock() - since > _LOST_S:
+            raise CheckpointError(
+                "A local checkpoint is not whole on the hosts of the run",
+                where=self._folder.root / name,
+                expected="every piece",
+                found=f"without {lacks}",
+                fix="Later ones go on.",
+            )
+        return False
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._server.release()
+            self._client.tell("release")
+            self._is_released = True
+
+    def source(self, path: Path) -> AssembledSource:
+        def find() -> HostPart | None:
+            chosen = self._server.chosen
+            return self._server.find(*chosen) if chosen is not None and self._folder.iteration(chosen[0]) == path else None
+
+        return AssembledSource(path, find, self._client, self._scratch)
+
+    def end(self) -> None:
+        """Release all hosts, once host 0 has uploaded all."""
+        self.release()
+        if self._client.host == 0:
+            self._client.tell("over")
+
+
+def main() -> int:
+    """Mirror a run, with the other hosts of a line of the standard input; return the exit status."""
+    peers = Peers.read(sys.stdin.fileno())
+
+    def pool_of(options: MirrorOptions) -> HostPool:
+        folder = CheckpointFolder(options.run, FILE_SYSTEM)
+        server = PartServer(folder, peers)
+        server.start()
+        return HostPool(folder, server, PartClient(peers, options.host))
+
+    return mirror.main(pool_of=pool_of)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
