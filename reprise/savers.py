@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reprise.saving.one_process import write_checkpoint
     from reprise.stores.extra import probe_store
     from reprise.stores.mirror_process import MirrorProcess, mirror_rule, mirror_run
+    from reprise.stores.peers import Peers, address_of_this_host, listen
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LocalPolicy",
     "MirrorProcess",
     "MirrorRule",
+    "Peers",
     "Restored",
     "Restorer",
     "Retention",
@@ -35,6 +37,8 @@ __all__ = [
     "SharedMemory",
     "WeightsCheckpointer",
     "WeightsPolicy",
+    "address_of_this_host",
+    "listen",
     "mirror_rule",
     "mirror_run",
     "probe_store",
@@ -47,9 +51,12 @@ _MODULES = {
     "LocalPolicy": "reprise.local_checkpointer",
     "MirrorProcess": "reprise.stores.mirror_process",
     "MirrorRule": "reprise.format.mirror_record",
+    "Peers": "reprise.stores.peers",
     "SharedMemory": "reprise.saving.column_sharing",
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",
+    "address_of_this_host": "reprise.stores.peers",
+    "listen": "reprise.stores.peers",
     "mirror_rule": "reprise.stores.mirror_process",
     "mirror_run": "reprise.stores.mirror_process",
     "probe_store": "reprise.stores.extra",

@@ -183,6 +183,7 @@ CHOOSES_STORE = (
     "reprise.weights_checkpointer",
     "reprise.loading.newest",
     "reprise.loading.restorer",
+    "reprise.local.mirror",
     "reprise.management",
     "reprise.nested.calls",
     "reprise.storage.lock",

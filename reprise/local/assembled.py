@@ -6,7 +6,6 @@ Every block is checked against its digest. One file at a time is assembled on th
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -133,20 +132,26 @@ def _write(
     Raises:
         OSError: if the disk fails.
     """
-    begun, wrong = dict[tuple[str, int], None](), defaultdict[str, list[int]](list)
+    begun, wrong = list[tuple[str, int]](), set[tuple[str, int]]()
+    failure: OSError | None = None
     while True:
         try:
             block, data = next(blocks)
         except StopIteration:
-            return without(pieces, wrong), None
+            break
         except OSError as error:
-            whole = defaultdict[str, list[int]](list)
-            for name, number in list(begun)[:-1]:
-                whole[name].append(number)
-            return without({name: tuple(numbers) for name, numbers in whole.items()}, wrong), error
-        name = block.place.spec.name
-        begun[name, block.number] = None
+            failure = error
+            break
+        piece = block.place.spec.name, block.number
+        if piece not in begun[-1:]:
+            begun.append(piece)
         if digest_of(data.data) == block.digest:
             writer.write_checked(block, data)
         else:
-            wrong[name].append(block.number)
+            wrong.add(piece)
+    asked = [(name, number) for name, numbers in pieces.items() for number in numbers]
+    good = dict[str, list[int]]()
+    for name, number in asked if failure is None else begun[:-1]:
+        if (name, number) not in wrong:
+            good.setdefault(name, []).append(number)
+    return {name: tuple(numbers) for name, numbers in good.items()}, failure

@@ -22,7 +22,6 @@ from reprise.local.survey import Candidate
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, iteration_name
 from reprise.stores import mirror
-from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions
 from reprise.stores.peers import Peers
 from reprise.stores.pool import Pool
@@ -94,7 +93,9 @@ class HostPool(Pool):
     def source(self, path: Path) -> AssembledSource:
         def find() -> HostPart | None:
             chosen = self._server.chosen
-            return self._server.find(*chosen) if chosen is not None and self._folder.iteration(chosen[0]) == path else None
+            return (
+                self._server.find(*chosen) if chosen is not None and self._folder.iteration(chosen[0]) == path else None
+            )
 
         return AssembledSource(path, find, self._client, self._scratch)
 

@@ -57,13 +57,11 @@ class PartClient:
         for number in self._others:
             try:
                 with self._asked(number, request) as (answer, _):
-                    row = answer["part"]
+                    summary = None if answer["part"] is None else PartSummary.from_row(answer["part"])
+                    if summary is not None and summary.division == own.summary.division:
+                        parts[number] = summary.part(own.host, by_writer)
             except OSError as error:
                 silent[number] = error
-                continue
-            summary = None if row is None else PartSummary.from_row(row)
-            if summary is not None and summary.division == own.summary.division:
-                parts[number] = summary.part(own.host, by_writer)
         return parts, silent
 
     def pieces(
@@ -101,7 +99,7 @@ class PartClient:
                 if "problem" in answer:
                     raise OSError(errno.EPROTO, answer["problem"])
                 yield answer, stream
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise OSError(errno.EPROTO, f"the answer is malformed: {error}", where) from error
         except OSError as error:
             code = error.errno or errno.ETIMEDOUT

@@ -19,15 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, LockError, TrainerError
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.lock import FolderLock
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import STALL_S, MirrorPass
-from reprise.stores.pool import Pool
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.pool import Pool
 
 _log = logging.getLogger("reprise.stores.mirror")  # also where it is the program
 

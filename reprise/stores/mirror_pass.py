@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise import json_file
 from reprise.atomic import replace_file
@@ -33,7 +34,6 @@ from reprise.storage.lock import is_locked
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
 from reprise.stores.holds import is_held
-from reprise.stores.pool import Pool
 from reprise.stores.upload import (
     LocalSource,
     OvertakenError,
@@ -46,6 +46,9 @@ from reprise.stores.upload import (
     supersede,
 )
 from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.pool import Pool
 
 _log = logging.getLogger(__name__)
 

@@ -80,9 +80,10 @@ class MirrorKeys:
 
     Args:
         mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads `save`, weights and adapters
-            too; null for none.
+            too; null for none. Without `save` the hosts upload `local.dir`.
         mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
-        mirror_interval: mirror multiples of n times `save_interval`, and the run's last checkpoint.
+        mirror_interval: mirror multiples of n times `save_interval`, or `local.save_interval`, and the run's last
+            checkpoint.
         mirror_wait_s: most seconds that a run's end waits for the mirror; after a signal a tenth.
     """
 
@@ -279,8 +280,8 @@ def _save_problems(section: CheckpointSection) -> list[str]:
 
 def _mirror_problems(section: CheckpointSection) -> list[str]:
     problems = []
-    if section.mirror is not None and section.save is None:
-        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save, a folder that all hosts share")
+    if section.mirror is not None and section.save is None and section.local.dir is None:
+        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save or checkpoint.local.dir")
     for name, least in (("mirror_keep", 0), ("mirror_interval", 1), ("mirror_wait_s", 0)):
         if not least <= getattr(section, name) <= MOST_SECONDS:
             problems.append(f"checkpoint.{name}={getattr(section, name)}: must be {least} or more")

@@ -295,7 +295,7 @@ def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
         raise CheckpointError(
             "The mirror has checkpoints, but this run has none to continue from",
             where=path,
-            expected=f"a checkpoint in {section.save}, or an empty mirror",
+            expected=f"a checkpoint in {save_folder(section)}, or an empty mirror",
             found=f"iteration {max(committed)} in the mirror",
             fix=fix,
         )

@@ -1,129 +1,149 @@
-"""The mirrors of two hosts without a common folder, in one process: what they bring into a store together."""
+"""The mirrors of two hosts without a common folder: what they bring into a store together."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from reprise.format.mirror_record import MirrorRule
-from reprise.format.names import HOST, MANIFEST
-from reprise.local.mirror import HostPool
-from reprise.local.part_client import PartClient
-from reprise.local.part_server import PartServer
-from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, iteration_name
+from reprise.storage.folder import iteration_name
 from reprise.stores.client import StoreClient
-from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.peers import Peers
-from reprise.stores.url import StoreUrl
-from tests.local_folders import flip, save_on_two_hosts, save_shared
-
-TIMEOUT_S = 5.0
+from tests.stores.test_killed import KillableClient, KilledError, Killer
+from tests.unit.reprise.local.sites import Site, close, sums
 
 
-class Site:
-    """Two hosts, a store, and the mirrors of the hosts."""
-
-    def __init__(self, root: Path, folders: list[Path], stack: ExitStack) -> None:
-        self.root, self.folders, self.store = root, folders, root / "store"
-        self.url = StoreUrl.parse(f"file://{self.store}")
-        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in folders]
-        self.now = 0.0
-        self._stack = stack
-        for listener in self.listeners:
-            stack.callback(_close, listener)
-        self.servers = [self.serve(host) for host in range(len(folders))]
-        self.pools = [self.pool(host) for host in range(len(folders))]
-        self.passes = [self.mirror(host) for host in range(len(folders))]
-
-    def peers(self, host: int) -> Peers:
-        addresses = [listener.getsockname() for listener in self.listeners]
-        return Peers(self.listeners[host], tuple(addresses), "a token")
-
-    def serve(self, host: int) -> PartServer:
-        server = PartServer(CheckpointFolder(self.folders[host], FILE_SYSTEM), self.peers(host))
-        server.start()
-        self._stack.callback(server.release)
-        return server
-
-    def pool(self, host: int) -> HostPool:
-        folder = CheckpointFolder(self.folders[host], FILE_SYSTEM)
-        client = PartClient(self.peers(host), host, timeout_s=TIMEOUT_S)
-        return HostPool(folder, self.servers[host], client, clock=lambda: self.now)
-
-    def mirror(self, host: int, *, keep: int = 0) -> MirrorPass:
-        client, rule = StoreClient(self.url.root), MirrorRule(str(self.url), 0, keep)
-        return MirrorPass(
-            client,
-            self.url,
-            self.folders[host],
-            rule,
-            host=host,
-            hosts=len(self.folders),
-            stall_s=10.0,
-            clock=lambda: self.now,
-            pool=self.pools[host],
-        )
-
-    def run(self) -> None:
-        """Run the passes by turns until host 0 has uploaded all."""
-        for _ in range(50):
-            is_done = self.passes[0].run()
-            self.passes[1].run()
-            if is_done:
-                return
-        raise AssertionError("the mirrors do not come to their end")
-
-    def committed(self) -> list[str]:
-        return sorted(path.parent.name for path in self.store.rglob(MANIFEST))
-
-
-def _close(listener: socket.socket) -> None:
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-
-
-def sums(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two hosts, with and without copies, and a shared folder, of the same two iterations."""
-    folder = tmp_path_factory.mktemp("saved")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        for copies in range(2):
-            save_on_two_hosts(folder / f"copies{copies}", 1, 2, copies=copies)
-    save_shared(folder / "shared", 1, 2)
-    return folder
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def site_of(saved: Path, root: Path, stack: ExitStack, *, copies: int = 0) -> Site:
-    shutil.copytree(saved / f"copies{copies}", root / "hosts")
-    return Site(root, [root / "hosts" / f"host{host}" / "local" for host in range(2)], stack)
+def site_of(saved_hosts: Path, root: Path, stack: ExitStack, *, copies: int = 0) -> Site:
+    return Site(saved_hosts / f"copies{copies}", root, stack)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_the_store_has_the_files_of_a_shared_save(saved: Path, tmp_path: Path, stack: ExitStack, copies: int) -> None:
-    site = site_of(saved, tmp_path, stack, copies=copies)
+def test_the_store_has_the_files_of_a_shared_save(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack, copies: int
+) -> None:
+    site = site_of(saved_hosts, tmp_path, stack, copies=copies)
     site.run()
     assert site.committed() == [iteration_name(1), iteration_name(2)]
     for name in site.committed():
-        assert sums(site.store / name) == sums(saved / "shared" / name)
+        assert sums(site.store / name) == sums(saved_hosts / "shared" / name)
+
+
+def test_host_0_keeps_to_its_choice_and_one_checkpoint_is_held(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack
+) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    newest = [folder / iteration_name(2) for folder in site.folders]
+    aside = [folder.rename(folder.with_name("aside")) for folder in newest]
+    assert not site.passes[0].run()
+    assert site.held() == [iteration_name(1)] * 2
+    for path, folder in zip(aside, newest, strict=True):
+        path.rename(folder)  # the run commits another
+    assert not site.passes[0].run()
+    assert site.held() == [iteration_name(1)] * 2
+    site.passes[1].run()
+    site.passes[0].run()
+    assert site.committed() == [iteration_name(1)]
+    site.run()
+    assert site.committed() == [iteration_name(1), iteration_name(2)]
+    assert site.held() == []
+
+
+def held(site: Site) -> list[str]:
+    return [path.parent.name for folder in site.folders for path in sorted(folder.glob("*/hold.*"))]
+
+
+def test_an_older_one_that_all_have_is_chosen_before_a_newer_one(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack
+) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    newest = site.folders[1] / iteration_name(2)
+    aside = newest.rename(newest.with_name("aside"))  # the second host has not named it yet
+    site.passes[0].run()
+    assert site.held() == [iteration_name(1)] * 2
+    aside.rename(newest)
+    site.run()
+    assert site.committed() == [iteration_name(1), iteration_name(2)]
+
+
+def test_lost_pieces_are_named_by_their_host_and_others_go_on(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    shutil.rmtree(site.folders[1] / iteration_name(2))
+    for _ in range(4):
+        assert not site.passes[0].run()
+        site.passes[1].run()
+    assert site.committed() == [iteration_name(1)]
+    site.now = 31.0
+    site.run()
+    assert site.committed() == [iteration_name(1)]
+    assert f"{iteration_name(2)} is not mirrored: A local checkpoint is not whole on the hosts" in caplog.text
+    assert "3 of 3 pieces of host" in caplog.text
+
+
+def test_host_0_takes_over_with_the_copies(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> None:
+    site = site_of(saved_hosts, tmp_path, stack, copies=1)
+    close(site.listeners[1])  # the other mirror does not answer
+    assert not site.passes[0].run()
+    site.now = 9.0
+    assert not site.passes[0].run()
+    assert site.committed() == []
+    site.now = 30.0
+    site.passes[0].run()
+    assert site.committed() == [iteration_name(2)]
+    assert sums(site.store / iteration_name(2)) == sums(saved_hosts / "shared" / iteration_name(2))
+
+
+def test_a_host_that_does_not_answer_is_awaited(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    close(site.listeners[1])
+    with pytest.raises(ConnectionRefusedError, match=str(site.addresses[1][1])):
+        site.passes[0].run()
+    site.restart(1)
+    site.run()
+    assert site.committed() == [iteration_name(1), iteration_name(2)]
+
+
+def test_a_follower_waits_until_host_0_is_through(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    site.run()
+    assert not site.passes[1].run(at_end=True)
+    assert site.passes[0].run(at_end=True)
+    site.pools[0].end()
+    assert site.passes[1].run(at_end=True)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_mirror_may_end_at_any_call(saved_hosts: Path, tmp_path: Path, victim: int) -> None:
+    number, is_killed = 0, True
+    while is_killed:
+        number += 1
+        root, killer = tmp_path / str(number), Killer(number, is_after=bool(number % 2))
+
+        def client(url: str, host: int, killer: Killer = killer) -> StoreClient:
+            return KillableClient(url, killer) if host == victim else StoreClient(url)
+
+        with ExitStack() as stack:
+            site = Site(saved_hosts / "copies0", root, stack, client=client)
+            is_killed = _run_until_killed(site, saved_hosts / "shared")
+            assert site.committed() == [iteration_name(1), iteration_name(2)], number
+            assert not list(site.store.glob("*/.upload-*")), number
+        shutil.rmtree(root)
+    assert number > 10
+
+
+def _run_until_killed(site: Site, shared: Path) -> bool:
+    """Run the mirrors, start one again that is killed, and return whether one was; the store is whole at any time."""
+    is_killed = is_done = False
+    while not is_done:
+        for host in range(2):
+            try:
+                is_done = site.passes[host].run() or (is_done and host == 1)
+            except KilledError:
+                is_killed, is_done = True, False
+                site.restart(host)
+            for name in site.committed():
+                found = {file: digest for file, digest in sums(site.store / name).items() if file[0] != "."}
+                assert found == sums(shared / name)
+    return is_killed
