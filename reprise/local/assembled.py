@@ -6,7 +6,7 @@ Every block is checked against its digest. One file at a time is assembled on th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 from reprise.atomic import make_folders
 from reprise.errors import CheckpointError
-from reprise.format.host_file import PieceNumbers, path_of, union, without
+from reprise.format.host_file import HostFile, PieceNumbers, path_of, union, without
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock, blocks_of
@@ -23,7 +23,7 @@ from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file, read_hea
 from reprise.local.part_client import PartClient
 from reprise.local.part_server import HostPart
 from reprise.local.pieces import PieceReader, PieceWriter
-from reprise.local.survey import assign, describe
+from reprise.local.survey import PartSummary, assign, describe
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.upload import LocalSource, SourceChangedError
 
@@ -96,8 +96,8 @@ class AssembledSource(LocalSource):
             own = without(pieces, without(pieces, part.host.held))
             blocks = PieceReader(checkpoint).read(blocks_of(checkpoint, places, own), np.empty(BLOCK_BYTES, np.uint8))
             lacking = without(pieces, _write(writer, own, blocks)[0])
-            parts, silent = self._client.parts(part)
-            del parts[host]
+            found, silent = self._client.parts(part)
+            parts = {number: _of_tensors(places, other, part) for number, other in found.items() if number != host}
             while lacking:
                 needs: list[PieceNumbers] = [{} for _ in range(self._client.hosts)]
                 needs[host] = lacking
@@ -119,6 +119,16 @@ class AssembledSource(LocalSource):
                     else:
                         silent[source] = error
                         del parts[source]
+
+
+def _of_tensors(names: Collection[str], summary: PartSummary, own: HostPart) -> HostFile:
+    """Return what a part has of some tensors."""
+
+    def chosen(pieces: PieceNumbers) -> PieceNumbers:
+        return {name: pieces[name] for name in names if name in pieces}
+
+    held = union([chosen(summary.others), *(chosen(own.by_writer[number]) for number in summary.whole)])
+    return replace(own.host, held=held)
 
 
 def _write(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from reprise.errors import CheckpointError
@@ -18,7 +18,7 @@ from reprise.format.mirror_record import iteration_in
 from reprise.local.assembled import AssembledSource
 from reprise.local.part_client import PartClient
 from reprise.local.part_server import HostPart, PartServer
-from reprise.local.survey import Candidate
+from reprise.local.survey import Candidate, PartSummary
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, iteration_name
 from reprise.stores import mirror
@@ -67,7 +67,7 @@ class HostPool(Pool):
         own, lacks = self._server.hold(iteration_in(name), digest), "damaged files of this host"
         if own is not None:
             parts, silent = self._client.parts(own, order="hold")
-            lacks = Candidate(own.checkpoint.iteration, digest, parts).describe_missing()
+            lacks = _describe_missing(own, parts.values())
             if lacks and silent:
                 raise next(iter(silent.values()))
         if not lacks:
@@ -104,6 +104,14 @@ class HostPool(Pool):
         self.release()
         if self._client.host == 0:
             self._client.tell("over")
+
+
+def _describe_missing(own: HostPart, parts: Collection[PartSummary]) -> str:
+    """Return in words the pieces in none of these parts; empty if there are none."""
+    if own.by_writer.keys() <= {number for part in parts for number in part.whole}:
+        return ""  # a large checkpoint has millions of pieces to compare
+    hosts = {number: part.part(own.host, own.by_writer) for number, part in enumerate(parts)}
+    return Candidate(own.checkpoint.iteration, own.checkpoint.digest, hosts).describe_missing()
 
 
 def main() -> int:

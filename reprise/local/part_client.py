@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from reprise.format.host_file import HostFile, PieceNumbers
+from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import PieceBlock, blocks_of
@@ -44,22 +44,21 @@ class PartClient:
             with contextlib.suppress(OSError), self._asked(number, {"order": order}):
                 pass
 
-    def parts(self, own: HostPart, *, order: str = "part") -> tuple[dict[int, HostFile], dict[int, OSError]]:
+    def parts(self, own: HostPart, *, order: str = "part") -> tuple[dict[int, PartSummary], dict[int, OSError]]:
         """Return the parts of a checkpoint by the numbers of their hosts, and the errors of those that do not answer.
 
         Args:
             own: the part of this host.
             order: "hold" to keep the checkpoint there.
         """
-        checkpoint, by_writer = own.checkpoint, own.host.by_writer()
-        request = {"order": order, "iteration": checkpoint.iteration, "manifest": checkpoint.digest}
-        parts, silent = {self.host: own.host}, dict[int, OSError]()
+        request = {"order": order, "iteration": own.checkpoint.iteration, "manifest": own.checkpoint.digest}
+        parts, silent = {self.host: own.summary}, dict[int, OSError]()
         for number in self._others:
             try:
                 with self._asked(number, request) as (answer, _):
-                    summary = None if answer["part"] is None else PartSummary.from_row(answer["part"])
-                    if summary is not None and summary.division == own.summary.division:
-                        parts[number] = summary.part(own.host, by_writer)
+                    part = None if answer["part"] is None else PartSummary.from_row(answer["part"])
+                    if part is not None and part.division == own.summary.division:
+                        parts[number] = part
             except OSError as error:
                 silent[number] = error
         return parts, silent

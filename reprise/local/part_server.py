@@ -12,7 +12,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from reprise.errors import TrainerError, UnreadableError
-from reprise.format.host_file import HostFile, without
+from reprise.format.host_file import HostFile, PieceNumbers, without
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.blocks import PieceBlock, blocks_of
@@ -40,11 +41,16 @@ _CLOSED = (errno.EBADF, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """The part of a checkpoint on this host."""
+    """The part of a checkpoint on this host.
+
+    Args:
+        by_writer: the pieces of every host at the save, by its number.
+    """
 
     checkpoint: Checkpoint
     host: HostFile
     summary: PartSummary
+    by_writer: Mapping[int, PieceNumbers]
 
 
 class PartServer:
@@ -100,7 +106,7 @@ class PartServer:
             _log.error("%s is not uploaded from this host: %s", path, error)
             return None
         host = checkpoint.host
-        return None if host is None else HostPart(checkpoint, host, PartSummary.of(host))
+        return None if host is None else HostPart(checkpoint, host, PartSummary.of(host), host.by_writer())
 
     def hold(self, iteration: int, digest: str) -> HostPart | None:
         """Keep a checkpoint, in place of the one before, and return the part of it here; None if there is none."""
@@ -130,6 +136,7 @@ class PartServer:
             except OSError as error:
                 if error.errno in _CLOSED:
                     return
+                time.sleep(1.0)  # without a descriptor left
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="mirror-serve", daemon=True).start()
 
@@ -157,8 +164,9 @@ class PartServer:
             return {}, ()
         place = int(request["iteration"]), str(request["manifest"])
         part = self.hold(*place) if order == "hold" else self.find(*place)
-        if order != "pieces":
+        if order == "hold":
             self.wake.set()
+        if order != "pieces":
             return {"part": None if part is None else part.summary.row()}, ()
         pieces = {str(name): tuple(numbers) for name, numbers in request["pieces"].items()}
         if part is None or without(pieces, part.host.held):

@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,7 +148,7 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
     url, folder = StoreUrl.parse(options.url), _checkpoints_of(options.run, is_awaited=options.attached)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
-    pool = None if pool_of is None else pool_of(options)
+    pool = None if pool_of is None else pool_of(replace(options, run=folder))
     orders = Orders() if pool is None else Orders(pool.wake)
     if options.attached:
         threading.Thread(target=orders.follow, args=(sys.stdin.fileno(),), daemon=True).start()

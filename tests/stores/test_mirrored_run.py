@@ -15,7 +15,7 @@ from reprise.folder import iteration_name
 from reprise.format.mirror_record import MIRROR
 from reprise.stores.mirror import MirrorOptions, mirror
 from tests.harness import TINY, launch, run_ok
-from tests.stores.saving import assert_whole, content
+from tests.stores.saving import assert_whole, committed, content
 
 WAIT_S = 60.0
 
@@ -81,11 +81,28 @@ def test_a_store_that_is_away_ends_no_run_and_is_named(tmp_path: Path) -> None:
     assert assert_whole(store, run / "checkpoints") == [*map(iteration_name, (2, 4, 6)), "weights/iter_0000004"]
 
 
+def test_the_next_start_uploads_local_checkpoints(tmp_path: Path) -> None:
+    run, local, store = tmp_path / "run", tmp_path / "local", tmp_path / "file"
+    store.write_text("no folder")
+    saves = ("checkpoint.save_interval=2", "checkpoint.save=null", f"checkpoint.local.dir={local}")
+    words = [*TINY, *saves, "checkpoint.local.save_interval=2", "train.train_iters=6", "schedule.lr_decay_iters=6"]
+    words += [f"checkpoint.mirror=file://{store}", "checkpoint.mirror_interval=3", "checkpoint.local.keep=1"]
+    ended = run_ok(run, [*words, "checkpoint.mirror_wait_s=1"])
+    assert f"not in file://{store} yet: iteration 6. the next start on these hosts uploads them" in ended.text
+    assert [path.name for path in local.glob("iter_*")] == [iteration_name(6)]
+    store.unlink()
+    run_ok(run, words)  # nothing to train, all to upload
+    name = iteration_name(6)
+    assert committed(store) == [name]
+    assert content(store / name).items() <= content(local / name).items()
+    assert sorted(json.loads((local / MIRROR).read_text())["committed"]) == [name]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         ("checkpoint.mirror=/a/folder", "checkpoint.mirror=/a/folder: must be the URL of a store"),
-        ("checkpoint.mirror=s3://b/run checkpoint.save=null", "needs checkpoint.save"),
+        ("checkpoint.mirror=s3://b/run checkpoint.save=null", "needs checkpoint.save or checkpoint.local.dir"),
         ("checkpoint.mirror=s3://key:secret@b/run", "has a user, a query or a fragment"),
         ("checkpoint.mirror_interval=0", "checkpoint.mirror_interval=0: must be 1 or more"),
     ],

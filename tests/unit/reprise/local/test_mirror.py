@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from reprise.storage.folder import iteration_name
+from reprise.stores import mirror_process
 from reprise.stores.client import StoreClient
+from reprise.stores.mirror_process import MirrorProcess, mirror_rule
+from reprise.stores.peers import Peers, listen
 from tests.stores.test_killed import KillableClient, KilledError, Killer
 from tests.unit.reprise.local.sites import Site, close, sums
 
@@ -147,3 +150,31 @@ def _run_until_killed(site: Site, shared: Path) -> bool:
                 found = {file: digest for file, digest in sums(site.store / name).items() if file[0] != "."}
                 assert found == sums(shared / name)
     return is_killed
+
+
+@pytest.mark.slow
+def test_a_killed_mirror_is_started_again_at_its_port(
+    saved_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mirror_process, "_RESTART_S", 0.0)
+    shutil.copytree(saved_hosts / "copies0", tmp_path / "hosts")
+    rule, store = mirror_rule(f"file://{tmp_path / 'store'}", interval=0, keep=0), tmp_path / "store"
+    listeners = [listen() for _ in range(2)]
+    addresses = tuple(("127.0.0.1", listener.getsockname()[1]) for listener in listeners)
+    processes = [
+        MirrorProcess(
+            tmp_path / "hosts" / f"host{host}" / "local",
+            rule,
+            host=host,
+            hosts=2,
+            peers=Peers(listener, addresses, "a token"),
+        )
+        for host, listener in enumerate(listeners)
+    ]
+    processes[1]._process.kill()
+    processes[1]._process.wait(60.0)
+    processes[1].wake()
+    assert [process.finish(120.0) for process in processes] == [True, True], capfd.readouterr().err
+    assert processes[0].missing() == []
+    for iteration in (1, 2):
+        assert sums(store / iteration_name(iteration)) == sums(saved_hosts / "shared" / iteration_name(iteration))

@@ -35,7 +35,7 @@ def part_of(site: Site, host: int) -> HostPart:
 def test_pieces_of_a_host_arrive_with_their_digests(site: Site) -> None:
     own, other = part_of(site, 0), part_of(site, 1)
     parts, silent = site.client(0).parts(own)
-    assert (parts, silent) == ({0: own.host, 1: other.host}, {})
+    assert (parts, silent) == ({0: own.summary, 1: other.summary}, {})
     blocks = site.client(0).pieces(1, own.checkpoint, read_places(own.checkpoint), other.host.held)
     assert [digest_of(data.tobytes()) == block.digest for block, data in blocks] == [True] * 3
 
