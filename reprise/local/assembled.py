@@ -20,8 +20,8 @@ from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file, read_header, read_places
+from reprise.local.host_part import HostPart
 from reprise.local.part_client import PartClient
-from reprise.local.part_server import HostPart
 from reprise.local.pieces import PieceReader, PieceWriter
 from reprise.local.survey import PartSummary, assign, describe
 from reprise.stores.checkpoint_files import CheckpointFiles

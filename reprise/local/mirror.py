@@ -7,7 +7,6 @@ of the files, and takes what it lacks of them from the hosts that have it.
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -16,8 +15,9 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.format.mirror_record import iteration_in
 from reprise.local.assembled import AssembledSource
+from reprise.local.host_part import HostPart, HostParts
 from reprise.local.part_client import PartClient
-from reprise.local.part_server import HostPart, PartServer
+from reprise.local.part_server import PartServer
 from reprise.local.survey import Candidate, PartSummary
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, iteration_name
@@ -26,37 +26,31 @@ from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions
 from reprise.stores.peers import Peers
 from reprise.stores.pool import Pool
 
-_log = logging.getLogger("reprise.local.mirror")  # also where it is the program
-
 # A host names a checkpoint at its commit, moments after host 0: one that is on no host for so long is lost.
 _LOST_S = 30.0
 
 
 class HostPool(Pool):
-    """The hosts of a run, seen from one of them.
-
-    Args:
-        folder: of this host's local checkpoints.
-    """
+    """The hosts of a run, seen from one of them."""
 
     def __init__(
         self,
-        folder: CheckpointFolder,
+        parts: HostParts,
         server: PartServer,
         client: PartClient,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._server, self._client, self._clock = folder, server, client, clock
+        self._parts, self._server, self._client, self._clock = parts, server, client, clock
         self.wake = server.wake
-        self._scratch = folder.root / LOCK_FOLDER / "file"
+        self._scratch = parts.folder.root / LOCK_FOLDER / "file"
         self._is_released = False  # an earlier process may have chosen one
         self._lacking_since = dict[tuple[str, str], float]()
-        folder.files.remove_tree(self._scratch)
+        parts.folder.files.remove_tree(self._scratch)
 
     @property
     def chosen(self) -> str:
-        return "" if self._server.chosen is None else iteration_name(self._server.chosen[0])
+        return "" if self._parts.chosen is None else iteration_name(self._parts.chosen[0])
 
     @property
     def is_over(self) -> bool:
@@ -64,7 +58,7 @@ class HostPool(Pool):
 
     def hold(self, name: str, digest: str) -> bool:
         self._is_released = False
-        own, lacks = self._server.hold(iteration_in(name), digest), "damaged files of this host"
+        own, lacks = self._parts.hold(iteration_in(name), digest), "damaged files of this host"
         if own is not None:
             parts, silent = self._client.parts(own, order="hold")
             lacks = _describe_missing(own, parts.values())
@@ -77,7 +71,7 @@ class HostPool(Pool):
         if self._clock() - since > _LOST_S:
             raise CheckpointError(
                 "A local checkpoint is not whole on the hosts of the run",
-                where=self._folder.root / name,
+                where=self._parts.folder.root / name,
                 expected="every piece",
                 found=f"without {lacks}",
                 fix="Later ones go on.",
@@ -86,16 +80,15 @@ class HostPool(Pool):
 
     def release(self) -> None:
         if not self._is_released:
-            self._server.release()
+            self._parts.release()
             self._client.tell("release")
             self._is_released = True
 
     def source(self, path: Path) -> AssembledSource:
         def find() -> HostPart | None:
-            chosen = self._server.chosen
-            return (
-                self._server.find(*chosen) if chosen is not None and self._folder.iteration(chosen[0]) == path else None
-            )
+            chosen = self._parts.chosen
+            is_chosen = chosen is not None and self._parts.folder.iteration(chosen[0]) == path
+            return self._parts.find(*chosen) if chosen is not None and is_chosen else None
 
         return AssembledSource(path, find, self._client, self._scratch)
 
@@ -119,10 +112,10 @@ def main() -> int:
     peers = Peers.read(sys.stdin.fileno())
 
     def pool_of(options: MirrorOptions) -> HostPool:
-        folder = CheckpointFolder(options.run, FILE_SYSTEM)
-        server = PartServer(folder, peers)
+        parts = HostParts(CheckpointFolder(options.run, FILE_SYSTEM))
+        server = PartServer(parts, peers)
         server.start()
-        return HostPool(folder, server, PartClient(peers, options.host))
+        return HostPool(parts, server, PartClient(peers, options.host))
 
     return mirror.main(pool_of=pool_of)
 

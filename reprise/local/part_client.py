@@ -16,7 +16,8 @@ from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import Bytes, Checkpoint
-from reprise.local.part_server import MOST_BYTES, TIMEOUT_S, HostPart
+from reprise.local.host_part import HostPart
+from reprise.local.part_server import MOST_BYTES, TIMEOUT_S
 from reprise.local.survey import PartSummary
 from reprise.stores.peers import Peers
 

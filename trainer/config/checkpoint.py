@@ -80,10 +80,9 @@ class MirrorKeys:
 
     Args:
         mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads `save`, weights and adapters
-            too; null for none. Without `save` the hosts upload `local.dir`.
+            too, or without it `local.dir`; null for none.
         mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
-        mirror_interval: mirror multiples of n times `save_interval`, or `local.save_interval`, and the run's last
-            checkpoint.
+        mirror_interval: mirror multiples of n save intervals, and the run's last checkpoint.
         mirror_wait_s: most seconds that a run's end waits for the mirror; after a signal a tenth.
     """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from reprise.format.mirror_record import MirrorRule
 from reprise.format.names import MANIFEST
+from reprise.local.host_part import HostParts
 from reprise.local.mirror import HostPool
 from reprise.local.part_client import PartClient
 from reprise.local.part_server import PartServer
@@ -52,6 +53,7 @@ class Site:
         self._client, self._stack, self._timeout_s = client, stack, timeout_s
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in self.folders]
         self.addresses = [listener.getsockname() for listener in self.listeners]
+        self.parts = [self._parts(host) for host in range(len(hosts))]
         self.servers = [self._serve(host) for host in range(len(hosts))]
         self.pools = [self._pool(host) for host in range(len(hosts))]
         self.passes = [self._mirror(host) for host in range(len(hosts))]
@@ -62,16 +64,19 @@ class Site:
     def client(self, host: int) -> PartClient:
         return PartClient(self.peers(host), host, timeout_s=self._timeout_s)
 
+    def _parts(self, host: int) -> HostParts:
+        parts = HostParts(CheckpointFolder(self.folders[host], FILE_SYSTEM))
+        self._stack.callback(parts.release)
+        return parts
+
     def _serve(self, host: int) -> PartServer:
-        server = PartServer(CheckpointFolder(self.folders[host], FILE_SYSTEM), self.peers(host))
+        server = PartServer(self.parts[host], self.peers(host))
         server.start()
         self._stack.callback(close, self.listeners[host])
-        self._stack.callback(server.release)
         return server
 
     def _pool(self, host: int) -> HostPool:
-        folder = CheckpointFolder(self.folders[host], FILE_SYSTEM)
-        return HostPool(folder, self.servers[host], self.client(host), clock=lambda: self.now)
+        return HostPool(self.parts[host], self.servers[host], self.client(host), clock=lambda: self.now)
 
     def _mirror(self, host: int) -> MirrorPass:
         return MirrorPass(
@@ -88,9 +93,10 @@ class Site:
 
     def restart(self, host: int) -> None:
         """Start the mirror of a host again at its port, as after its death, which ends its hold."""
-        self.servers[host].release()
+        self.parts[host].release()
         close(self.listeners[host])
         self.listeners[host] = socket.create_server(self.addresses[host])
+        self.parts[host] = self._parts(host)
         self.servers[host] = self._serve(host)
         self.pools[host] = self._pool(host)
         self.passes[host] = self._mirror(host)

@@ -126,7 +126,7 @@ def test_a_file_of_a_killed_process_is_removed_at_the_start(site: Site) -> None:
 def test_a_checkpoint_left_by_host_0_is_uploaded_no_further(site: Site) -> None:
     source = site.pools[1].source(site.folders[1] / NAME)
     source.check(source.files)
-    site.servers[1].release()
+    site.parts[1].release()
     with pytest.raises(SourceChangedError):
         source.check(source.files)
     assert FILE_SYSTEM.exists(site.folders[1] / NAME)

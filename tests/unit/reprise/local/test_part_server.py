@@ -12,8 +12,8 @@ import pytest
 
 from reprise.format.manifest import digest_of
 from reprise.loading.reader import read_places
+from reprise.local.host_part import HostPart
 from reprise.local.part_client import PartClient
-from reprise.local.part_server import HostPart
 from reprise.storage.folder import iteration_name
 from tests.unit.reprise.local.sites import Site
 
@@ -27,7 +27,7 @@ def site(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> Site:
 
 def part_of(site: Site, host: int) -> HostPart:
     manifest = (site.folders[host] / iteration_name(ITERATION) / "manifest.json").read_bytes()
-    part = site.servers[host].find(ITERATION, digest_of(manifest))
+    part = site.parts[host].find(ITERATION, digest_of(manifest))
     assert part is not None
     return part
 
@@ -47,8 +47,8 @@ def test_a_hole_is_refused(site: Site) -> None:
 
 
 def test_another_checkpoint_of_the_iteration_is_no_part(site: Site) -> None:
-    assert site.servers[1].find(ITERATION, "another") is None
-    assert site.servers[1].find(9, "another") is None
+    assert site.parts[1].find(ITERATION, "another") is None
+    assert site.parts[1].find(9, "another") is None
 
 
 @pytest.mark.parametrize("token", ["another", "", "a token too long"])
@@ -83,8 +83,8 @@ def test_a_hold_ends_with_the_next_and_with_a_release(site: Site) -> None:
     assert site.held() == [iteration_name(ITERATION)]
     assert site.servers[1].wake.is_set()
     older = json.loads((site.folders[1] / iteration_name(1) / "host.json").read_bytes())["manifest_xxh3_64"]
-    assert site.servers[1].hold(1, older) is not None
+    assert site.parts[1].hold(1, older) is not None
     assert site.held() == [iteration_name(1)]
     client.tell("release")
     assert site.held() == []
-    assert site.servers[1].chosen is None
+    assert site.parts[1].chosen is None
