@@ -109,9 +109,9 @@ def _describe_missing(own: HostPart, parts: Collection[PartSummary]) -> str:
 
 def main() -> int:
     """Mirror a run, with the other hosts of a line of the standard input; return the exit status."""
-    peers = Peers.read(sys.stdin.fileno())
 
     def pool_of(options: MirrorOptions) -> HostPool:
+        peers = Peers.read(sys.stdin.fileno())
         parts = HostParts(CheckpointFolder(options.run, FILE_SYSTEM))
         server = PartServer(parts, peers)
         server.start()

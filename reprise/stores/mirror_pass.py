@@ -116,6 +116,7 @@ class MirrorPass:
             CheckpointError: if the store holds checkpoints of another run.
         """
         local, is_done = self._local(), True
+        self._sources = {name: found for name, found in self._sources.items() if name in local}
         if self._host and self._pool is not None:
             return self._follow(self._pool, local)
         if self._host == 0:

@@ -11,6 +11,7 @@ import pytest
 from reprise.storage.folder import iteration_name
 from reprise.stores import mirror_process
 from reprise.stores.client import StoreClient
+from reprise.stores.mirror import MirrorOptions, mirror
 from reprise.stores.mirror_process import MirrorProcess, mirror_rule
 from reprise.stores.peers import Peers, listen
 from tests.stores.test_killed import KillableClient, KilledError, Killer
@@ -115,6 +116,15 @@ def test_a_follower_waits_until_host_0_is_through(saved_hosts: Path, tmp_path: P
     assert site.passes[0].run(at_end=True)
     site.pools[0].end()
     assert site.passes[1].run(at_end=True)
+
+
+def test_a_host_that_mirrors_its_folder_alone_is_told_of_gather(
+    saved_hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = MirrorOptions(saved_hosts / "copies0" / "host0" / "local", f"file://{tmp_path / 'store'}", once=True)
+    assert mirror(options) == 0
+    assert f"{iteration_name(2)} is not mirrored: it is the part of one host. `reprise checkpoint gather" in caplog.text
+    assert not list(tmp_path.glob("store/iter_*"))
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
