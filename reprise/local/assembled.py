@@ -56,7 +56,7 @@ class AssembledSource(LocalSource):
         checkpoint = part.checkpoint
         places = {tensor: place for tensor, place in read_places(checkpoint).items() if place.file == name}
         pieces = {tensor: tuple(range(len(part.host.writers[tensor]))) for tensor in places}
-        if not without(pieces, part.host.held):
+        if not without(pieces, part.host.held) and _is_undamaged(checkpoint, places, pieces):
             yield path_of(self.path, name)
             return
         try:
@@ -119,6 +119,12 @@ class AssembledSource(LocalSource):
                     else:
                         silent[source] = error
                         del parts[source]
+
+
+def _is_undamaged(checkpoint: Checkpoint, places: dict[str, Place], pieces: PieceNumbers) -> bool:
+    """Return whether all blocks of these pieces have their digests in the folder of this host."""
+    blocks = PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), np.empty(BLOCK_BYTES, np.uint8))
+    return all(digest_of(data.data) == block.digest for block, data in blocks)
 
 
 def _of_tensors(names: Collection[str], summary: PartSummary, own: HostPart) -> HostFile:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import CheckpointError
+from reprise.format.manifest import digest_of
 from reprise.local.part_server import PartServer
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import iteration_name
@@ -51,6 +52,26 @@ def test_wrong_bytes_are_taken_from_another_host(site: Site, saved_hosts: Path) 
     whole = (saved_hosts / "shared" / NAME / FILE).read_bytes()
     assert assembled(site) == whole
     assert assembled(site, 1) == whole  # whose own are the wrong ones
+    assert scratch(site) == []
+
+
+@pytest.mark.parametrize("damaged", [[], [0], [0, 1]], ids=["no host", "one host", "both hosts"])
+def test_a_whole_file_with_wrong_bytes_comes_from_another_host(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack, damaged: list[int]
+) -> None:
+    site = Site(saved_hosts / "copies1", tmp_path, stack)
+    manifest = (site.folders[0] / NAME / "manifest.json").read_bytes()
+    assert site.parts[0].hold(2, digest_of(manifest)) is not None
+    for host in damaged:
+        flip(site.folders[host] / NAME, of_host=1)
+    source = site.pools[0].source(site.folders[0] / NAME)
+    if len(damaged) < 2:
+        with source.file(FILE) as path:
+            assert path.read_bytes() == (saved_hosts / "shared" / NAME / FILE).read_bytes()
+            assert (path.parent == site.folders[0] / NAME) is not bool(damaged)
+    else:
+        with pytest.raises(CheckpointError, match="on no host, or damaged"), source.file(FILE):
+            pass
     assert scratch(site) == []
 
 
