@@ -80,11 +80,19 @@ class HostParts:
         return None if host is None else HostPart(checkpoint, host, PartSummary.of(host), host.by_writer())
 
     def hold(self, iteration: int, digest: str) -> HostPart | None:
-        """Keep a checkpoint, in place of the one before, and return the part of it here; None if there is none."""
+        """Keep a checkpoint, in place of the one before, and return the part of it here; None if there is none.
+
+        Raises:
+            OSError: naming the folder, if it cannot be written.
+        """
         with self._lock:
             if self.chosen != (iteration, digest) or self._hold is None or not self._hold.is_in_place():
                 self.release()
-                self._hold = Hold.take(self.folder.iteration(iteration))
+                path = self.folder.iteration(iteration)
+                try:
+                    self._hold = Hold.take(path)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(path)) from error
             part = None if self._hold is None else self.find(iteration, digest)
             if part is None:
                 self.release()

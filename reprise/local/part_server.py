@@ -10,10 +10,12 @@ import errno
 import hmac
 import json
 import logging
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
 MOST_BYTES = 256 << 20  # of a line
 _CLOSED = (errno.EBADF, errno.EINVAL)
+_QUESTIONS = ("part", "pieces")  # all else is an order
 
 
 class PartServer:
@@ -44,6 +47,7 @@ class PartServer:
 
     def __init__(self, parts: HostParts, peers: Peers) -> None:
         self._parts, self._listener, self._token = parts, peers.listener, peers.token.encode()
+        self._turn = threading.Lock()  # of the order that is followed
         self.wake = threading.Event()
         self.is_over = False
 
@@ -68,7 +72,13 @@ class PartServer:
             try:
                 if not hmac.compare_digest(lines.read(len(self._token)), self._token):
                     return
-                answer, blocks = self._answer(json.loads(lines.readline(MOST_BYTES)))
+                request = json.loads(lines.readline(MOST_BYTES))
+                is_order = request["order"] not in _QUESTIONS
+                turn: AbstractContextManager[object] = self._turn if is_order else nullcontext()
+                with turn:
+                    if _is_given_up(connection):
+                        return
+                    answer, blocks = self._answer(request)
                 connection.sendall(json.dumps(answer).encode() + b"\n")
                 for _, data in blocks:
                     connection.sendall(data.data)
@@ -84,7 +94,10 @@ class PartServer:
             self.wake.set()
             return {}, ()
         place = int(request["iteration"]), str(request["manifest"])
-        part = self._parts.hold(*place) if order == "hold" else self._parts.find(*place)
+        try:
+            part = self._parts.hold(*place) if order == "hold" else self._parts.find(*place)
+        except OSError as error:
+            return {"problem": f"{error.filename}: {error.strerror}"}, ()
         if order == "hold":
             self.wake.set()
         if order != "pieces":
@@ -94,3 +107,14 @@ class PartServer:
             return {"problem": "this host does not have these pieces"}, ()
         blocks = blocks_of(part.checkpoint, read_places(part.checkpoint), pieces)
         return {}, PieceReader(part.checkpoint).read(blocks, np.empty(BLOCK_BYTES, np.uint8))
+
+
+def _is_given_up(connection: socket.socket) -> bool:
+    """Return whether the other end has closed a connection.
+
+    A request may wait at the port for as long as no mirror is there to answer. Its sender has then asked again, perhaps
+    for another checkpoint, and an old order after the new one would undo that.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from reprise.loading.reader import read_places
 from reprise.local.host_part import HostPart
 from reprise.local.part_client import PartClient
 from reprise.storage.folder import iteration_name
+from reprise.storage.holds import Hold
 from tests.unit.reprise.local.sites import Site
 
 ITERATION = 2
@@ -75,6 +77,33 @@ def test_a_malformed_answer_is_an_error_that_names_the_host(site: Site) -> None:
     _, silent = site.client(0).parts(part_of(site, 0))
     assert silent[1].filename == f"127.0.0.1:{site.addresses[1][1]}"
     assert "malformed" in str(silent[1])
+
+
+def test_an_order_whose_host_waits_no_more_is_not_followed(site: Site) -> None:
+    own = part_of(site, 1)
+    order = {"order": "hold", "iteration": ITERATION, "manifest": own.checkpoint.digest}
+    request = site.peers(0).token.encode() + json.dumps(order).encode() + b"\n"
+    sender, receiver = socket.socketpair()
+    sender.sendall(request)
+    sender.close()
+    site.servers[1]._serve(receiver)
+    assert site.parts[1].chosen is None
+    assert site.held() == []
+    sender, receiver = socket.socketpair()
+    with sender:
+        sender.sendall(request)
+        site.servers[1]._serve(receiver)
+        assert site.held() == [iteration_name(ITERATION)]
+
+
+def test_a_full_disk_of_a_host_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Hold, "_create", full)
+    _, silent = site.client(0).parts(part_of(site, 0), order="hold")
+    assert f"host1/{iteration_name(ITERATION)}: No space left on device" in str(silent[1])
+    assert str(site.addresses[1][1]) in str(silent[1])
 
 
 def test_a_hold_ends_with_the_next_and_with_a_release(site: Site) -> None:
