@@ -123,7 +123,9 @@ class MirrorPass:
             self._lead(local)
         record = self._record if self._host == 0 and self._record else read_record(self._root, self._rule.url)
         due = self._rule.due(local, record.committed, at_end=at_end)
-        for name in due if self._pool is None else sorted(due, key=lambda name: name != self._current):
+        if self._current in local:  # also where newer ones have come, which `keep` counts
+            due = [self._current, *(name for name in due if name != self._current)]
+        for name in due:
             files = self._files(name, local[name])
             if files is None or (name, files.digest) in self._ended:
                 continue

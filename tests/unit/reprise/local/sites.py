@@ -32,6 +32,7 @@ class Site:
         saved: the folders of two hosts.
         hosts: which of the two each host has a copy of.
         client: makes the client of the store for a host.
+        keep: number of newest checkpoints that stay in the store; 0 keeps all.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Site:
         hosts: Sequence[int] = (0, 1),
         client: Callable[[str, int], StoreClient] = lambda url, _: StoreClient(url),
         timeout_s: float = 5.0,
+        keep: int = 0,
     ) -> None:
         self.folders = [root / f"host{number}" for number in range(len(hosts))]
         for host, folder in zip(hosts, self.folders, strict=True):
@@ -50,7 +52,7 @@ class Site:
         self.store = root / "store"
         self.url = StoreUrl.parse(f"file://{self.store}")
         self.now = 0.0
-        self._client, self._stack, self._timeout_s = client, stack, timeout_s
+        self._client, self._stack, self._timeout_s, self._keep = client, stack, timeout_s, keep
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in self.folders]
         self.addresses = [listener.getsockname() for listener in self.listeners]
         self.parts = [self._parts(host) for host in range(len(hosts))]
@@ -83,7 +85,7 @@ class Site:
             self._client(self.url.root, host),
             self.url,
             self.folders[host],
-            MirrorRule(str(self.url)),
+            MirrorRule(str(self.url), keep=self._keep),
             host=host,
             hosts=len(self.folders),
             stall_s=10.0,
