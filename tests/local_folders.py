@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,19 +30,26 @@ SPECS = [
 ]
 
 
-def contents(rank: int, iteration: int) -> Contents:
+def contents(rank: int, iteration: int, members: Mapping[str, object] | None = None) -> Contents:
     """Return the share of a rank in the state of two ranks after an iteration."""
     values = {
         spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(iteration)).to(spec.dtype)
         for spec in SPECS
     }
     live = tuple(COLUMNS.live(rank, SPECS, values))
-    documents = {STATE: {"format": FORMAT, "iteration": iteration}, "config.json": {"model_type": "gpt2"}}
+    state = {"format": FORMAT, "iteration": iteration, **(members or {})}
+    documents = {STATE: state, "config.json": {"model_type": "gpt2"}}
     return Contents(tuple(SPECS), live, {}, documents)
 
 
-def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0, keep: int = 9) -> list[Path]:
-    """Save iterations on two hosts, and return the folder of each."""
+def save_on_two_hosts(
+    folder: Path, *iterations: int, copies: int = 0, keep: int = 9, members: Mapping[str, object] | None = None
+) -> list[Path]:
+    """Save iterations on two hosts, and return the folder of each.
+
+    Args:
+        members: of `trainer_state.json`, beside those that every checkpoint has.
+    """
     folders = [folder / f"host{rank}" / "local" for rank in range(2)]
 
     def run(channel: StoreChannel) -> None:
@@ -50,7 +57,7 @@ def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0, keep: int
         local = LocalCheckpointer(policy, channel, nonce="n")
         local.start()
         for iteration in iterations:
-            local.saver.save(iteration, contents(channel.rank, iteration))
+            local.saver.save(iteration, contents(channel.rank, iteration, members))
             local.await_copies()
         local.close()
 

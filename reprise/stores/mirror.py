@@ -161,7 +161,7 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 is_last = options.once or orders.is_finishing
                 if passes is None:
                     if options.host == 0 or pool is not None:
-                        stack.enter_context(_locked(folder))
+                        stack.enter_context(_locked(folder, is_local=pool is not None))
                     passes = MirrorPass(
                         StoreClient(url.root), url, folder, rule, pool=pool,
                         host=options.host, hosts=options.hosts, stall_s=options.stall_s,
@@ -184,8 +184,10 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = FolderLock(folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run")
+def _locked(folder: Path, *, is_local: bool) -> Iterator[None]:
+    lock = FolderLock(
+        folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run", is_local=is_local
+    )
     lock.acquire()
     try:
         yield

@@ -330,12 +330,14 @@ class MirrorPass:
             CheckpointError: if it has checkpoints of another run.
         """
         record, committed = read_record(self._root, self._rule.url), dict[str, MirroredCheckpoint]()
+        # In a folder of host 0 alone, which another host may have been at the last start, the record may be an old one.
+        recorded = record.committed if self._pool is None else {}
         inherited = set[str]()
         for prefix in ("", f"{WEIGHTS}/"):
             folder = self._url.child(WEIGHTS) if prefix else self._url
             for folder_name in filter(_is_current_name, self._client.names(folder.key)[0]):
                 name = f"{prefix}{folder_name}"
-                entry = _stored_checkpoint(self._client, self._url.child(name), record.committed.get(name))
+                entry = _stored_checkpoint(self._client, self._url.child(name), recorded.get(name))
                 if entry is None:
                     continue
                 relation = _relation(lineage, entry.lineage, iteration_in(name))

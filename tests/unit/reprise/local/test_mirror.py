@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage
+from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, read_record
 from reprise.storage.folder import iteration_name
+from reprise.storage.lock import Holder
+from reprise.stores import mirror as stores_mirror
 from reprise.stores import mirror_process
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror import MirrorOptions, mirror
 from reprise.stores.mirror_process import MirrorProcess, mirror_rule
 from reprise.stores.peers import Peers, listen
+from tests.local_folders import save_on_two_hosts
 from tests.stores.test_killed import KillableClient, KilledError, Killer
 from tests.unit.reprise.local.sites import Site, close, sums
 
@@ -113,6 +120,37 @@ def test_a_follower_waits_until_host_0_is_through(saved_hosts: Path, tmp_path: P
     assert site.passes[0].run(at_end=True)
     site.pools[0].end()
     assert site.passes[1].run(at_end=True)
+
+
+def test_a_record_of_an_earlier_host_0_takes_nothing_back(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    earlier = Lineage((Branch("run", FRESH),))
+    later = Lineage((*earlier.branches, Branch("later", 1)))
+    save_on_two_hosts(tmp_path / "saved", 2, 3, members={LINEAGE: later.record()})
+    site = Site(tmp_path / "saved", tmp_path, stack)
+    site.run()
+    for folder in site.folders:
+        shutil.rmtree(folder / iteration_name(2))  # as retention does
+    record = read_record(site.folders[0], str(site.url))
+    given_up = {**record.committed, iteration_name(2): MirroredCheckpoint("of the branch before", earlier)}
+    (site.folders[0] / MIRROR).write_bytes(replace(record, committed=given_up).to_bytes())
+    site.restart(0)
+    site.run()
+    assert site.committed() == [iteration_name(2), iteration_name(3)]
+
+
+def test_a_lock_under_an_earlier_name_of_the_host_is_no_bar(
+    saved_hosts: Path, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores_mirror, "POLL_S", 0.0)
+    site = Site(saved_hosts / "copies1", tmp_path, stack, hosts=(0,))
+    (site.folders[0] / ".mirror").mkdir()
+    (site.folders[0] / ".mirror" / "lock").write_text(json.dumps(asdict(Holder("before", 1, "a nonce", 0.0))))
+    options = MirrorOptions(site.folders[0], str(site.url), once=True)
+    assert mirror(options, pool_of=lambda _: site.pools[0]) == 0
+    assert site.committed() == [iteration_name(1), iteration_name(2)]
 
 
 def test_a_host_that_mirrors_its_folder_alone_is_told_of_gather(
