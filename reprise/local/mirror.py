@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.format.mirror_record import iteration_in
+from reprise.format.mirror_record import SCRATCH, iteration_in
 from reprise.local.assembled import AssembledSource
 from reprise.local.host_part import HostPart, HostParts
 from reprise.local.part_client import PartClient
@@ -22,7 +22,7 @@ from reprise.local.survey import Candidate, PartSummary
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, iteration_name
 from reprise.stores import mirror
-from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions
+from reprise.stores.mirror import MirrorOptions
 from reprise.stores.peers import Peers
 from reprise.stores.pool import Pool
 
@@ -43,7 +43,7 @@ class HostPool(Pool):
     ) -> None:
         self._parts, self._server, self._client, self._clock = parts, server, client, clock
         self.wake = server.wake
-        self._scratch = parts.folder.root / LOCK_FOLDER / "file"
+        self._scratch = parts.folder.root / SCRATCH
         self._is_released = False  # an earlier process may have chosen one
         self._lacking_since = dict[tuple[str, str], float]()
         parts.folder.files.remove_tree(self._scratch)
@@ -81,8 +81,7 @@ class HostPool(Pool):
     def release(self) -> None:
         if not self._is_released:
             self._parts.release()
-            self._client.tell("release")
-            self._is_released = True
+            self._is_released = self._client.tell("release")  # else the next call tells them again
 
     def source(self, path: Path) -> AssembledSource:
         def find() -> HostPart | None:
@@ -93,10 +92,9 @@ class HostPool(Pool):
         return AssembledSource(path, find, self._client, self._scratch)
 
     def end(self) -> None:
-        """Release all hosts, once host 0 has uploaded all."""
-        self.release()
+        self._parts.release()
         if self._client.host == 0:
-            self._client.tell("over")
+            self._client.tell("over")  # the others release theirs
 
 
 def _describe_missing(own: HostPart, parts: Collection[PartSummary]) -> str:

@@ -39,11 +39,13 @@ class PartClient:
         """Return the number of all hosts."""
         return len(self._addresses)
 
-    def tell(self, order: str) -> None:
-        """Give all others an order, as far as they answer."""
+    def tell(self, order: str) -> bool:
+        """Give all others an order, and return whether all have answered."""
+        answers = 0
         for number in self._others:
             with contextlib.suppress(OSError), self._asked(number, {"order": order}):
-                pass
+                answers += 1
+        return answers == len(self._others)
 
     def parts(self, own: HostPart, *, order: str = "part") -> tuple[dict[int, PartSummary], dict[int, OSError]]:
         """Return the parts of a checkpoint by the numbers of their hosts, and the errors of those that do not answer.

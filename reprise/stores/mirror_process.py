@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.format.mirror_record import MirrorRule
+from reprise.format.mirror_record import SCRATCH, MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.stores.child import child_environment
@@ -141,6 +141,8 @@ class MirrorProcess:
             self._process.wait()
         if self._peers is not None:
             self._peers.listener.close()
+            with contextlib.suppress(OSError):  # the next start removes it
+                FILE_SYSTEM.remove_tree(self._folder / SCRATCH)
 
     def _say(self, line: bytes) -> None:
         assert self._process.stdin is not None

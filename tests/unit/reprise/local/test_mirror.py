@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -122,6 +123,20 @@ def test_a_follower_waits_until_host_0_is_through(saved_hosts: Path, tmp_path: P
     assert site.passes[1].run(at_end=True)
 
 
+def test_a_host_that_has_not_answered_is_released_later(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> None:
+    site = site_of(saved_hosts, tmp_path, stack)
+    while iteration_name(1) not in site.committed():
+        site.passes[0].run()
+        site.passes[1].run()
+    answer = site.servers[1]._answer
+    site.servers[1]._answer = lambda request: answer({**request, "order": "?"})  # type: ignore[method-assign]
+    assert site.passes[0].run()
+    assert site.held() == [iteration_name(1)]
+    del site.servers[1]._answer  # type: ignore[method-assign]
+    assert site.passes[0].run()
+    assert site.held() == []
+
+
 def test_a_record_of_an_earlier_host_0_takes_nothing_back(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +166,28 @@ def test_a_lock_under_an_earlier_name_of_the_host_is_no_bar(
     options = MirrorOptions(site.folders[0], str(site.url), once=True)
     assert mirror(options, pool_of=lambda _: site.pools[0]) == 0
     assert site.committed() == [iteration_name(1), iteration_name(2)]
+
+
+def test_the_file_of_a_mirror_that_is_ended_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MirrorProcess, "_start", lambda _: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+    listener, folder = listen(), tmp_path / "local"
+    peers = Peers(listener, (("127.0.0.1", listener.getsockname()[1]),), "a token")
+    process = MirrorProcess(folder, mirror_rule(f"file://{tmp_path / 'store'}", interval=0, keep=0), peers=peers)
+    (folder / ".mirror" / "file").mkdir(parents=True)
+    (folder / ".mirror" / "file" / "model.safetensors").touch()
+    assert not process.finish(0.0)
+    assert not (folder / ".mirror" / "file").exists()
+    assert listener.fileno() == -1
+
+
+def test_the_end_of_a_follower_is_its_own_alone(saved_hosts: Path, tmp_path: Path, stack: ExitStack) -> None:
+    site = Site(saved_hosts / "copies0", tmp_path, stack, hosts=(0, 1, 1))
+    site.run()
+    assert site.passes[0].run(at_end=True)
+    site.pools[0].end()
+    for host in (1, 2):
+        assert site.passes[host].run(at_end=True), host
+        site.pools[host].end()
 
 
 def test_a_host_that_mirrors_its_folder_alone_is_told_of_gather(
