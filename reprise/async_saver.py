@@ -122,8 +122,9 @@ class AsyncSaver:
     ) -> None:
         """Allocate the memory for copies in the background, so that the first save need not wait for it.
 
-        Optional. Call it after the first step of the optimizer, which makes most of the state. If a save has larger or
-        other tensors, it allocates what it needs.
+        Optional. Call it after the first step of the optimizer, which makes most of the state. The call itself waits
+        for a save under way, and for tensors of a CUDA device until the memory is pinned. If a save has larger or other
+        tensors, it allocates what it needs.
 
         Raises:
             TrainerError: on every rank, for what cannot be saved.
