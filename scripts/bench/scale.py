@@ -9,6 +9,7 @@ causes in the interpreter of rank 0.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -336,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.measures) - MEASURES.keys():
         parser.error(f"no measurement is called {' or '.join(sorted(unknown))}")
     print("\n".join(describe(Path(tempfile.gettempdir()))), flush=True)
+    gc.freeze()  # as the trainer does after its imports: a collection would pass over all modules
     for name in options.measures or MEASURES:
         measure = MEASURES[name]
         by_size: dict[int, Figures] = {}
