@@ -36,6 +36,7 @@ _PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pi
 _SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
 _MOST_SHOWN = 10
 _WIDEST = 60  # of a list in a table
+_LONG_LOG_BYTES = 32 << 20  # of about 100,000 iterations, which take a second
 Row = dict[str, Any]
 _GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
 
@@ -91,8 +92,12 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def _print_goodput(run: Path, *, name: str) -> None:
-    """Print where the time of a run went; nothing for a folder without a log."""
-    if is_url(str(run)) or not (run_folder(run) / METRICS_FILE).exists():
+    """Print where the time of a run went; nothing for a folder without a log, or with one that takes seconds to read."""
+    log = run_folder(run) / METRICS_FILE
+    if is_url(str(run)) or not log.exists():
+        return
+    if (log_bytes := log.stat().st_size) > _LONG_LOG_BYTES:
+        print(f"{name}goodput: `reprise report {run}` reads the {log_bytes / 1e6:.0f} MB of {METRICS_FILE}")
         return
     try:
         goodput = measure_goodput(read_history(run))

@@ -253,3 +253,13 @@ def test_a_list_ends_with_the_goodput_of_the_run(tmp_path: Path, capsys: pytest.
     save(steady_run(tmp_path, [1.0] * 8), [5])
     assert main(["ls", str(tmp_path)]) == FINE
     assert capsys.readouterr().out.splitlines()[-1] == "goodput 80.0% of 10.0 s: started 20.0%"
+
+
+def test_a_list_leaves_a_long_log_to_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.commands.checkpoint._LONG_LOG_BYTES", 10)
+    save(tmp_path, [5])
+    (tmp_path / "metrics.jsonl").write_text("x" * 11)
+    assert main(["ls", str(tmp_path)]) == FINE
+    assert f"`reprise report {tmp_path}` reads" in capsys.readouterr().out.splitlines()[-1]
