@@ -92,7 +92,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def _print_goodput(run: Path, *, name: str) -> None:
-    """Print where the time of a run went; nothing for a folder without a log, or with one that takes seconds to read."""
+    """Print where the time of a run went; nothing without a log. A log that takes seconds to read is only named."""
     log = run_folder(run) / METRICS_FILE
     if is_url(str(run)) or not log.exists():
         return
