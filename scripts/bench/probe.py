@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import statistics
@@ -98,11 +99,10 @@ def _status_bytes(process: str, key: str) -> int:
 def _children_bytes() -> int:
     total = 0
     for path in Path("/proc/self/task").glob("*/children"):
-        for child in path.read_text().split():
-            try:
-                total += _status_bytes(child, "RssAnon")
-            except OSError:  # it has just ended
-                continue
+        with contextlib.suppress(OSError):  # the thread has just ended
+            for child in path.read_text().split():
+                with contextlib.suppress(OSError):  # so has the process
+                    total += _status_bytes(child, "RssAnon")
     return total
 
 
