@@ -19,10 +19,11 @@ from reprise.format.host_file import HostFile, PieceNumbers, path_of, union, wit
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file, read_header, read_places
+from reprise.loading.reader import Bytes, Checkpoint, read_places
 from reprise.local.host_part import HostPart
 from reprise.local.part_client import PartClient
-from reprise.local.pieces import PieceReader, PieceWriter
+from reprise.local.pieces import PieceReader, PieceWriter, damaged_pieces
+from reprise.local.skeleton import header_of
 from reprise.local.survey import PartSummary, assign, describe
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.upload import LocalSource, SourceChangedError
@@ -56,7 +57,7 @@ class AssembledSource(LocalSource):
         checkpoint = part.checkpoint
         places = {tensor: place for tensor, place in read_places(checkpoint).items() if place.file == name}
         pieces = {tensor: tuple(range(len(part.host.writers[tensor]))) for tensor in places}
-        if not without(pieces, part.host.held) and _is_undamaged(checkpoint, places, pieces):
+        if not without(pieces, part.host.held) and not damaged_pieces(checkpoint, places, pieces):
             yield path_of(self.path, name)
             return
         try:
@@ -70,10 +71,7 @@ class AssembledSource(LocalSource):
         """Make a file with the size and the header of the whole one."""
         files, target = checkpoint.files, self._scratch / name
         total_bytes = checkpoint.manifest.files[name].total_bytes
-        with open_tensor_file(files, checkpoint.path / name) as file:
-            header = read_header(file, total_bytes, where=checkpoint.path / name)
-        if digest_of(header) != checkpoint.manifest.files[name].digest:
-            raise CheckpointError("A safetensors header is damaged", where=checkpoint.path / name)
+        header = header_of(checkpoint, name)
         make_folders(files, target.parent)
         descriptor = files.open_for_writing(target)
         try:
@@ -119,12 +117,6 @@ class AssembledSource(LocalSource):
                     else:
                         silent[source] = error
                         del parts[source]
-
-
-def _is_undamaged(checkpoint: Checkpoint, places: dict[str, Place], pieces: PieceNumbers) -> bool:
-    """Return whether all blocks of these pieces have their digests in the folder of this host."""
-    blocks = PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), np.empty(BLOCK_BYTES, np.uint8))
-    return all(digest_of(data.data) == block.digest for block, data in blocks)
 
 
 def _of_tensors(names: Collection[str], summary: PartSummary, own: HostPart) -> HostFile:

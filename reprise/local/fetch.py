@@ -13,7 +13,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError
 from reprise.format.host_file import PieceNumbers, union
 from reprise.format.layout import Place
-from reprise.format.manifest import BLOCK_BYTES, digest_of
+from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.local.link import Link
@@ -117,16 +117,3 @@ class Fetcher:
         moved = (replace(block, place=elsewhere[block.place.spec.name]) for block in blocks)
         for block, data in PieceReader(source).read(moved, buffer):
             writer.write(replace(block, place=places[block.place.spec.name]), data)
-
-
-def damaged_pieces(
-    checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers
-) -> dict[str, tuple[int, ...]]:
-    """Return those of these pieces with bytes other than their digests'."""
-    damaged: dict[str, list[int]] = {}
-    buffer = np.empty(BLOCK_BYTES, np.uint8)
-    for block, data in PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), buffer):
-        name = block.place.spec.name
-        if digest_of(data.data) != block.digest and block.number not in damaged.get(name, ()):
-            damaged.setdefault(name, []).append(block.number)
-    return {name: tuple(numbers) for name, numbers in damaged.items()}

@@ -23,7 +23,8 @@ from reprise.format.names import HOST
 from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
-from reprise.local.fetch import Fetcher, damaged_pieces
+from reprise.local.fetch import Fetcher
+from reprise.local.pieces import damaged_pieces
 from reprise.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
 from reprise.local.survey import Candidate, PartSummary, Transfer, assign, candidates, describe
 from reprise.storage.folder import CheckpointFolder

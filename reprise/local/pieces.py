@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from reprise.atomic import replace_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import PieceNumbers, path_of, union
-from reprise.format.manifest import digest_of
+from reprise.format.layout import Place
+from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
-from reprise.loading.blocks import PieceBlock
+from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import (
     GAP_BYTES,
     SCRATCH_BYTES,
@@ -174,3 +175,16 @@ class PieceWriter:
             self._files.read(descriptor, covering.data, offset=start + first * stride)
             np.copyto(np.ndarray(part.shape, np.uint8, covering, 0, strides), part)
             self._files.write(descriptor, [covering.data], offset=start + first * stride)
+
+
+def damaged_pieces(
+    checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers
+) -> dict[str, tuple[int, ...]]:
+    """Return those of these pieces with bytes other than their digests'."""
+    damaged: dict[str, list[int]] = {}
+    buffer = np.empty(BLOCK_BYTES, np.uint8)
+    for block, data in PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), buffer):
+        name = block.place.spec.name
+        if digest_of(data.data) != block.digest and block.number not in damaged.get(name, ()):
+            damaged.setdefault(name, []).append(block.number)
+    return {name: tuple(numbers) for name, numbers in damaged.items()}

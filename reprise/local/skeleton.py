@@ -37,17 +37,32 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     for name, entry in checkpoint.manifest.files.items():
         path = host_file.path_of(checkpoint.path, name)
         if entry.is_tensor_file:
-            with open_tensor_file(checkpoint.files, path) as file:
-                contents[name] = read_header(file, entry.total_bytes, where=path)
-            sizes[name] = entry.total_bytes
-        else:
-            contents[name] = _content(path)
-        if digest_of(contents[name]) != entry.digest:
-            raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
+            contents[name], sizes[name] = header_of(checkpoint, name), entry.total_bytes
+            continue
+        contents[name] = _content(path)
+        _require(contents[name], entry.digest, path)
     contents[MANIFEST] = _content(checkpoint.path / MANIFEST)
     if digest_of(contents[MANIFEST]) != checkpoint.digest:
         raise CheckpointError("A manifest became another one", where=checkpoint.path / MANIFEST)
     return {**contents, _SIZES: json.dumps(sizes).encode()}
+
+
+def header_of(checkpoint: Checkpoint, name: str) -> bytes:
+    """Return every byte before the data of a tensor file.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    path, entry = host_file.path_of(checkpoint.path, name), checkpoint.manifest.files[name]
+    with open_tensor_file(checkpoint.files, path) as file:
+        header = read_header(file, entry.total_bytes, where=path)
+    _require(header, entry.digest, path)
+    return header
+
+
+def _require(content: bytes, digest: str, path: Path) -> None:
+    if digest_of(content) != digest:
+        raise CheckpointError("A file is damaged", where=path, expected=f"digest {digest}")
 
 
 def _content(path: Path) -> bytes:

@@ -9,7 +9,7 @@ from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile, missing, without
 from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.local.fetch import damaged_pieces
+from reprise.local.pieces import damaged_pieces
 from reprise.local.survey import candidates, describe
 
 

@@ -17,8 +17,7 @@ from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import Bytes, open_checkpoint, read_places
 from reprise.local import link
 from reprise.local.copies import Copies
-from reprise.local.fetch import damaged_pieces
-from reprise.local.pieces import PieceReader
+from reprise.local.pieces import PieceReader, damaged_pieces
 from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
 from reprise.policy import SavePolicy
 from reprise.storage.files import Files
