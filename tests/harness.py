@@ -20,10 +20,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 import trainer.__main__
 import trainer.training.loop
 from reprise.files import FILE_SYSTEM
 from scripts.faults.ranks import become_rank, free_port
+from tests.composed import answer_with, composed
 from trainer.config.compose import compose as compose
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
@@ -195,11 +198,9 @@ def started(
     """Start ranks that call `function(arguments)`, their outputs beside `folder`, and kill what is left of them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     outputs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
-    port = free_port()
+    port, config, cores = free_port(), composed(arguments), _cores(ranks, cores)
     processes = [
-        _context.Process(
-            target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), _cores(ranks, cores))
-        )
+        _context.Process(target=_rank, args=(rank, ranks, port, function, arguments, config, str(outputs[rank]), cores))
         for rank in range(ranks)
     ]
     try:
@@ -330,10 +331,13 @@ def _rank(
     port: int,
     function: Callable[[list[str]], None],
     arguments: list[str],
+    config: DictConfig | None,
     output: str,
     cores: tuple[int, ...],
 ) -> None:
     Path(output).unlink(missing_ok=True)
     become_rank(rank, ranks, port=port, output=output)
     os.sched_setaffinity(0, cores)
+    if config is not None:
+        answer_with(config, arguments)
     function(arguments)
