@@ -288,11 +288,11 @@ def prune(options: argparse.Namespace) -> int:
         dry_run=options.dry_run,
         terms=LOCAL,
     )
-    rows = [
+    rows: list[Row] = [
         {"iteration": checkpoint.iteration, "bytes": checkpoint.total_bytes, "deleted": not report.is_dry_run}
         for checkpoint in report.expired
     ]
-    _print_rows(rows, as_json=options.json)
+    _print_rows(rows if options.json else _without_columns(rows, "deleted"), as_json=options.json)
     if not options.json:
         verb = "would be" if report.is_dry_run else "were"
         print(f"{len(rows)} {verb} deleted, {len(report.retained)} stay")
