@@ -1,9 +1,9 @@
 """Where the bytes of tensors lie: boxes of tensors, files of tensors, the part and the digests of each rank."""
 
 from reprise.format.box import Box, Image, absolute, cut, extent, image, in_bytes, intersect, relative, whole
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import (
     DEFAULT_FILE_BYTES,
-    DTYPE_NAMES,
     FileLayout,
     Layout,
     Place,
@@ -14,17 +14,18 @@ from reprise.format.layout import (
 )
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece, digest_of
 from reprise.saving.plan import Holding, pieces_of
+from reprise.tensors.dtypes import stored_dtype, torch_dtype
 
 __all__ = [
     "BLOCK_BYTES",
     "DEFAULT_FILE_BYTES",
-    "DTYPE_NAMES",
     "Box",
     "FileLayout",
     "Holding",
     "Image",
     "Layout",
     "Place",
+    "StoredDtype",
     "TensorKind",
     "TensorSpec",
     "WrittenPiece",
@@ -39,5 +40,7 @@ __all__ = [
     "model_index",
     "pieces_of",
     "relative",
+    "stored_dtype",
+    "torch_dtype",
     "whole",
 ]

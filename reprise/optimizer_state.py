@@ -11,6 +11,7 @@ from torch import nn
 from reprise.errors import MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.loading.reader import Checkpoint
+from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.live import local_of
 
 
@@ -70,4 +71,4 @@ def zeros_for(
     if shape == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter.detach())
     device = local_of(parameter).device if on_device or flat_elements else torch.device("cpu")
-    return torch.zeros(shape, dtype=spec.dtype, device=device)
+    return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=device)

@@ -17,6 +17,7 @@ from reprise.loading.reader import open_checkpoint
 from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
+from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, LiveTensor
 
@@ -165,7 +166,7 @@ class _Cast:
     @staticmethod
     def of(contents: Contents, dtype: torch.dtype, file_bytes: int) -> _Cast:
         """Return memory for the shards of `contents`, laid out like the files where their rows are contiguous there."""
-        specs = {spec.name: replace(spec, dtype=dtype) for spec in contents.specs}
+        specs = {spec.name: replace(spec, dtype=stored_dtype(dtype, where=spec.name)) for spec in contents.specs}
         shapes = [
             replace(tensor, spec=specs[tensor.spec.name], local=torch.empty(tensor.box.shape, dtype=dtype))
             for tensor in contents.live

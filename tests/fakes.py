@@ -20,7 +20,7 @@ from reprise.channel import StoreChannel, single_rank_channel
 from reprise.files import Files
 from reprise.format.box import Split, box_of_splits
 from reprise.json_file import Json
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype, torch_dtype
 from reprise.live_tensors import Contents, LiveTensor
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.worker import Job
@@ -260,21 +260,21 @@ def sample_specs() -> list[TensorSpec]:
     """Return specs of every awkward kind: narrow, uneven, large, 0-d, empty, viewed otherwise, several item sizes."""
 
     def spec(
-        kind: TensorKind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()
+        kind: TensorKind, name: str, shape: tuple[int, ...], dtype: StoredDtype, view: tuple[int, ...] = ()
     ) -> TensorSpec:
         return TensorSpec(kind, name, shape, dtype, view or shape)
 
     return [
-        spec(TensorKind.MODEL, "embedding", (1201, 1000), torch.float32),  # more than a digest block
-        spec(TensorKind.MODEL, "attention", (6, 24), torch.float32, (6, 3, 8)),
-        spec(TensorKind.MODEL, "half", (7, 6), torch.bfloat16),
-        spec(TensorKind.MODEL, "bias", (5,), torch.float32),
-        spec(TensorKind.MODEL, "flags", (3,), torch.bool),
-        spec(TensorKind.MODEL, "count", (), torch.int64),
-        spec(TensorKind.MODEL, "nothing", (0, 4), torch.float32),
-        spec(TensorKind.OPTIMIZER, "exp_avg.embedding", (1201, 100), torch.float32),  # more than a small tensor
-        spec(TensorKind.OPTIMIZER, "exp_avg.bias", (5,), torch.float32),
-        spec(TensorKind.OPTIMIZER, "step.bias", (), torch.float32),
+        spec(TensorKind.MODEL, "embedding", (1201, 1000), StoredDtype.F32),  # more than a digest block
+        spec(TensorKind.MODEL, "attention", (6, 24), StoredDtype.F32, (6, 3, 8)),
+        spec(TensorKind.MODEL, "half", (7, 6), StoredDtype.BF16),
+        spec(TensorKind.MODEL, "bias", (5,), StoredDtype.F32),
+        spec(TensorKind.MODEL, "flags", (3,), StoredDtype.BOOL),
+        spec(TensorKind.MODEL, "count", (), StoredDtype.I64),
+        spec(TensorKind.MODEL, "nothing", (0, 4), StoredDtype.F32),
+        spec(TensorKind.OPTIMIZER, "exp_avg.embedding", (1201, 100), StoredDtype.F32),  # more than a small tensor
+        spec(TensorKind.OPTIMIZER, "exp_avg.bias", (5,), StoredDtype.F32),
+        spec(TensorKind.OPTIMIZER, "step.bias", (), StoredDtype.F32),
     ]
 
 
@@ -283,9 +283,9 @@ def sample_state(specs: Sequence[TensorSpec], seed: int) -> dict[str, torch.Tens
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for spec in specs:
-        high = 2 if spec.dtype is torch.bool else 128
+        high = 2 if spec.dtype is StoredDtype.BOOL else 128
         raw = torch.randint(0, high, (spec.total_bytes,), generator=generator, dtype=torch.uint8)
-        state[spec.name] = raw.view(spec.dtype).reshape(spec.shape)
+        state[spec.name] = raw.view(torch_dtype(spec.dtype)).reshape(spec.shape)
     return state
 
 
@@ -297,6 +297,6 @@ def lone_contents(
     live = []
     for kind, tensors in kinds:
         for name, value in tensors.items():
-            spec = TensorSpec(kind, name, tuple(value.shape), value.dtype, tuple(value.shape))
+            spec = TensorSpec(kind, name, tuple(value.shape), stored_dtype(value.dtype, where=name), tuple(value.shape))
             live.append(LiveTensor(spec, box_of_splits(spec.view, []), value, (0,)))
     return Contents(tuple(t.spec for t in live), tuple(live), {}, documents)

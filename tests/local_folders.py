@@ -12,7 +12,7 @@ import torch
 from reprise.channel import StoreChannel
 from reprise.files import Files
 from reprise.folder import FORMAT, STATE
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import StoredDtype, TensorKind, TensorSpec, torch_dtype
 from reprise.live_tensors import Contents
 from reprise.loading.blocks import blocks_of
 from reprise.reading import Checkpoint, LoadSource, open_checkpoint, read_places
@@ -23,19 +23,19 @@ _CLONE_FS = 0x200  # linux/sched.h
 
 COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
 SPECS = [
-    TensorSpec(TensorKind.MODEL, "a.weight", (50, 40), torch.float32, (50, 40)),
-    TensorSpec(TensorKind.MODEL, "b.weight", (7, 6, 5), torch.bfloat16, (7, 6, 5)),
-    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.a.weight", (50, 40), torch.float32, (50, 40)),
-    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.empty", (0, 3), torch.float32, (0, 3)),
+    TensorSpec(TensorKind.MODEL, "a.weight", (50, 40), StoredDtype.F32, (50, 40)),
+    TensorSpec(TensorKind.MODEL, "b.weight", (7, 6, 5), StoredDtype.BF16, (7, 6, 5)),
+    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.a.weight", (50, 40), StoredDtype.F32, (50, 40)),
+    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.empty", (0, 3), StoredDtype.F32, (0, 3)),
 ]
 
 
 def contents(rank: int, iteration: int, members: Mapping[str, object] | None = None) -> Contents:
     """Return the share of a rank in the state of two ranks after an iteration."""
-    values = {
-        spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(iteration)).to(spec.dtype)
-        for spec in SPECS
-    }
+    values = {}
+    for spec in SPECS:
+        generator = torch.Generator().manual_seed(iteration)
+        values[spec.name] = torch.randn(spec.shape, generator=generator).to(torch_dtype(spec.dtype))
     live = tuple(COLUMNS.live(rank, SPECS, values))
     state = {"format": FORMAT, "iteration": iteration, **(members or {})}
     documents = {STATE: state, "config.json": {"model_type": "gpt2"}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from reprise.format.layout import DTYPE_NAMES, Layout
+from reprise.format.layout import Layout
 from reprise.format.report import GroupDigest
 from reprise.tensors.live import LiveTensor
 
@@ -37,7 +37,7 @@ class Inventory:
         digest = xxhash.xxh3_64()
         for name, place in self._layout.places.items():  # row by row: the text of all would hold up other threads
             spec = place.spec
-            row = spec.kind.value, name, DTYPE_NAMES[spec.dtype], spec.shape, spec.view, place.file
+            row = spec.kind.value, name, spec.dtype.name, spec.shape, spec.view, place.file
             digest.update(repr(row).encode())
         return digest.intdigest()
 
@@ -63,7 +63,7 @@ class Inventory:
         row: dict[str, Any] = {
             "name": name,
             "kind": spec.kind.value,
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": spec.dtype.name,
             "shape": spec.shape,
             "file": self._layout.places[name].file,
         }

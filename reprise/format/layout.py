@@ -15,39 +15,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeGuard
 
-import torch
-
 from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image, image
+from reprise.format.dtype import StoredDtype
 from reprise.format.names import ADAPTERS
 from reprise.json_file import Json
 
 PAGE_BYTES = 4096
 DEFAULT_FILE_BYTES = 2 << 30
 
-# safetensors' names (safetensors/src/tensor.rs, enum Dtype) of the dtypes that pass through unchanged.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 METADATA = "__metadata__"
 MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the bytes of an item
 MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorKind(Enum):
@@ -71,7 +51,7 @@ class TensorSpec:
     kind: TensorKind
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: StoredDtype
     view: tuple[int, ...]
 
     @property
@@ -120,7 +100,7 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
     A tensor is never split across files; a tensor larger than `file_bytes` gets a file of its own.
 
     Raises:
-        CheckpointError: for a duplicate name, a dtype unknown to safetensors, or too many dimensions.
+        CheckpointError: for a duplicate name, a name of safetensors' own, or too many dimensions.
     """
     refuse_unstorable(specs)
     files: list[FileLayout] = []
@@ -179,14 +159,6 @@ def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
                 expected=f"at most {MOST_DIMENSIONS}",
                 found=max(len(spec.shape), len(spec.view)),
             )
-        if spec.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                "A tensor has a dtype that safetensors cannot hold",
-                where=spec.name,
-                expected="one of " + ", ".join(sorted(DTYPES)),
-                found=spec.dtype,
-                fix="Keep complex and quantised tensors out of the state, or store them as views of real numbers.",
-            )
 
 
 def _fill(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
@@ -208,7 +180,7 @@ def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
         offsets.append(position)
         end = position + spec.total_bytes
         table[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": spec.dtype.name,
             "shape": list(spec.shape),
             "data_offsets": [position, end],
         }
@@ -269,15 +241,15 @@ def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> t
     if not isinstance(entry, Mapping):
         raise _malformed(where, "an object", entry)
     shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _malformed(where, "a dtype of " + ", ".join(sorted(DTYPES)), dtype)
+    if not isinstance(dtype, str) or dtype not in StoredDtype.__members__:
+        raise _malformed(where, "a dtype of " + ", ".join(sorted(StoredDtype.__members__)), dtype)
     if not _are_naturals(shape):
         raise _malformed(where, "a shape of natural numbers", shape)
     if not is_shape(shape):
         raise _malformed(where, f"a shape of at most {MOST_DIMENSIONS} dimensions and 2^63 - 1 elements", shape)
     if not _are_naturals(offsets) or len(offsets) != 2:
         raise _malformed(where, "two data_offsets", offsets)
-    spec = TensorSpec(kind, name, tuple(shape), DTYPES[dtype], tuple(shape))
+    spec = TensorSpec(kind, name, tuple(shape), StoredDtype[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.total_bytes:
         raise _malformed(where, f"{spec.total_bytes} B for {dtype} of shape {shape}", f"data_offsets {offsets}")
     return spec, offsets[0]

@@ -21,7 +21,8 @@ import xxhash
 from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, whole
-from reprise.format.layout import DTYPE_NAMES, MOST_ELEMENTS, Layout, Place, is_shape
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import MOST_ELEMENTS, Layout, Place, is_shape
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
 
@@ -30,7 +31,7 @@ FORMAT = MANIFEST_FORMAT
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 _MOST_REMEMBERED = 64
-_ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
+_ITEMSIZES = sorted({dtype.itemsize for dtype in StoredDtype})
 
 
 def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from reprise.format.host_file import missing
-from reprise.format.layout import DTYPE_NAMES, Place
+from reprise.format.layout import Place
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
 from reprise.management.paths import open_newest
 from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.tensors.dtypes import torch_dtype
 
 ITEMS = 1 << 20  # compared at once
 
@@ -130,7 +131,7 @@ def _compare(a: Checkpoint, place_a: Place, b: Checkpoint, place_b: Place) -> Te
         differing += int(unlike.sum())
         largest = max(largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
     if not is_same_dtype:
-        detail = f"{DTYPE_NAMES[place_a.spec.dtype]} and {DTYPE_NAMES[place_b.spec.dtype]}"
+        detail = f"{place_a.spec.dtype.name} and {place_b.spec.dtype.name}"
         return TensorDifference(name, "dtype", largest, differing, total, detail)
     return TensorDifference(name, "values" if differing else "equal", largest, differing, total)
 
@@ -152,7 +153,7 @@ def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:
         for lo in range(0, place.spec.total_bytes, ITEMS * itemsize):
             data = bytearray(min(ITEMS * itemsize, place.spec.total_bytes - lo))
             file.read(memoryview(data), place.offset + lo)
-            yield torch.frombuffer(data, dtype=torch.uint8).view(place.spec.dtype)
+            yield torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(place.spec.dtype))
 
 
 _ABSENT = "(absent)"

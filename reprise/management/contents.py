@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.format.layout import DTYPE_NAMES
 from reprise.json_file import Json
 from reprise.loading.reader import read_places
 from reprise.management.host_share import HostShare, share_of
@@ -77,9 +76,7 @@ def show(checkpoint: str | Path) -> CheckpointContents:
         state=stored.state,
         files=tuple(FileSummary(name, entry.total_bytes) for name, entry in stored.manifest.files.items()),
         tensors=tuple(
-            TensorSummary(
-                place.spec.name, DTYPE_NAMES[place.spec.dtype], place.spec.shape, place.spec.total_bytes, place.file
-            )
+            TensorSummary(place.spec.name, place.spec.dtype.name, place.spec.shape, place.spec.total_bytes, place.file)
             for place in places
         ),
         aliases=dict(stored.manifest.aliases),

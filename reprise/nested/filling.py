@@ -30,6 +30,7 @@ from reprise.nested.table import JointTable
 from reprise.nested.tree import ParameterGroup, Tree
 from reprise.nested.typed_values import TensorReference, decode_number, encode
 from reprise.optimizer_state import zeros_for
+from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
 
@@ -209,7 +210,7 @@ class Filling:
             self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
             return form.tensor, template.detach()
         device = torch.device("cpu") if template is None or template.is_meta else template.device
-        stored = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        stored = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         return stored, in_memory(stored, dtype)
 
     def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
@@ -282,7 +283,8 @@ class Filling:
                 if not optimizer.lacks(name, key) or not number.isdecimal() or at in values.dtypes:
                     continue
                 if spec := specs.get(at):
-                    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=optimizer.parameters[name].device)
+                    device = optimizer.parameters[name].device
+                    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
                     yield from _unreplicated(spec, tensor)
                 self.list_members.add(at)
                 members.setdefault((name, key), {})[int(number)] = tensor if spec else values.value(at)
@@ -309,7 +311,7 @@ def _require_dtypes(
     stored = [(name, aliases.get(name, name)) for name in names]
     for name, at in stored:
         if at in places and dtypes.get(name) != saved.get(at):
-            dtype = str(places[at].spec.dtype).removeprefix("torch.")
+            dtype = str(places[at].spec.dtype)
             raise MismatchError(
                 "A tensor has another dtype in the checkpoint",
                 where=f"{checkpoint.path}, {name}",

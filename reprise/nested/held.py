@@ -15,6 +15,7 @@ from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from reprise.nested.stored_names import Keys, stored_name
 from reprise.nested.table import JointTable, Table, TableRow, require_whole
 from reprise.nested.tree import Tree
+from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.live import (
     Grid,
     LiveTensor,
@@ -144,7 +145,7 @@ def local_tensors(tree: Tree) -> HeldTensors:
 
 
 def _part(kind: TensorKind, name: str, local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> LiveTensor:
-    return LiveTensor(TensorSpec(kind, name, shape, local.dtype, shape), box, local, ())
+    return LiveTensor(TensorSpec(kind, name, shape, stored_dtype(local.dtype, where=name), shape), box, local, ())
 
 
 def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import xxhash
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
-from reprise.format.layout import DTYPE_NAMES, DTYPES, TensorKind, TensorSpec
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import TensorKind, TensorSpec
 from reprise.nested.stored_names import PER_RANK, order_of
 
 _MOST_NAMED = 8
@@ -54,7 +54,7 @@ class Table:
             [
                 name,
                 row.spec.kind.value,
-                DTYPE_NAMES[row.spec.dtype],
+                row.spec.dtype.name,
                 row.spec.shape,
                 row.box.offset,
                 row.box.shape,
@@ -93,7 +93,7 @@ class JointTable:
 
     def to_bytes(self) -> bytes:
         """Return the table as JSON."""
-        specs = [[s.kind.value, s.name, s.shape, DTYPE_NAMES[s.dtype]] for s in self.specs]
+        specs = [[s.kind.value, s.name, s.shape, s.dtype.name] for s in self.specs]
         holders = [
             [[box.offset, box.shape, ranks] for box, ranks in self.holders[spec.name].items()] for spec in self.specs
         ]
@@ -222,7 +222,7 @@ def _refuse(problems: Sequence[str], what: str, fix: str) -> None:
 
 
 def _words(row: TableRow) -> str:
-    return f"{DTYPE_NAMES[row.spec.dtype]} {list(row.spec.shape)} ({row.spec.kind.value})"
+    return f"{row.spec.dtype.name} {list(row.spec.shape)} ({row.spec.kind.value})"
 
 
 def _box_order(item: tuple[Box, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -230,5 +230,4 @@ def _box_order(item: tuple[Box, object]) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _spec(kind: str, name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
-    torch_dtype: torch.dtype = DTYPES[dtype]
-    return TensorSpec(TensorKind(kind), name, tuple(shape), torch_dtype, tuple(shape))
+    return TensorSpec(TensorKind(kind), name, tuple(shape), StoredDtype[dtype], tuple(shape))

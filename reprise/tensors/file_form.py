@@ -11,7 +11,7 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, intersect, relative
-from reprise.format.layout import DTYPE_NAMES
+from reprise.tensors.dtypes import is_storable
 from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -107,7 +107,7 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
     """Return the same memory in a dtype of safetensors, if there is any."""
     if local.is_complex():
         return torch.view_as_real(local)
-    if local.dtype not in DTYPE_NAMES and local.dtype.is_floating_point and local.dtype.itemsize == 1:
+    if not is_storable(local.dtype) and local.dtype.is_floating_point and local.dtype.itemsize == 1:
         return local.view(torch.uint8)
     return local
 
@@ -130,7 +130,7 @@ def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> Storable
             found=", ".join(map(str, boxes)),
             fix="Give them as tensors of their own.",
         )
-    if shards[0].dtype not in DTYPE_NAMES:
+    if not is_storable(shards[0].dtype):
         raise CheckpointError("Shards have a dtype that safetensors cannot hold", where=where, found=shards[0].dtype)
     parts = [shard.detach() for shard in shards]
     packed = parts[0]

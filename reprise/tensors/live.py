@@ -19,6 +19,7 @@ from reprise.errors import CheckpointError
 from reprise.format.box import Box, Split, box_of_splits, intersect, relative, whole
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.json_file import Document
+from reprise.tensors.dtypes import stored_dtype
 
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
@@ -314,7 +315,7 @@ def locate(
         stored: its on-disk form, if it differs from the live form.
 
     Raises:
-        CheckpointError: for a placement other than a box.
+        CheckpointError: for a placement other than a box, or a dtype unknown to safetensors.
     """
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
@@ -332,7 +333,8 @@ def locate(
         inner = relative(stored_box, box)
         for dim, (at, size) in enumerate(zip(inner.offset, inner.shape, strict=True)):
             local = local.narrow(dim, min(at, local.shape[dim]), size)
-    yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), stored_box, local, replicas)
+    spec = TensorSpec(kind, name, layout.shape, stored_dtype(tensor.dtype, where=name), layout.view)
+    yield LiveTensor(spec, stored_box, local, replicas)
 
 
 def placed_box(

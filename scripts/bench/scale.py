@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reprise.channel import StoreChannel
@@ -40,7 +39,7 @@ from reprise.format.box import Box
 from reprise.format.manifest import DIGEST_BYTES, TensorEntry, Written, WrittenPiece
 from reprise.format.names import MANIFEST
 from reprise.format.report import RankReport, encode
-from reprise.layout import Layout, TensorKind, TensorSpec, build_layout
+from reprise.layout import Layout, StoredDtype, TensorKind, TensorSpec, build_layout
 from scripts.bench import scale_local, scale_start
 from scripts.bench.machine import describe
 from scripts.bench.planning import CASES, as_if_written, pieces_of_ranks
@@ -112,7 +111,7 @@ def rows_layout(ranks: int) -> Layout:
     """Return the layout of a few tensors with a row for each rank."""
     shape = (ranks, _ROW_ITEMS)
     return build_layout(
-        [TensorSpec(TensorKind.MODEL, f"layers.{n}.weight", shape, torch.float32, shape) for n in range(_TENSORS)]
+        [TensorSpec(TensorKind.MODEL, f"layers.{n}.weight", shape, StoredDtype.F32, shape) for n in range(_TENSORS)]
     )
 
 

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from reprise.channel import StoreChannel
 from reprise.folder import FORMAT, STATE
 from reprise.format.box import Box
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import Contents, LiveTensor
 from reprise.savers import LocalCheckpointer, LocalPolicy, SavePolicy
 
@@ -49,7 +49,7 @@ class CountingChannel(StoreChannel):
 def contents(host: int, hosts: int, iteration: int) -> Contents:
     """Return the row of a host in each of a few tensors."""
     shape = (hosts, _ITEMS)
-    specs = tuple(TensorSpec(TensorKind.MODEL, f"layers.{n}.w", shape, torch.float32, shape) for n in range(_TENSORS))
+    specs = tuple(TensorSpec(TensorKind.MODEL, f"layers.{n}.w", shape, StoredDtype.F32, shape) for n in range(_TENSORS))
     box = Box((host, 0), (1, _ITEMS))
     live = tuple(LiveTensor(spec, box, torch.full((1, _ITEMS), float(host)), (host,)) for spec in specs)
     return Contents(specs, live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})

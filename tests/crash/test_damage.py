@@ -43,7 +43,7 @@ class Loads:
 
     def __init__(self) -> None:
         specs = list(checkpoint_specs(compose(BASE).model, OptimizerName.adamw))
-        self.live = [LiveTensor(s, whole(s.view), torch.zeros(s.view, dtype=s.dtype), (0,)) for s in specs]
+        self.live = [LiveTensor(s, whole(s.view), torch.zeros(s.view), (0,)) for s in specs]
         self.specs = specs
 
     def load(self, path: Path, iteration: int | None = None, *, verify_all: bool = False) -> int:

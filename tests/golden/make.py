@@ -16,7 +16,7 @@ import torch
 from reprise.channel import StoreChannel
 from reprise.folder import STATE
 from reprise.json_file import Json
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype, torch_dtype
 from reprise.live_tensors import Contents
 from reprise.savers import Checkpointer, SavePolicy
 from reprise.saving import plan
@@ -44,14 +44,17 @@ def specs() -> list[TensorSpec]:
 
     def like(kind: TensorKind, prefix: str) -> list[TensorSpec]:
         return [
-            TensorSpec(kind, prefix + name, shape, torch.float32, VIEWS.get(name, shape))
+            TensorSpec(kind, prefix + name, shape, StoredDtype.F32, VIEWS.get(name, shape))
             for name, shape in PARAMETERS.items()
         ]
 
     found = like(TensorKind.MODEL, "")
-    found += [TensorSpec(TensorKind.MODEL, name, shape, dtype, shape) for name, (shape, dtype) in BUFFERS.items()]
+    found += [
+        TensorSpec(TensorKind.MODEL, name, shape, stored_dtype(dtype, where=name), shape)
+        for name, (shape, dtype) in BUFFERS.items()
+    ]
     found += like(TensorKind.OPTIMIZER, "exp_avg.") + like(TensorKind.OPTIMIZER, "exp_avg_sq.")
-    found += [TensorSpec(TensorKind.OPTIMIZER, f"step.{name}", (), torch.float32, ()) for name in PARAMETERS]
+    found += [TensorSpec(TensorKind.OPTIMIZER, f"step.{name}", (), StoredDtype.F32, ()) for name in PARAMETERS]
     return found
 
 
@@ -61,9 +64,10 @@ def values() -> dict[str, torch.Tensor]:
     for number, spec in enumerate(specs()):
         index = torch.arange(spec.total_bytes // spec.dtype.itemsize, dtype=torch.float64)
         flat = (index * 37 + number * 11) % 251 - 125
-        if spec.dtype.is_floating_point:
+        dtype = torch_dtype(spec.dtype)
+        if dtype.is_floating_point:
             flat = flat / 64
-        state[spec.name] = (flat % 2 == 0 if spec.dtype is torch.bool else flat.to(spec.dtype)).reshape(spec.shape)
+        state[spec.name] = (flat % 2 == 0 if dtype is torch.bool else flat.to(dtype)).reshape(spec.shape)
     return state
 
 

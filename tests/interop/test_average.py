@@ -20,7 +20,7 @@ from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import ConfigError, MismatchError
 from reprise.files import FILE_SYSTEM
 from reprise.folder import FORMAT, STATE
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype
 from reprise.live_tensors import Contents
 from reprise.reading import open_checkpoint
 from reprise.savers import Checkpointer, SavePolicy
@@ -58,8 +58,11 @@ def save(run: Path, sharding: Sharding, iterations: list[int], *, kind: TensorKi
         checkpointer.start()
         for iteration in iterations:
             values = values_at(iteration)
-            specs = [TensorSpec(kind, name, tuple(v.shape), v.dtype, tuple(v.shape)) for name, v in values.items()]
-            moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.weight", SHAPE, torch.float32, SHAPE)
+            specs = [
+                TensorSpec(kind, name, tuple(v.shape), stored_dtype(v.dtype, where=name), tuple(v.shape))
+                for name, v in values.items()
+            ]
+            moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.weight", SHAPE, StoredDtype.F32, SHAPE)
             state = {**values, moment.name: values["weight"]}
             live = sharding.live(channel.rank, [*specs, moment], state)
             document = {"format": FORMAT, "iteration": iteration, "valid_loss": 2.5, "base": {"format": "llm.c"}}

@@ -13,7 +13,7 @@ from models.families import stored_tensors
 from reprise.channel import single_rank_channel
 from reprise.errors import TrainerError
 from reprise.files import Files
-from reprise.layout import Box, TensorKind, TensorSpec
+from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from tests.harness import TINY, built, compose, curve, filled, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
@@ -55,7 +55,7 @@ def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, fami
     config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
     for name, stored in stored_tensors(config).items():
         expected = read_whole(file, name).float().reshape(stored.view)
-        spec = TensorSpec(TensorKind.MODEL, name, stored.shape, torch.float32, stored.view)
+        spec = TensorSpec(TensorKind.MODEL, name, stored.shape, StoredDtype.F32, stored.view)
         for number in range(6):
             lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
             end = [

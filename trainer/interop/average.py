@@ -15,14 +15,14 @@ from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.files import Files
 from reprise.folder import INDEX, INTERIM, STATE, WEIGHTS, CheckpointFolder
 from reprise.json_file import Document, Json
-from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, WrittenPiece, build_layout
+from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, WrittenPiece, build_layout
 from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_file, read_places
 from trainer.interop.source import tensor_reader
 from trainer.interop.tensor_files import write_tensor_files
 
 MERGED = "merged"  # the member of trainer_state.json
 _KINDS = (TensorKind.MODEL, TensorKind.ADAPTER)
-_AVERAGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_AVERAGED = (StoredDtype.F64, StoredDtype.F32, StoredDtype.F16, StoredDtype.BF16)
 _ITEMS = 1 << 20  # multiplied at once
 _RULES = "mean, ema:D with 0 < D < 1, minus-sqrt, or a number for each checkpoint, joined by commas"
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reprise.layout import Box, Place, absolute, extent
+from reprise.layout import Box, Place, absolute, extent, torch_dtype
 from reprise.reading import Gatherer, OpenFile
 
 ITEMS = 1 << 20  # read and cast at once
@@ -27,7 +27,7 @@ def read_floats(
         hi = min(lo + ITEMS, box.numel)
         data = np.empty((hi - lo) * size, dtype=np.uint8)
         gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
-        values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).numpy()
+        values = torch.from_numpy(data).view(torch_dtype(place.spec.dtype)).to(torch.float32).numpy()
         at = 0
         for piece in extent(box.shape, lo, hi):
             yield absolute(piece, box), values[at : at + piece.numel].reshape(piece.shape)

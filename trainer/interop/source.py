@@ -11,7 +11,7 @@ import torch
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from reprise.folder import ADAPTERS
-from reprise.layout import whole
+from reprise.layout import torch_dtype, whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, fill, find_accessory, read_places
 from trainer.optim.table import AVERAGE
@@ -103,7 +103,7 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
         if name not in places:
             raise CheckpointError("A checkpoint lacks a tensor", where=checkpoint.path, expected=name)
         spec = places[name].spec
-        memory = torch.empty(spec.view, dtype=spec.dtype)
+        memory = torch.empty(spec.view, dtype=torch_dtype(spec.dtype))
         fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
         return memory.reshape(spec.shape)
 

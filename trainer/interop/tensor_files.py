@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from reprise.errors import CheckpointError
 from reprise.files import Files
-from reprise.layout import BLOCK_BYTES, FileLayout, Layout, Place, WrittenPiece, digest_of, whole
+from reprise.layout import BLOCK_BYTES, FileLayout, Layout, Place, WrittenPiece, digest_of, torch_dtype, whole
 from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]
@@ -57,8 +57,8 @@ def _write_file(
 
 def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progress: Callable[[int], object]) -> bytes:
     """Write a tensor at its place in an open file; return the digests of its blocks, end to end."""
-    digests, offset = [], place.offset
-    for block in blocks_of(_checked(read(place.spec.name), place), place.spec.dtype, where=place.spec.name):
+    digests, offset, dtype = [], place.offset, torch_dtype(place.spec.dtype)
+    for block in blocks_of(_checked(read(place.spec.name), place), dtype, where=place.spec.name):
         files.write(descriptor, [block], offset=offset)
         digests.append(bytes.fromhex(digest_of(block)))
         offset += block.nbytes

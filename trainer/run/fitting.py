@@ -15,7 +15,7 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.layout import Box, Place, TensorSpec
+from reprise.layout import Box, Place, TensorSpec, torch_dtype
 from reprise.live_tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.random import fill_initial_values
@@ -26,7 +26,7 @@ TABLE_SIZES = ("vocab_size", "max_position_embeddings")
 _ROWS_BYTES = 64 << 20
 
 # Dtypes that need no line.
-_KEPT = {"torch.float32"}
+_KEPT = {"float32"}
 
 Read = Callable[[LiveTensor], object]
 
@@ -65,7 +65,7 @@ class Fit:
 
     def stored(self, spec: TensorSpec, place: Place | None) -> TensorSpec:
         """Return the form in which a tensor of the model must be stored."""
-        if place is not None and self.casts and place.spec.dtype.is_floating_point:
+        if place is not None and self.casts and torch_dtype(place.spec.dtype).is_floating_point:
             spec = replace(spec, dtype=place.spec.dtype)
         if spec.name in self.rows:
             shape = (self.rows[spec.name], *spec.shape[1:])
@@ -146,8 +146,8 @@ class Fitting:
             count = max(0, min(box.end[0], stored.shape[0]) - box.offset[0])
             box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
             local = local.narrow(0, 0, count)
-        if stored.dtype is not local.dtype:
-            local = torch.empty(box.shape, dtype=stored.dtype, device=local.device)
+        if (dtype := torch_dtype(stored.dtype)) is not local.dtype:
+            local = torch.empty(box.shape, dtype=dtype, device=local.device)
         return replace(tensor, spec=stored, box=box, local=local)
 
     def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:
@@ -159,7 +159,7 @@ class Fitting:
         total, step = torch.zeros(row_shape, dtype=torch.float64), max(1, _ROWS_BYTES // (4 * max(1, row_shape[0])))
         for lo in range(0, rows, step):
             box = Box((lo, *(0 for _ in row_shape)), (min(step, rows - lo), *row_shape))
-            block = torch.empty(box.shape, dtype=request.spec.dtype)
+            block = torch.empty(box.shape, dtype=request.local.dtype)
             read(replace(request, box=box, local=block))
             for row in block.double():
                 total += row

@@ -14,7 +14,7 @@ from models.families import aliases, stored_tensors
 from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.json_file import Document
-from reprise.layout import TensorKind, TensorSpec, build_layout
+from reprise.layout import StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.live_tensors import (
     Contents,
     Grid,
@@ -231,8 +231,7 @@ def checkpoint_specs(
     """
     kind = TensorKind.ADAPTER if config.is_adapted else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():
-        yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
+        yield TensorSpec(kind, name, tensor.shape, StoredDtype.F32, tensor.view)
     for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen, averages=averages):
-        yield TensorSpec(
-            TensorKind.OPTIMIZER, tensor_state.name, tensor_state.stored.shape, torch.float32, tensor_state.stored.view
-        )
+        stored = tensor_state.stored
+        yield TensorSpec(TensorKind.OPTIMIZER, tensor_state.name, stored.shape, StoredDtype.F32, stored.view)

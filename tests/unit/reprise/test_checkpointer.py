@@ -20,6 +20,7 @@ import torch
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, LockError
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
@@ -561,7 +562,7 @@ ROWS = Sharding("rows over 2", (Cut("row", 2),))
 
 def save_over_two(root: Path, culprit: int, kind: str) -> list[SaveReport | None]:
     """Save iterations 1 and 2 over two ranks; the file system of `culprit` fails during the first."""
-    spec = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+    spec = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 
     def call(channel: StoreChannel) -> list[SaveReport | None]:
         files = FailingFiles(kind) if channel.rank == culprit else FailingFiles("none")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reprise.errors import MismatchError
-from reprise.layout import Box, Place, TensorKind, TensorSpec
+from reprise.layout import Box, Place, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, NewRows
@@ -17,11 +17,11 @@ from trainer.run.fitting import Fit, Fitting, fill_unstored
 
 MODEL = compose(["model=gpt2_tiny"]).model
 TABLE = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-PLACES = {"t": Place(TensorSpec(TensorKind.MODEL, "t", (10, 4), torch.bfloat16, (10, 4)), "model.safetensors", 4096)}
+PLACES = {"t": Place(TensorSpec(TensorKind.MODEL, "t", (10, 4), StoredDtype.BF16, (10, 4)), "model.safetensors", 4096)}
 
 
 def live(lo: int, hi: int, rows: int) -> LiveTensor:
-    spec = TensorSpec(TensorKind.MODEL, "t", (rows, 4), torch.float32, (rows, 4))
+    spec = TensorSpec(TensorKind.MODEL, "t", (rows, 4), StoredDtype.F32, (rows, 4))
     return LiveTensor(spec, Box((lo, 0), (hi - lo, 4)), torch.full((hi - lo, 4), 7.0), (0,))
 
 
@@ -68,7 +68,7 @@ def test_what_is_left_is_named_and_a_pattern_must_fit() -> None:
 
 
 def test_what_is_not_loaded_begins_as_in_a_fresh_run() -> None:
-    spec = TensorSpec(TensorKind.MODEL, "transformer.wpe.weight", (256, 128), torch.float32, (256, 128))
+    spec = TensorSpec(TensorKind.MODEL, "transformer.wpe.weight", (256, 128), StoredDtype.F32, (256, 128))
     one, other = (LiveTensor(spec, Box((0, 0), (256, 128)), torch.zeros(256, 128), (0,)) for _ in range(2))
     fill_unstored(Fit(patterns=("*wte*",)), [one], MODEL, 5)
     assert one.local.std() > 0.01

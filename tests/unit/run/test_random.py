@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.config import Initial, InitialKind
-from reprise.layout import Box, TensorKind, TensorSpec
+from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from trainer.run.random import dropout_key, fill_initial_values
 
@@ -20,7 +20,7 @@ NORMAL = Initial(InitialKind.normal, 0.02)
 def filled(shape: tuple[int, ...], box: Box, *, name: str = "w", seed: int = 1, rule: Initial = NORMAL) -> torch.Tensor:
     """Return what a rank that holds `box` draws."""
     local = torch.full(box.shape, torch.nan)
-    spec = TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape)
+    spec = TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape)
     fill_initial_values([LiveTensor(spec, box, local, (0,))], {name: rule}, seed)
     return local
 

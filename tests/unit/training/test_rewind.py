@@ -9,13 +9,13 @@ import torch
 
 from reprise.files import FILE_SYSTEM
 from reprise.folder import FORMAT, STATE, CheckpointFolder
-from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.savers import write_checkpoint
 from tests.fakes import all_ranks
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.training.rewind import newest_before
 
-LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), torch.float32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
+LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), StoredDtype.F32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.folder import INDEX
 from reprise.json_file import Json
-from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index
+from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index, stored_dtype
 from reprise.reading import Checkpoint
 from trainer.data.text import read_tokenizer
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
@@ -65,7 +65,8 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         MismatchError: if there is nothing to merge, or with another base than the adapters'.
     """
     files, source = options.files, _source(checkpoint, options)
-    specs = [replace(spec, dtype=options.dtype) for spec in checkpoint_specs(source.model, None)]
+    dtype = stored_dtype(options.dtype, where=out)
+    specs = [replace(spec, dtype=dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = model_documents(source.model)
     if CONFIG in documents:

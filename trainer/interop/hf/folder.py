@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from models import families
 from models.config import ModelConfig, StoredTensor
 from reprise import json_file
@@ -16,14 +14,14 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.files import Files
 from reprise.folder import INDEX, MANIFEST, is_iteration_name
 from reprise.json_file import shown
-from reprise.layout import Place, TensorKind
+from reprise.layout import Place, StoredDtype, TensorKind
 from reprise.reading import header_places, open_tensor_file, read_header
 from trainer.interop.hf.config import read_model, require_layers
 
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (StoredDtype.F32, StoredDtype.BF16, StoredDtype.F16)
 # Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _MOST_SHOWN = 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from reprise.layout import Box, Place, TensorKind, TensorSpec, in_bytes
+from reprise.layout import Box, Place, TensorKind, TensorSpec, in_bytes, stored_dtype
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Gatherer, LoadReport, Target, open_tensor_file
 from trainer.interop.finite import FiniteCheck
@@ -53,13 +53,13 @@ def fill(
         CheckpointError: if the file cannot be read, or ends early.
     """
     start, gatherer = time.perf_counter(), Gatherer()
-    filled_bytes = 0
+    filled_bytes, dtype = 0, stored_dtype(file.dtype, where=file.path)
     with open_tensor_file(file.files, file.path.resolve()) as source:
         for tensor in sorted(live, key=lambda tensor: file.parts[tensor.spec.name][1]):
             part, offset = file.parts[tensor.spec.name]
             target = Target(tensor, tensor.box)
             for run in _runs(part, tensor.spec.view, tensor.box):
-                place = Place(TensorSpec(TensorKind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
+                place = Place(TensorSpec(TensorKind.MODEL, part.name, run.view, dtype, run.view), "", offset)
                 check = FiniteCheck()
                 for piece, values in read_floats(source, place, run.box, gatherer=gatherer):
                     check.add(torch.from_numpy(values))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
+from reprise.format.dtype import StoredDtype
 from reprise.format.host_file import HostFile, attempt_of
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
@@ -42,7 +42,7 @@ from tests.turns import Fault, FaultyStore, Task, Turns
 PATIENCE_S = 0.3  # of a rank that waits for a message
 LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
 MOST_RANKS = 3
-ODD = TensorSpec(TensorKind.MODEL, "other", (2,), torch.float32, (2,))
+ODD = TensorSpec(TensorKind.MODEL, "other", (2,), StoredDtype.F32, (2,))
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Attempted:
         told = self.told
         self.turns = Turns(told.seed, limit_s=LIMIT_S)
         self.store = FaultyStore(self.turns, told.faults, stops_at=told.stops_at, dies_at=told.dies_at)
-        spec = TensorSpec(TensorKind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
+        spec = TensorSpec(TensorKind.MODEL, "w", (told.ranks,), StoredDtype.F32, (told.ranks,))
         layout, self.hosts = build_layout([spec]), told.hosts
         self.disks: list[Disk] = []
         self.attempts: list[Attempt] = []

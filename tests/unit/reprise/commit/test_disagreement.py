@@ -9,6 +9,7 @@ from reprise.commit import disagreement
 from reprise.commit.inventory import Inventory
 from reprise.errors import CheckpointError, ReplicaError
 from reprise.format.box import Box, whole
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.report import GroupDigest, RankReport
 from reprise.tensors.live import LiveTensor
@@ -17,7 +18,7 @@ BOTH = (0, 1)
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
-    return TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape)
+    return TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape)
 
 
 def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:

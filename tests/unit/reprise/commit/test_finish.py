@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 
-SPEC = TensorSpec(TensorKind.OPTIMIZER, "w.exp_avg", (2,), torch.float32, (2,))
+SPEC = TensorSpec(TensorKind.OPTIMIZER, "w.exp_avg", (2,), StoredDtype.F32, (2,))
 
 
 class Batches(Files):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import torch
 
 from reprise.commit.attempt import Attempt, Copying, SharedCommitState
 from reprise.commit.channel import single_rank_channel
@@ -16,11 +15,12 @@ from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.messages import Answer, DecisionMessage
 from reprise.commit.piece_tables import PieceTables
 from reprise.commit.protocol import Steps, TwoPhaseCommit
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 
-SPEC = TensorSpec(TensorKind.MODEL, "w", (2,), torch.float32, (2,))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (2,), StoredDtype.F32, (2,))
 OF_HOSTS = {Action.ANSWER, Action.AWAIT_LEADERS}
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format import manifest
 from reprise.format.box import Box
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Layout, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import TensorEntry, Written, WrittenPiece
 from reprise.format.report import RankReport, decode, encode
@@ -31,7 +31,7 @@ from reprise.storage.folder import CheckpointFolder
 from tests.turns import Fault, FaultyStore, Turns
 
 EMPTY, MATRIX = (
-    TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape) for name, shape in (("e", (0,)), ("w", (4, 2)))
+    TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape) for name, shape in (("e", (0,)), ("w", (4, 2)))
 )
 LAYOUT = build_layout([EMPTY, MATRIX])
 HALVES = (
@@ -158,7 +158,7 @@ PATIENCE_S = 0.3
 PERIOD_S = 2.0
 # Faults after which a process goes on: those that end one also end the run, and its tables with it.
 FAULTS = [Fault.DROPS, Fault.REPEATS, Fault.FAILS, Fault.LATE]
-LINE = build_layout([TensorSpec(TensorKind.MODEL, "w", (6,), torch.float32, (6,))])
+LINE = build_layout([TensorSpec(TensorKind.MODEL, "w", (6,), StoredDtype.F32, (6,))])
 # Ways to divide a tensor of six elements among the ranks, by where each begins.
 DIVISIONS = [(0, 2, 4), (0, 1, 5), (0, 3, 3)]
 

@@ -14,6 +14,7 @@ from models.build import build_model
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError, LaunchError, TrainerError
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import open_checkpoint, read_places
@@ -27,7 +28,7 @@ from trainer.optim.adamw import AdamSettings, build_adamw
 from trainer.run.state import ModelPart, TrainerState
 
 ROWS = Sharding("rows over 2", (Cut("row", 2),))
-SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 
 
 def contents(rank: int, iteration: int) -> Contents:

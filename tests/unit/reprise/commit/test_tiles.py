@@ -6,13 +6,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprise.commit.tiles import entries_of
 from reprise.format import manifest
 from reprise.format.box import Box
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_count
 from reprise.format.report import encode
@@ -20,11 +20,11 @@ from reprise.format.report import encode
 SPECS = [
     TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
     for name, shape, dtype in (
-        ("scalar", (), torch.float32),
-        ("empty", (0, 3), torch.float32),
-        ("matrix", (6, 4), torch.bfloat16),
-        ("cube", (2, 3, 4), torch.float32),
-        ("large", (BLOCK_BYTES,), torch.float32),
+        ("scalar", (), StoredDtype.F32),
+        ("empty", (0, 3), StoredDtype.F32),
+        ("matrix", (6, 4), StoredDtype.BF16),
+        ("cube", (2, 3, 4), StoredDtype.F32),
+        ("large", (BLOCK_BYTES,), StoredDtype.F32),
     )
 ]
 LAYOUT = build_layout(SPECS)

@@ -8,13 +8,13 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, intersect, whole
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Layout, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
 from reprise.format.report import decode, encode
@@ -24,7 +24,7 @@ A, B = b"12345678", b"abcdefgh"
 
 def layout_of(shape: tuple[int, ...] = (4, 6)) -> Layout:
     specs = [("w", shape), ("step", ()), ("none", (0, 3))]
-    return build_layout([TensorSpec(TensorKind.MODEL, name, s, torch.float32, s) for name, s in specs])
+    return build_layout([TensorSpec(TensorKind.MODEL, name, s, StoredDtype.F32, s) for name, s in specs])
 
 
 STEP = WrittenPiece("step", whole(()), 0, 4, A)

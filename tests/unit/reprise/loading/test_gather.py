@@ -14,6 +14,7 @@ from reprise.format.box import Box, Image, image, in_bytes, whole
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.loading.loader import Target
 from reprise.loading.reader import Bytes, Gatherer
+from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.live import LiveTensor
 
 OFFSET = 5
@@ -108,7 +109,7 @@ VALUES = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
 
 def target_of(local: torch.Tensor, box: Box, *, written: Box | None = None) -> Target:
-    spec = TensorSpec(TensorKind.MODEL, "t", (8, 9), local.dtype, (8, 9))
+    spec = TensorSpec(TensorKind.MODEL, "t", (8, 9), stored_dtype(local.dtype, where="t"), (8, 9))
     return Target(LiveTensor(spec, box, local, (0,)), written or box)
 
 

@@ -21,6 +21,7 @@ from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
@@ -32,6 +33,7 @@ from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
 from reprise.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
+from reprise.tensors.dtypes import stored_dtype, torch_dtype
 from reprise.tensors.live import Contents, LiveTensor
 from tests.fakes import JOIN_S, SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
 
@@ -84,7 +86,7 @@ def test_every_sharding_saves_the_same_bytes(saved: dict[str, Path], sharding: S
 @pytest.mark.parametrize("target", SHARDINGS, ids=IDS)
 @pytest.mark.parametrize("source", SHARDINGS, ids=IDS)
 def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
-    empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+    empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
 
     def call(channel: StoreChannel) -> LoadReport:
         restorer = Restorer(channel, nonce="n")
@@ -146,7 +148,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     is_transposed: bool,
 ) -> None:
     shape, cuts, shares, box = case
-    spec = TensorSpec(TensorKind.MODEL, "t", shape, dtype, shape)
+    spec = TensorSpec(TensorKind.MODEL, "t", shape, stored_dtype(dtype, where="t"), shape)
     (values,) = sample_state([spec], seed=3).values()
     array = values.reshape(-1).view(torch.uint8).numpy().reshape(*shape, dtype.itemsize)
     layout = build_layout([spec], file_bytes=1 << 20)
@@ -193,7 +195,7 @@ def load(path: Path, *, threads: int, files: Files | None = None) -> list[LiveTe
     live = []
     for place in places.values():
         box = whole(place.spec.view)
-        live.append(LiveTensor(place.spec, box, torch.zeros(box.shape, dtype=place.spec.dtype), (0,)))
+        live.append(LiveTensor(place.spec, box, torch.zeros(box.shape, dtype=torch_dtype(place.spec.dtype)), (0,)))
     before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
     try:
         fill(checkpoint, places, live, threads=threads)
@@ -301,7 +303,9 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
     checkpoint = open_checkpoint(large, Stuck())
     places = read_places(checkpoint)
     live = [
-        LiveTensor(place.spec, whole(place.spec.view), torch.zeros(place.spec.view, dtype=place.spec.dtype), (0,))
+        LiveTensor(
+            place.spec, whole(place.spec.view), torch.zeros(place.spec.view, dtype=torch_dtype(place.spec.dtype)), (0,)
+        )
         for place in places.values()
     ]
     before = threading.active_count()
@@ -380,25 +384,25 @@ def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed:
 
 
 def test_check_tensors_lists_every_difference_in_one_message() -> None:
-    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> TensorSpec:
+    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: StoredDtype = StoredDtype.F32) -> TensorSpec:
         return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
 
     there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
     places = {s.name: Place(s, "model.safetensors", 4096) for s in there}
-    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), torch.float32, (2,))
+    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), StoredDtype.F32, (2,))
     places[moment.name] = Place(moment, "optimizer/x", 4096)
     wanted = [
-        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=torch.bfloat16),
-        spec("both", (6,), torch.float16), spec("gone"),
+        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=StoredDtype.BF16),
+        spec("both", (6,), StoredDtype.F16), spec("gone"),
     ]  # fmt: skip
     with pytest.raises(MismatchError) as caught:
         check_tensors(wanted, places, where="some/iter_0000001")
     assert "some/iter_0000001" in str(caught.value)
     assert str(caught.value.found).split("; ") == [
         "shape has shape [2, 3], the model has [3, 2]",
-        "dtype has dtype torch.float32, the model has torch.bfloat16",
+        "dtype has dtype float32, the model has bfloat16",
         "both has shape [2, 3], the model has [6]",
-        "both has dtype torch.float32, the model has torch.float16",
+        "both has dtype float32, the model has float16",
         "gone is missing",
         "extra is unexpected",
     ]
@@ -406,6 +410,6 @@ def test_check_tensors_lists_every_difference_in_one_message() -> None:
 
 
 def test_check_tensors_says_how_many_more_there_are() -> None:
-    specs = [TensorSpec(TensorKind.MODEL, f"t{i}", (1,), torch.float32, (1,)) for i in range(50)]
+    specs = [TensorSpec(TensorKind.MODEL, f"t{i}", (1,), StoredDtype.F32, (1,)) for i in range(50)]
     with pytest.raises(MismatchError, match="and 30 more"):
         check_tensors(specs, {}, where="x")

@@ -14,14 +14,14 @@ from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.files import FILE_SYSTEM
 from reprise.folder import FORMAT, STATE, CheckpointFolder, FolderLock
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
-from reprise.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.reading import open_checkpoint
 from reprise.savers import write_checkpoint
 from tests.crash.killing import Killer
 from trainer.interop.tensor_files import write_tensor_files
 
 SPECS = [
-    TensorSpec(kind, name, (2, 3), torch.float32, (2, 3))
+    TensorSpec(kind, name, (2, 3), StoredDtype.F32, (2, 3))
     for kind, name in ((TensorKind.MODEL, "weight"), (TensorKind.OPTIMIZER, "exp_avg.weight"))
 ]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from reprise.commit.channel import StoreChannel
 from reprise.commit.joint_call import JointCall
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.nested import agreement
 from reprise.nested.agreement import KnownTables, agree_on_state
@@ -19,7 +19,7 @@ from tests.fakes import run_ranks
 
 
 def table(
-    *names: str, rows: int = 0, dtype: torch.dtype = torch.float32, aliases: dict[str, str] | None = None
+    *names: str, rows: int = 0, dtype: StoredDtype = StoredDtype.F32, aliases: dict[str, str] | None = None
 ) -> Table:
     """Return the table of a rank that holds two rows, from `rows` on, of tensors of four."""
     specs = [TensorSpec(TensorKind.MODEL, name, (4, 3), dtype, (4, 3)) for name in names]
@@ -84,7 +84,10 @@ def test_a_joint_table_is_the_same_after_a_message() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (table("a", dtype=torch.int8), r"a is F32 \[4, 3\] \(model\) on rank 0 and I8 \[4, 3\] \(model\) on rank 1"),
+        (
+            table("a", dtype=StoredDtype.I8),
+            r"a is F32 \[4, 3\] \(model\) on rank 0 and I8 \[4, 3\] \(model\) on rank 1",
+        ),
         (table("b", aliases={"a": "b"}), "a is tied to b on rank 1 and a tensor of its own on rank 0"),
     ],
 )
@@ -98,7 +101,7 @@ def test_a_refusal_reaches_every_rank_and_is_forgotten() -> None:
 
     def call(channel: StoreChannel) -> str:
         known = KnownTables()
-        odd = table("a", dtype=torch.int8 if channel.rank else torch.float32)
+        odd = table("a", dtype=StoredDtype.I8 if channel.rank else StoredDtype.F32)
         with pytest.raises(CheckpointError, match="different tensors under one name") as caught:
             agree_on_state(called(channel, "odd"), odd, NestedValues(), known)
         with pytest.raises(CheckpointError, match="different values"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.nested.stored_names import (
     keys_of,
@@ -51,7 +51,7 @@ def test_a_name_leads_back_to_its_keys(keys: tuple[str, ...]) -> None:
 
 @given(st.lists(st.text("ab.0129", max_size=8), unique=True))
 def test_every_two_names_have_an_order(names: list[str]) -> None:
-    specs = [TensorSpec(TensorKind.EXTRA, name, (), torch.float32, ()) for name in names]
+    specs = [TensorSpec(TensorKind.EXTRA, name, (), StoredDtype.F32, ()) for name in names]
     other_way = specs[::-1]
     assert sorted(specs, key=order_of) == sorted(other_way, key=order_of)
 

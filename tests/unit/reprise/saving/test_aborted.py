@@ -14,6 +14,7 @@ from reprise import checkpointer as checkpointer_module
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel
 from reprise.errors import LaunchError
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.policy import SavePolicy, SaveReport
@@ -23,7 +24,7 @@ from tests.fakes import JOIN_S, Axis, Sharding, all_ranks
 
 ROWS = Sharding("rows over 2", (Axis("row", 2),))
 COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
-SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 SOON_S, LONG_S = 0.2, 60.0
 
 

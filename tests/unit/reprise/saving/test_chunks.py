@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from reprise.format.box import Box, image
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from reprise.saving import plan as chunking
@@ -17,7 +18,7 @@ from reprise.saving.writer import PieceDigests
 from tests.fakes import SHARDINGS, Sharding, sample_specs, sample_state
 
 SPECS = sample_specs()
-LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), torch.float32, (5_000_001,))
+LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), StoredDtype.F32, (5_000_001,))
 
 
 @pytest.fixture(autouse=True, params=[1 << 40, 1 << 14])
@@ -60,7 +61,7 @@ def test_parts_of_a_chunk_follow_each_other_in_the_file(sharding: Sharding) -> N
 
 
 def test_all_but_the_ends_of_a_run_lie_on_pages() -> None:
-    bias = TensorSpec(TensorKind.MODEL, "bias", (5,), torch.float32, (5,))
+    bias = TensorSpec(TensorKind.MODEL, "bias", (5,), StoredDtype.F32, (5,))
     layout = build_layout([bias, LARGE])
     pieces = [Piece(s.name, Box((0,), s.shape), 0, s.total_bytes) for s in (LARGE, bias)]
     ((chunks,),) = cut(pieces, layout).values()

@@ -16,6 +16,7 @@ import torch
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
@@ -30,7 +31,7 @@ from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_sto
 
 UNSEEN = "This host does not see the checkpoint folder of rank 0"
 ROWS = Sharding("rows over 2", (Axis("row", 2),))
-SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 
 
 @pytest.fixture

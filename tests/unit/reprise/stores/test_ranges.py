@@ -23,6 +23,7 @@ from reprise.stores.location import location
 from reprise.stores.ranges import KEPT_BYTES, WINDOW_BYTES, RangeMemory, Ranges, requests_of
 from reprise.stores.reader import close_readers, reader_of
 from reprise.stores.wire import SLOT_BYTES
+from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.live import Contents
 from tests.fakes import SHARDINGS, Sharding, all_ranks, sample_specs, sample_state
 
@@ -124,7 +125,7 @@ def test_a_load_reads_little_more_than_it_needs(source: str, target: str, most: 
     _save(tmp_path, BY_NAME[source])
     path, sharding = location(f"file://{tmp_path / 'iter_0000010'}"), BY_NAME[target]
     ranks = range(sharding.world_size)
-    empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+    empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
     close_readers()  # one that an earlier test of the process has left counts its bytes too
 
     def load(rank: int) -> StoreFiles:
