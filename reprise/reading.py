@@ -1,9 +1,14 @@
-"""Opens checkpoints, chooses the one to load, and reads tensors and files from it."""
+"""Opens checkpoints, chooses the one to load, and reads tensors and files from it.
+
+What fills tensors of torch is imported at its first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from reprise.format.layout import header_places
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms, committed_in, no_folder
-from reprise.loading.loader import LoadReport, Target, check_tensors, fill
 from reprise.loading.reader import (
     Checkpoint,
     Gatherer,
@@ -16,9 +21,12 @@ from reprise.loading.reader import (
     read_header,
     read_places,
 )
-from reprise.loading.replicas import check_replicas
 from reprise.loading.verify import verify_share
 from reprise.storage.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from reprise.loading.loader import LoadReport, Target, check_tensors, fill
+    from reprise.loading.replicas import check_replicas
 
 __all__ = [
     "FRESH",
@@ -52,3 +60,18 @@ __all__ = [
     "saved_lineage",
     "verify_share",
 ]
+
+_MODULES = {
+    "LoadReport": "reprise.loading.loader",
+    "Target": "reprise.loading.loader",
+    "check_replicas": "reprise.loading.replicas",
+    "check_tensors": "reprise.loading.loader",
+    "fill": "reprise.loading.loader",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a part of the loader at its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

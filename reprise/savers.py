@@ -1,19 +1,18 @@
 """Saves and restores a training run: to a shared folder, to each host's disk, or its weights alone.
 
-What most runs do not have is imported at its first use.
+Each is imported at its first use: no run has all of them, and the mirror of a run needs no torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reprise.checkpointer import Checkpointer
-from reprise.loading.restorer import Restored, Restorer
-from reprise.policy import Retention, SavePolicy, SaveReport
-
 if TYPE_CHECKING:
+    from reprise.checkpointer import Checkpointer
     from reprise.format.mirror_record import MirrorRule
+    from reprise.loading.restorer import Restored, Restorer
     from reprise.local.host_folders import HostFolders
     from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+    from reprise.policy import Retention, SavePolicy, SaveReport
     from reprise.saving.column_sharing import SharedMemory
     from reprise.saving.one_process import write_checkpoint
     from reprise.stores.extra import probe_store
@@ -46,12 +45,18 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Checkpointer": "reprise.checkpointer",
     "HostFolders": "reprise.local.host_folders",
     "LocalCheckpointer": "reprise.local_checkpointer",
     "LocalPolicy": "reprise.local_checkpointer",
     "MirrorProcess": "reprise.stores.mirror_process",
     "MirrorRule": "reprise.format.mirror_record",
     "Peers": "reprise.stores.peers",
+    "Restored": "reprise.loading.restorer",
+    "Restorer": "reprise.loading.restorer",
+    "Retention": "reprise.policy",
+    "SavePolicy": "reprise.policy",
+    "SaveReport": "reprise.policy",
     "SharedMemory": "reprise.saving.column_sharing",
     "WeightsCheckpointer": "reprise.weights_checkpointer",
     "WeightsPolicy": "reprise.weights_checkpointer",

@@ -28,8 +28,7 @@ from reprise.loading.reader import (
 from reprise.local.pieces import PieceWriter
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.local.survey import candidates
-from reprise.saving.writer import MOST_OPEN
-from reprise.storage.files import Files, cannot_write
+from reprise.storage.files import MOST_OPEN, Files, cannot_write
 from reprise.storage.folder import CheckpointFolder, is_iteration_name
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from reprise.loading.reader import (
     covered_bytes,
     open_tensor_file,
 )
-from reprise.saving.writer import MOST_OPEN
+from reprise.storage.files import MOST_OPEN
 
 _log = logging.getLogger(__name__)
 

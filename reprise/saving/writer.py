@@ -21,7 +21,7 @@ from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenP
 from reprise.saving.column_sharing import Sharing, cut_by_stripes
 from reprise.saving.plan import Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
-from reprise.storage.files import Files, describe_free_space
+from reprise.storage.files import MOST_OPEN, Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
 from reprise.tensors.memory import Bytes, map_memory
 
@@ -29,8 +29,6 @@ from reprise.tensors.memory import Bytes, map_memory
 # a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
 # threads gain nothing on a local disk, and each holds a chunk that an optimizer step may wait for.
 THREADS = 2
-# Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
-MOST_OPEN = 64
 _THREAD = "checkpoint-writer"
 
 

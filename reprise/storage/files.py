@@ -27,6 +27,8 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 # A sync waits for the disk's journal, and syncs at one time share a commit of it: on a busy ext4, five in turn took
 # 27 ms, five on three threads 4 ms, and more threads gained nothing.
 _SYNC_THREADS = 3
+# Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
+MOST_OPEN = 64
 
 
 class Files(FileCalls):

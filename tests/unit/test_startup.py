@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,28 @@ def test_the_whole_library_imports_little_besides_torch() -> None:
     assert imported & {"numpy.testing", "numpy.ma"} == set()
 
 
+_INSPECT = """
+import sys
+import reprise.local.mirror, reprise.management.gathering, reprise.stores.mirror
+from reprise.savers import mirror_run
+from trainer.commands.checkpoint import main
+
+run, copies = sys.argv[1:]
+assert main(["ls", run]) == main(["show", run]) == main(["verify", run]) == main(["copy", run, copies]) == 0
+assert main(["prune", run, "--optimizer", "--before", "7"]) == main(["prune", run, "--keep", "1"]) == 0
+print(*sys.modules)
+"""
+
+
+def test_checkpoints_are_inspected_and_uploaded_without_torch(tmp_path: Path) -> None:
+    """Torch would be half of the time of a listing, and nearly all of the memory of the process that uploads."""
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests/golden/format1/iter_0000007", run / "iter_0000007")
+    imported = modules_of(_INSPECT, str(run), str(tmp_path / "copies"))
+    assert {"reprise.management.lightening", "reprise.management.verification"} <= imported
+    assert {name.split(".")[0] for name in imported} & (HEAVY - {"numpy", "xxhash"}) == set()
+
+
 # Each takes 0.2 s or more, and is for other runs: compiled ones, those of several ranks, those of a text tokenizer.
 OF_OTHER_RUNS = {
     "matplotlib",
@@ -101,9 +124,7 @@ def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None
         "train.exit_interval=1",
         f"run.dir={tmp_path}",
     ]
-    command = [sys.executable, "-c", _TRAIN, "model=gpt2_tiny", *overrides]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    imported = set(ended.stdout.splitlines()[-1].split())
+    imported = modules_of(_TRAIN, "model=gpt2_tiny", *overrides)
     assert "trainer.training.loop" in imported
     assert imported & OF_OTHER_RUNS == set()
 
@@ -121,6 +142,13 @@ def test_the_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["reprise train", "train.dry_run=true", "model=gpt2_tiny"])
     assert trainer.__main__.main() == 0
     assert calls == [["train.dry_run=true", "model=gpt2_tiny"]]
+
+
+def modules_of(program: str, *arguments: str) -> set[str]:
+    """Return the modules of a program that ends with a line of their names."""
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    return set(ended.stdout.splitlines()[-1].split())
 
 
 def imports_of(*command: str) -> set[str]:
