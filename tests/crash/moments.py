@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch.distributed
 
 import reprise.commit.finish
 import trainer.__main__
-import trainer.data.loader
 import trainer.launch.process_group
 import trainer.run.build
 import trainer.run.inputs
@@ -31,6 +31,7 @@ from reprise.files import Files
 from reprise.local.link import Link
 from reprise.reading import Checkpoint
 from tests.harness import Running, started
+from trainer.data.batches import micro_batch_positions
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
@@ -272,27 +273,23 @@ def _gate_destroy(gate: Gate) -> None:
 
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
-    positions, train_batch = list[int](), BatchLoader.train_batch
-    of_micro_batch = trainer.data.loader.micro_batch_positions
-
-    def noted(*arguments: Any, **named: Any) -> range:
-        found = of_micro_batch(*arguments, **named)
-        positions.extend(found)
-        return found
+    train_batch = BatchLoader.train_batch
 
     def feed(self: BatchLoader, consumed_samples: int, seed: int, size: int) -> list[torch.Tensor]:
-        positions.clear()
-        windows = train_batch(self, consumed_samples, seed, size)
+        windows, width = train_batch(self, consumed_samples, seed, size), self.micro_batch_size
+        batches = [
+            micro_batch_positions(consumed_samples, number=number, micro_batch_size=width)
+            for number in self.numbers_of(size)
+        ]
         row = {
             "iteration": consumed_samples // self.global_batch_size + 1,
             "world_size": int(os.environ["WORLD_SIZE"]),
-            "positions": positions,
+            "positions": [*chain.from_iterable(batches)],
         }
         with Path(gate.folder, f"fed.{os.getpid()}").open("a") as file:
             file.write(json.dumps(row) + "\n")
         return windows
 
-    trainer.data.loader.micro_batch_positions = noted
     BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 

@@ -98,7 +98,11 @@ class Samples:
 
     def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the windows at global positions of the order of `seed`, int64 [n, seq_length + 1]."""
-        return self.windows(sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed))
+        return self.windows(self.ordered(positions, seed))
+
+    def ordered(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the samples at global positions of the order of `seed`, int64 [n]."""
+        return sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed)
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
         """Return these samples as a blend of a single source, see `BlendedSamples.starting_at`."""
@@ -159,7 +163,7 @@ class BlendedSamples:
         consumed: for each source the number of samples consumed before; zeros by default.
     """
 
-    __slots__ = ("_blend", "_consumed", "_counts", "_position", "_sources")
+    __slots__ = ("_blend", "_bounds", "_consumed", "_counts", "_position", "_sources")
 
     def __init__(
         self, sources: Sequence[Samples], blend: Blend, *, position: int = 0, consumed: Sequence[int] | None = None
@@ -167,6 +171,8 @@ class BlendedSamples:
         self._sources, self._blend, self._position = tuple(sources), blend, position
         self._consumed = np.array([0] * len(sources) if consumed is None else consumed, dtype=np.int64)
         self._counts = np.array([source.count for source in sources], dtype=np.int64)
+        # The samples of source i are bounds[i] to bounds[i + 1] - 1 of all.
+        self._bounds = np.cumsum([0, *self._counts])
 
     @property
     def sources(self) -> tuple[Samples, ...]:
@@ -179,20 +185,23 @@ class BlendedSamples:
 
     def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the windows at global positions from where the blend begins on, int64 [n, seq_length + 1]."""
-        sources, ids = self.locate(positions, seed)
-        out = np.empty((positions.size, self._sources[0].seq_length + 1), dtype=np.int64)
-        for source in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == source)
-            out[rows] = self._sources[source].windows(ids[rows])
-        return out
+        return self.windows(self.ordered(positions, seed))
 
-    def locate(
-        self, positions: npt.NDArray[np.int64], seed: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the source of each global position, and its sample there, each int64 [n]."""
+    def ordered(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the samples at global positions, int64 [n], numbered through all sources."""
         sources, index = self._blend.locate(positions - self._position)
         index = index + self._consumed[sources]
-        return sources, sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
+        ids = sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
+        return self._bounds[sources] + ids
+
+    def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Copy samples, by their numbers through all sources, out of the files; see `Samples.windows`."""
+        sources = np.searchsorted(self._bounds, ids, side="right") - 1
+        out = np.empty((ids.size, self._sources[0].seq_length + 1), dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            out[rows] = self._sources[source].windows(ids[rows] - self._bounds[source])
+        return out
 
 
 class MappedSamples:
@@ -220,8 +229,18 @@ class MappedSamples:
 
     def shuffled(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the windows of the samples with these counts from 0, int64 [n, seq_length + 1]."""
-        shifts = self._totals[np.searchsorted(self._borders, counts, side="right")]
-        return self._samples.shuffled(counts + shifts, seed)
+        return self._samples.shuffled(self._positions(counts), seed)
+
+    def ordered(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the samples with these counts from 0, int64 [n]."""
+        return self._samples.ordered(self._positions(counts), seed)
+
+    def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Copy samples out of the files, see `Samples.windows`."""
+        return self._samples.windows(ids)
+
+    def _positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return counts + self._totals[np.searchsorted(self._borders, counts, side="right")]
 
 
 def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:

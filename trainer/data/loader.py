@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer.data.batches import BlendedSamples, MappedSamples, Samples, micro_batch_positions
+from trainer.data.look_ahead import LookAhead
 from trainer.data.position_map import PositionMap
 
 
@@ -27,6 +29,10 @@ class BatchLoader:
     micro_batch_size: int
     numbers: Sequence[int]
     device: torch.device
+    _ahead: LookAhead = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ahead", LookAhead(self.samples.ordered))
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
@@ -51,10 +57,13 @@ class BatchLoader:
         Args:
             size: samples of the iteration, over all coordinates; by default as many as there can be.
         """
-        numbers = self.numbers_of(size or self.global_batch_size)
-        positions = [np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples, numbers)]
-        windows = torch.from_numpy(self.samples.shuffled(np.concatenate(positions), seed)).to(self.device)
-        return list(torch.split(windows, self.micro_batch_size))
+        size = size or self.global_batch_size
+        ids = self._ahead.ids(consumed_samples, size, seed, lambda: self._train_positions(consumed_samples, size))
+        return list(torch.split(torch.from_numpy(self.samples.windows(ids)).to(self.device), self.micro_batch_size))
+
+    def _train_positions(self, consumed_samples: int, size: int) -> npt.NDArray[np.int64]:
+        numbers = self.numbers_of(size)
+        return np.concatenate([np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples, numbers)])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
         """Yield the micro batches of each of the first global batches in data order, cycling.

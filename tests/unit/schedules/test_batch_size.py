@@ -68,8 +68,11 @@ class Positions(Samples):
     def __init__(self) -> None:
         pass
 
-    def shuffled(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        return positions[:, None]
+    def ordered(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        return positions
+
+    def windows(self, ids: np.ndarray) -> np.ndarray:
+        return ids[:, None]
 
 
 @cache
