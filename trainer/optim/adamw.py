@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +22,7 @@ from trainer.optim.table import OPTIMIZERS, group_options, no_decay_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
+_SMALL = 1 << 14  # elements of a gradient whose rows are squared together with those of others
 
 # The moments of a parameter in AdamW: all the state that has its shape.
 _MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
@@ -243,10 +245,12 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     rows, remainders = list[torch.Tensor](), list[torch.Tensor]()
     for gradient in _gradients(parameters):
         end = gradient.numel() // _CHUNK * _CHUNK
-        flat = gradient.reshape(-1) if end else gradient
-        if end:
-            rows.append(torch.linalg.vector_norm(flat[:end].view(-1, _CHUNK), dim=1))
-        if end < gradient.numel():
+        if not end:
+            remainders.append(gradient)
+            continue
+        flat = gradient.reshape(-1)
+        rows.append(torch.linalg.vector_norm(flat[:end].view(-1, _CHUNK), dim=1))
+        if end < flat.numel():
             remainders.append(flat[end:])
     norms = [*rows, torch.stack(torch._foreach_norm(remainders))] if remainders else rows
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
@@ -257,14 +261,28 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
 
     Ranks with the same rows divide them among themselves, since no division changes an exact sum.
     """
-    rows = list[torch.Tensor]()
+    tables = list[torch.Tensor]()
     for share in shares:
-        for gradient in _gradients([share.parameter]):
-            count = -(-gradient.shape[0] // share.count)
-            rows_of_rank = gradient[share.index * count : (share.index + 1) * count]
-            parts = rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]
-            rows += [exact_sum.row_squares(part) for part in parts if part.shape[0]]
-    return torch.cat(rows) if rows else torch.zeros(0, device=device)
+        gradient = share.parameter.grad
+        if gradient is None:
+            continue
+        rows_of_rank = local_of(gradient) if share.count == 1 else _share_of(local_of(gradient), share)
+        parts = rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]
+        tables += [part.reshape(part.shape[0], -1) for part in parts if part.numel()]
+    return torch.cat([*map(exact_sum.row_squares, _joined(tables))]) if tables else torch.zeros(0, device=device)
+
+
+def _share_of(gradient: torch.Tensor, share: exact_sum.NormShare) -> torch.Tensor:
+    count = -(-gradient.shape[0] // share.count)
+    return gradient[share.index * count : (share.index + 1) * count]
+
+
+def _joined(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tables [rows, n] with the small ones of one width and dtype in a single table: a call costs more."""
+    large, small = list[torch.Tensor](), defaultdict[tuple[int, torch.dtype], list[torch.Tensor]](list)
+    for table in tables:
+        (large if table.numel() > _SMALL else small[table.shape[1], table.dtype]).append(table)
+    return [*large, *map(torch.cat, small.values())]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
@@ -276,5 +294,5 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: f
 
 
 def _gradients(parameters: Iterable[nn.Parameter], *, with_empty: bool = False) -> list[torch.Tensor]:
-    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_of(gradient) for p in parameters if (gradient := p.grad) is not None]
     return [gradient for gradient in gradients if with_empty or gradient.numel()]

@@ -66,7 +66,7 @@ def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     # Whole numbers below 2^24, so that their sums by exponent are exact.
     wholes = (significands * 2.0**_SIGNIFICAND_BITS).long()
     sums = wholes.new_zeros(len(vectors) * _BINS).index_add_(0, bins, wholes).view(len(vectors), _BINS)
-    numbers = torch.ldexp(sums.double(), _bin_exponents(sums.device))
+    numbers = sums.double() * _bin_scales(sums.device)
     kinds = _kinds(torch.stack([vector.double().sum() for vector in vectors]))
     return torch.cat([_digits(numbers.view(-1)).view(*sums.shape, _LIMBS).sum(1), kinds], dim=1)
 
@@ -110,8 +110,10 @@ def _infinities(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _bin_exponents(device: torch.device) -> torch.Tensor:
-    return torch.arange(_BINS, device=device) - _BIN_OF_0 - _SIGNIFICAND_BITS
+def _bin_scales(device: torch.device) -> torch.Tensor:
+    """Return what a bin's unit is worth."""
+    scales = [2.0 ** (number - _BIN_OF_0 - _SIGNIFICAND_BITS) for number in range(_BINS)]
+    return torch.tensor(scales, dtype=torch.float64, device=device)
 
 
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,7 @@ def row_squares(gradient: torch.Tensor) -> torch.Tensor:
     """
     table = gradient.reshape(gradient.shape[0], -1)
     at_once = max(1, _CHUNK // max(1, table.shape[1]))
-    return torch.cat([_fold(block.square()) for block in torch.split(table, at_once)])
+    return torch.cat([_fold(table[at : at + at_once].square()) for at in range(0, len(table), at_once)])
 
 
 def _fold(squares: torch.Tensor) -> torch.Tensor:
@@ -133,6 +135,6 @@ def _fold(squares: torch.Tensor) -> torch.Tensor:
     columns = squares.shape[1]
     while columns > 1:
         half = (columns + 1) // 2  # of an odd number, the middle column waits for the next round
-        squares[:, : columns - half] += squares[:, half:columns]
+        squares.narrow(1, 0, columns - half).add_(squares.narrow(1, half, columns - half))
         columns = half
     return squares[:, 0]

@@ -73,8 +73,8 @@ def train_step(
     Raises:
         NonFiniteError: on every rank, before any parameter changes, for a nonfinite loss or gradient norm.
     """
-    for part in state.parts:
-        part.optimizer.zero_grad(set_to_none=True)
+    for parameter in state.parameters():
+        parameter.grad = None
     own_time = own_time or OwnTime(cluster.device)
     own_passes = contextlib.nullcontext() if context.waits_in_passes else own_time.working(own_time.load)
     with context.loss_context(), own_passes:
@@ -109,14 +109,36 @@ def reduce_figures(
     Args:
         times: of this rank, for a line of the log; None without a line.
     """
-    row = cluster.total(_figures(losses, flags, context, cluster, times))
+    if cluster.world_size == 1 and context.lanes is None:
+        return _figures_alone(losses, flags, context, cluster, is_logged=times is not None)
+    row = cluster.total(_message(losses, flags, context, cluster, times))
     if times is not None:
         maxima = [ranked(times, cluster.rank), *rank_memory(cluster.device)]
         row = torch.cat([row, cluster.largest(_filled(maxima, row.device))])
     return _result(row.tolist(), context, cluster, times)
 
 
-def _figures(
+def _figures_alone(
+    losses: Sequence[torch.Tensor],
+    flags: Sequence[bool],
+    context: ParallelContext,
+    cluster: Cluster,
+    *,
+    is_logged: bool,
+) -> StepResult:
+    """Return the figures of a single rank: what the sums of one message are, with equal bits."""
+    loss, square = _sums(losses, context, cluster.device).tolist()
+    memory = rank_memory(cluster.device) if is_logged else None
+    return StepResult(loss, math.sqrt(square), tuple(map(int, flags)), memory=memory)
+
+
+def _sums(losses: Sequence[torch.Tensor], context: ParallelContext, device: torch.device) -> torch.Tensor:
+    """Return this rank's sum of losses and its part of the squared norm, float64 [2]."""
+    total = sum(losses, torch.zeros((), dtype=torch.float64, device=device))
+    return torch.stack([total, squared_norm(context.grad_norm_parameters).to(device)])
+
+
+def _message(
     losses: Sequence[torch.Tensor],
     flags: Sequence[bool],
     context: ParallelContext,
@@ -130,9 +152,7 @@ def _figures(
     if not context.reports_loss:
         losses = ()
     if context.lanes is None:
-        total = sum(losses, torch.zeros((), dtype=torch.float64, device=cluster.device))
-        square = squared_norm(context.grad_norm_parameters).to(total.device)
-        limbs = exact_sum.limbs(torch.stack([total, square])).view(-1)
+        limbs = exact_sum.limbs(_sums(losses, context, cluster.device)).view(-1)
     else:
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)

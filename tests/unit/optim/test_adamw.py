@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim.adamw import AdamSettings, build_adamw, clip_gradients, set_learning_rate, squared_norm
+from trainer.optim import exact_sum
+from trainer.optim.adamw import (
+    AdamSettings,
+    build_adamw,
+    clip_gradients,
+    row_squares,
+    set_learning_rate,
+    squared_norm,
+)
+from trainer.optim.exact_sum import NormShare
 
 SETTINGS = AdamSettings(lr=0.1, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-8, no_decay=frozenset({"bias"}))
 
@@ -80,6 +89,16 @@ def test_parameters_without_a_gradient_have_norm_zero() -> None:
     empty.grad = torch.ones(0, 3)
     assert float(squared_norm([empty])) == 0.0
     clip_gradients([empty], 5.0, 1.0)
+
+
+def test_rows_of_small_gradients_are_squared_as_each_alone() -> None:
+    shapes = [(3, 5), (4,), (2, 5), (7,), (1, 1), (200, 99), (2, 3, 5)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    shares = [NormShare(parameter, index=0, count=1) for parameter in parameters]
+    alone = torch.cat([exact_sum.row_squares(parameter.grad) for parameter in parameters if parameter.grad is not None])
+    assert row_squares(shares, torch.device("cpu")).sort().values.tolist() == alone.sort().values.tolist()
 
 
 @pytest.mark.parametrize(("clip_grad", "expected"), [(0.0, 5.0), (10.0, 5.0), (5.0, 5.0), (2.0, 2.0)])

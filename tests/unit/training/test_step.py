@@ -1,0 +1,46 @@
+"""The figures of an iteration: a rank alone has those of a message, bit by bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.bench.scale_iteration import one_rank
+from trainer.metrics.slow_ranks import RankTime
+from trainer.training.step import StepResult, reduce_figures
+
+FLAGS = (False, True, False)
+
+
+def figures(ranks: int, losses: list[float], gradient: list[float], *, is_logged: bool) -> StepResult:
+    """Return the figures of ranks with the same numbers."""
+    cluster, context = one_rank(ranks, is_exact=False)
+    (parameter,) = context.grad_norm_parameters
+    assert isinstance(parameter, nn.Parameter)
+    parameter.grad = torch.tensor(gradient).expand(64).clone() if len(gradient) == 1 else torch.tensor(gradient)
+    values = [torch.tensor(loss).double() for loss in losses]
+    return reduce_figures(values, FLAGS, context, cluster, RankTime(5, 1) if is_logged else None)
+
+
+@pytest.mark.parametrize("is_logged", [True, False])
+@pytest.mark.parametrize(
+    ("losses", "gradient"),
+    [
+        ([3.1, 1.7, 2.0**-149], [0.1 * number - 3.0 for number in range(64)]),
+        ([-0.0], [0.0]),
+        ([math.inf], [math.nan]),
+        ([math.nan], [3.4e38]),
+        ([-math.inf, 1.0], [math.inf]),
+    ],
+)
+def test_a_rank_alone_has_the_figures_of_a_message(losses: list[float], gradient: list[float], is_logged: bool) -> None:
+    alone = figures(1, losses, gradient, is_logged=is_logged)
+    of_four = figures(4, losses, gradient, is_logged=is_logged)
+    assert alone.loss.hex() == of_four.loss.hex()
+    assert (2 * alone.grad_norm).hex() == of_four.grad_norm.hex()
+    assert [4 * count for count in alone.flags] == [*of_four.flags] == [0, 4, 0]
+    assert (alone.memory is None) == (of_four.memory is None) == (not is_logged)
+    assert alone.slowest is of_four.slowest is None
