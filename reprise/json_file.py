@@ -26,6 +26,7 @@ MAX_INTEGER = 2**63 - 1  # the largest that numpy and torch count with
 _NESTING = (dict, list, tuple)
 _MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_STRICT = json.JSONEncoder(allow_nan=False)
 _DIGESTED = 8 << 20  # bytes in a call
 _SEAL = ',"xxh3_64":"%s"}\n'  # of `manifest.json` and `host.json`
 
@@ -226,7 +227,10 @@ def step_count(value: object) -> float:
 
 def dumps(value: object) -> str:
     """Return standard JSON as a single line, with null in place of NaN and infinity."""
-    return json.dumps(finite(value), allow_nan=False)
+    try:
+        return _STRICT.encode(value)
+    except ValueError:
+        return _STRICT.encode(finite(value))
 
 
 def finite(value: object) -> object:
