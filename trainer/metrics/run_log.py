@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -85,24 +86,34 @@ class IterationRecord:
     def line(self) -> dict[str, object]:
         """Return the members of its line in `metrics.jsonl`."""
         members = dict[str, object]()
-        for declared in fields(self):
-            settings = declared.metadata
-            name = settings.get("name") or declared.name
-            value = getattr(self, name)
-            if settings and value is not None:
-                members[name] = value if settings["digits"] is None else round(value, settings["digits"])
-                if settings["is_exact"]:
-                    members[f"{name}_hex"] = value.hex()
+        for logged in _logged():
+            value = getattr(self, logged.name)
+            if value is not None:
+                members[logged.name] = value if logged.digits is None else round(value, logged.digits)
+                if logged.is_exact:
+                    members[f"{logged.name}_hex"] = value.hex()
         return members | ({"skipped": True} if self.is_skipped else {})
 
     def curves(self) -> dict[str, float]:
         """Return its points by the tags of TensorBoard's curves."""
-        points = {
-            declared.metadata["curve"]: getattr(self, declared.metadata["name"] or declared.name)
-            for declared in fields(self)
-            if declared.metadata.get("curve")
-        }
+        points = {logged.curve: getattr(self, logged.name) for logged in _logged() if logged.curve}
         return {curve: value for curve, value in points.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """What `figure` declares of a field."""
+
+    name: str
+    curve: str | None
+    is_exact: bool
+    digits: int | None
+
+
+@functools.cache
+def _logged() -> list[_Logged]:
+    declared = [field for field in fields(IterationRecord) if field.metadata]
+    return [_Logged(**{**field.metadata, "name": field.metadata["name"] or field.name}) for field in declared]
 
 
 class Slowdown:
