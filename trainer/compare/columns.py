@@ -90,13 +90,17 @@ class Points(Sequence[Point]):
 
 
 def common_points(base: Points, test: Points) -> tuple[Points, Points]:
-    """Return the points of two curves at the iterations that both have, in the order of these."""
+    """Return the points of two curves, each in order, at the iterations that both have."""
+    if numpy.array_equal(base.iterations, test.iterations):
+        return base, test
     _, *places = numpy.intersect1d(base.iterations, test.iterations, assume_unique=True, return_indices=True)
     return base.take(places[0]), test.take(places[1])
 
 
 def missing_iterations(points: Points, iterations: Integers) -> Integers:
-    """Return the iterations of points that are not among others, in order."""
+    """Return the iterations of points, in order, that are not among some of them."""
+    if len(points) == len(iterations):
+        return numpy.empty(0, dtype=numpy.int64)
     return numpy.sort(numpy.setdiff1d(points.iterations, iterations, assume_unique=True))
 
 

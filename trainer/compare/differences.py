@@ -53,7 +53,7 @@ class Differences(Sequence[CurveDifference]):
 
     def iterations_with(self, *others: Integers) -> tuple[int, ...]:
         """Return the iterations with a difference and others, each once and in order."""
-        ordered = numpy.sort(numpy.concatenate((self.iterations, *others)))
+        ordered = numpy.sort(numpy.concatenate((self.iterations, *others)), kind="stable")  # merges what is in order
         return tuple(ordered[numpy.diff(ordered, prepend=-1) > 0].tolist())
 
     def __len__(self) -> int:

@@ -140,8 +140,8 @@ def _points(lines: bytes) -> Points:
     while (is_digit := text[digits] - ord("0") < 10).any():  # a byte below "0" wraps around
         iterations = numpy.where(is_digit, 10 * iterations + text[digits] - ord("0"), iterations)
         digits += is_digit
-    is_hex = (text[1:] == ord("x")) & (text[:-1] == ord("0"))  # no key has a digit
-    values = _floats(sliding_window_view(text, _HEX_BYTES)[numpy.flatnonzero(is_hex)])
+    begins = numpy.flatnonzero(text == ord("x")) - 1  # a letter of keys too, of which none has a digit
+    values = _floats(sliding_window_view(text, _HEX_BYTES)[begins[text[begins] == ord("0")]])
     values = values.reshape(-1, len(QUANTITIES)).T
     is_there = numpy.ones(values.shape, dtype=bool)
     return Points(iterations, values, is_there, is_there)
