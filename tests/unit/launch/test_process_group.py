@@ -25,9 +25,10 @@ C.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE, see prctl(2): else one fault may 
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [C.malloc(16 << 20) for _ in range(16)]
-    for block in blocks:
-        ctypes.memset(ctypes.c_void_p(block), 1, 16 << 20)
+    sizes = [16 << 20] * 8 + [64 << 20] * 2  # the larger ones are above any threshold of glibc's
+    blocks = [C.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(ctypes.c_void_p(block), 1, size)
     for block in reversed(blocks):
         C.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
