@@ -118,14 +118,16 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of most."""
-    stored_name = "list_checkpoints" if name == "list" else name
-    if stored_name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[stored_name]}"), stored_name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
+
+    def __getattr__(name: str) -> object:
+        """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of most."""
+        stored_name = "list_checkpoints" if name == "list" else name
+        if stored_name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULES[stored_name]}"), stored_name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Opens checkpoints, chooses the one to load, and reads tensors and files from it.
 
-What fills tensors of torch is imported at its first use.
+The functions that fill torch's tensors are imported at their first use.
 """
 
 from importlib import import_module
@@ -70,8 +70,10 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import a part of the loader at its first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
+
+    def __getattr__(name: str) -> object:
+        """Import a part of the loader at its first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)

@@ -69,8 +69,10 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import a saver, its policy or a part of it at the first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
+
+    def __getattr__(name: str) -> object:
+        """Import a saver, its policy or a part of it at the first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)

@@ -27,7 +27,7 @@ def composed(arguments: Sequence[str]) -> DictConfig | None:
         return None
     paths = {match[1]: match[2] for word in arguments if (match := _PATH.fullmatch(word))}
     others = tuple(word for word in arguments[1:] if not _PATH.fullmatch(word))
-    if len(paths) + len(others) + 1 != len(arguments):  # a key twice
+    if len(set(map(_key, arguments))) != len(arguments):
         return None
     try:
         config = deepcopy(_composed(others))
@@ -36,6 +36,10 @@ def composed(arguments: Sequence[str]) -> DictConfig | None:
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError):
         return None
     return config
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 @cache

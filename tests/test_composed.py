@@ -27,6 +27,7 @@ def test_a_configuration_is_that_of_the_trainer(monkeypatch: pytest.MonkeyPatch)
     [
         ["follow", "run.dir=/tmp/x"],
         ["trainer", "run.dir=/tmp/x", "run.dir=/tmp/y"],
+        ["trainer", "checkpoint.load=/tmp/x", "checkpoint.load=auto"],
         ["trainer", "no.such.key=/tmp/x"],
         ["trainer", "train.train_itres=3"],
     ],

@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors, without torch: who lists, verifies or uploads checkpoints waits for no such library."""
+"""The dtypes of stored tensors, without torch, so that listing, verifying and uploading never import it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class StoredDtype(Enum):
-    """A dtype that passes unchanged into the files: a member has safetensors' name (safetensors/src/tensor.rs, Dtype).
+    """A dtype that passes unchanged into the files; members are named as in safetensors (safetensors/src/tensor.rs).
 
     Attributes:
         label: torch's name, such as `bfloat16`.

@@ -140,7 +140,7 @@ def model_index(layout: Layout) -> dict[str, object]:
 
 
 def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
-    """Refuse tensors too large for any checkpoint file.
+    """Refuse tensors with a name twice, a reserved name, or too many dimensions.
 
     Raises:
         CheckpointError: naming the first of them.

@@ -31,7 +31,7 @@ def stored_dtype(dtype: torch.dtype, *, where: object) -> StoredDtype:
             where=where,
             expected="one of " + ", ".join(sorted(StoredDtype.__members__)),
             found=dtype,
-            fix="Keep complex and quantised tensors out of the state, or store them as views of real numbers.",
+            fix="Store it as a view of a supported dtype, or keep it out of the state.",
         )
     return _STORED_DTYPES[dtype]
 

@@ -180,10 +180,19 @@ def _logging_to_nowhere() -> Iterator[None]:
             root.removeHandler(handler)
 
 
+def _iterations(text: str) -> int:
+    """Return a number of iterations with at least one between two begins."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 2")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or a line of JSON for each feature, and return 0."""
     parser = argparse.ArgumentParser(prog="bench_floor", description="Measure an iteration beside its passes and step.")
-    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each feature (%(default)d)")
+    parser.add_argument(
+        "--iterations", type=_iterations, default=200, metavar="N", help="of each feature (%(default)d)"
+    )
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="processes that share the batch (%(default)d)"
     )

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from reprise.files import Files
 from reprise.local.link import Link
 from reprise.reading import Checkpoint
 from tests.harness import Running, started
-from trainer.data.batches import micro_batch_positions
+from tests.positions import Ints, methods_with
+from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
@@ -273,23 +273,26 @@ def _gate_destroy(gate: Gate) -> None:
 
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
-    train_batch = BatchLoader.train_batch
+    train_batch, positions = BatchLoader.train_batch, list[int]()
+
+    def note(windows: Ints, read: Ints) -> Ints:
+        positions.extend(read.tolist())
+        return windows
 
     def feed(self: BatchLoader, consumed_samples: int, seed: int, size: int) -> list[torch.Tensor]:
-        windows, width = train_batch(self, consumed_samples, seed, size), self.micro_batch_size
-        batches = [
-            micro_batch_positions(consumed_samples, number=number, micro_batch_size=width)
-            for number in self.numbers_of(size)
-        ]
+        positions.clear()
+        windows = train_batch(self, consumed_samples, seed, size)
         row = {
             "iteration": consumed_samples // self.global_batch_size + 1,
             "world_size": int(os.environ["WORLD_SIZE"]),
-            "positions": [*chain.from_iterable(batches)],
+            "positions": positions,
         }
         with Path(gate.folder, f"fed.{os.getpid()}").open("a") as file:
             file.write(json.dumps(row) + "\n")
         return windows
 
+    for name, method in methods_with(note).items():
+        setattr(Samples, name, method)
     BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 

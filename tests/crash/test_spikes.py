@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import trainer.__main__
 import trainer.training.loop
 from tests.harness import TINY, Ended, call_on_ranks, curve, state_of, tensor_files
+from tests.positions import Ints, methods_with
 from trainer.data.batches import Samples
 from trainer.data.token_file import write_token_file
 from trainer.run import saves
@@ -47,10 +47,8 @@ def train_on_bad_data(arguments: list[str]) -> None:
     No save is finished before the run waits for it.
     """
     first, end = map(int, arguments[0].split("-"))
-    read = Samples.shuffled
 
-    def shuffled(samples: Samples, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        windows = read(samples, positions, seed)
+    def with_noise(windows: Ints, positions: Ints) -> Ints:
         is_bad = (first <= positions) & (positions < end)
         noise = (positions[:, None] * 7919 + np.arange(windows.shape[1]) ** 3 * 104729) % 257
         return np.where(is_bad[:, None], noise, windows)
@@ -73,7 +71,8 @@ def train_on_bad_data(arguments: list[str]) -> None:
     def late(saver: Any) -> list[Any]:
         return reports(saver) if has_waited else []
 
-    Samples.shuffled = shuffled  # type: ignore[method-assign]
+    for name, method in methods_with(with_noise).items():
+        setattr(Samples, name, method)
     checkpointer.save, checkpointer.wait, checkpointer.reports = saving, waiting, late
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ import trainer.training.loop
 from models.layers import LayerNorm
 from reprise.files import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
+from tests.positions import Ints, methods_with
 from trainer.commands.compare_steps import compare_steps
 from trainer.config.compose import compose_command, over_saved, resolve
 from trainer.data.batches import Samples
@@ -111,14 +110,13 @@ def change_kernel(patch: Patch) -> None:
 
 def change_sample(patch: Patch) -> None:
     """Change a token of one sample of iteration 3."""
-    read = Samples.shuffled
 
-    def shuffled(samples: Samples, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        windows = read(samples, positions, seed).copy()
+    def changed(windows: Ints, positions: Ints) -> Ints:
         windows[positions == 2 * 8 + 5, 4] ^= 1
         return windows
 
-    patch.setattr(Samples, "shuffled", shuffled)
+    for name, method in methods_with(changed).items():
+        patch.setattr(Samples, name, method)
 
 
 def round_output(patch: Patch) -> None:

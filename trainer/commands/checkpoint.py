@@ -312,6 +312,8 @@ def _drop_optimizer(options: argparse.Namespace) -> int:
     ]
     if not any(checkpoint.reason for checkpoint in checkpoints):
         rows = _without_columns(rows, "stays")
+    if options.dry_run and not options.json:
+        rows = _without_columns(rows, "dropped")
     _print_rows(rows, as_json=options.json)
     return FINE
 

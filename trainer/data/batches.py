@@ -96,11 +96,7 @@ class Samples:
         """Return the number of inputs (and of targets) of a sample."""
         return self._seq_length
 
-    def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the windows at global positions of the order of `seed`, int64 [n, seq_length + 1]."""
-        return self.windows(self.ordered(positions, seed))
-
-    def ordered(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+    def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the samples at global positions of the order of `seed`, int64 [n]."""
         return sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed)
 
@@ -183,12 +179,8 @@ class BlendedSamples:
         """Return the same blend, begun at a global position after samples of each source were consumed."""
         return BlendedSamples(self._sources, self._blend, position=position, consumed=consumed)
 
-    def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the windows at global positions from where the blend begins on, int64 [n, seq_length + 1]."""
-        return self.windows(self.ordered(positions, seed))
-
-    def ordered(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the samples at global positions, int64 [n], numbered through all sources."""
+    def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the samples at global positions from the blend's begin, int64 [n], numbered through all sources."""
         sources, index = self._blend.locate(positions - self._position)
         index = index + self._consumed[sources]
         ids = sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
@@ -227,13 +219,9 @@ class MappedSamples:
         """Return the same samples begun at a position, see `BlendedSamples.starting_at`."""
         return MappedSamples(self._samples.starting_at(position, consumed), self._map)
 
-    def shuffled(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the windows of the samples with these counts from 0, int64 [n, seq_length + 1]."""
-        return self._samples.shuffled(self._positions(counts), seed)
-
-    def ordered(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+    def sample_ids(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the samples with these counts from 0, int64 [n]."""
-        return self._samples.ordered(self._positions(counts), seed)
+        return self._samples.sample_ids(self._positions(counts), seed)
 
     def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Copy samples out of the files, see `Samples.windows`."""

@@ -32,7 +32,7 @@ class BatchLoader:
     _ahead: LookAhead = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ahead", LookAhead(self.samples.ordered))
+        object.__setattr__(self, "_ahead", LookAhead(self.samples.sample_ids))
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
@@ -59,7 +59,7 @@ class BatchLoader:
         """
         size = size or self.global_batch_size
         ids = self._ahead.ids(consumed_samples, size, seed, lambda: self._train_positions(consumed_samples, size))
-        return list(torch.split(on_device(self.samples.windows(ids), self.device), self.micro_batch_size))
+        return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))
 
     def _train_positions(self, consumed_samples: int, size: int) -> npt.NDArray[np.int64]:
         numbers = self.numbers_of(size)
@@ -77,14 +77,14 @@ class BatchLoader:
         for batch in range(global_batches):
             positions = self._positions(batch * self.global_batch_size, self.numbers)
             ids = (np.asarray(p, dtype=np.int64) % samples.count for p in positions)
-            yield [on_device(samples.windows(batch_ids), self.device) for batch_ids in ids]
+            yield [to_device(samples.windows(batch_ids), self.device) for batch_ids in ids]
 
     def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[range]:
         for number in numbers:
             yield micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)
 
 
-def on_device(windows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Return windows on a device. The host does not wait: torch keeps the pinned memory until the copy."""
+def to_device(windows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return windows on a device. The host does not wait: torch keeps the pinned memory until the copy has finished."""
     tensor = torch.from_numpy(windows)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

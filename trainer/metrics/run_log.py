@@ -86,7 +86,7 @@ class IterationRecord:
     def line(self) -> dict[str, object]:
         """Return the members of its line in `metrics.jsonl`."""
         members = dict[str, object]()
-        for logged in _logged():
+        for logged in _log_figures():
             value = getattr(self, logged.name)
             if value is not None:
                 members[logged.name] = value if logged.digits is None else round(value, logged.digits)
@@ -96,12 +96,12 @@ class IterationRecord:
 
     def curves(self) -> dict[str, float]:
         """Return its points by the tags of TensorBoard's curves."""
-        points = {logged.curve: getattr(self, logged.name) for logged in _logged() if logged.curve}
+        points = {logged.curve: getattr(self, logged.name) for logged in _log_figures() if logged.curve}
         return {curve: value for curve, value in points.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class _Logged:
+class _LogFigure:
     """What `figure` declares of a field."""
 
     name: str
@@ -111,9 +111,9 @@ class _Logged:
 
 
 @functools.cache
-def _logged() -> list[_Logged]:
+def _log_figures() -> tuple[_LogFigure, ...]:
     declared = [field for field in fields(IterationRecord) if field.metadata]
-    return [_Logged(**{**field.metadata, "name": field.metadata["name"] or field.name}) for field in declared]
+    return tuple(_LogFigure(**{**field.metadata, "name": field.metadata["name"] or field.name}) for field in declared)
 
 
 class Slowdown:

@@ -261,28 +261,25 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
 
     Ranks with the same rows divide them among themselves, since no division changes an exact sum.
     """
-    tables = list[torch.Tensor]()
+    rows, small = list[torch.Tensor](), defaultdict[tuple[int, torch.dtype], list[torch.Tensor]](list)
     for share in shares:
         gradient = share.parameter.grad
         if gradient is None:
             continue
         rows_of_rank = local_of(gradient) if share.count == 1 else _share_of(local_of(gradient), share)
-        parts = rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]
-        tables += [part.reshape(part.shape[0], -1) for part in parts if part.numel()]
-    return torch.cat([*map(exact_sum.row_squares, _joined(tables))]) if tables else torch.zeros(0, device=device)
+        for part in rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]:
+            if part.numel() > _SMALL:  # squared before the next: a part of columns may be a copy as a table
+                rows.append(exact_sum.row_squares(part))
+            elif part.numel():  # a call costs more than a copy
+                table = part.reshape(part.shape[0], -1)
+                small[table.shape[1], table.dtype].append(table)
+    rows += [exact_sum.row_squares(torch.cat(tables)) for tables in small.values()]
+    return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 
 def _share_of(gradient: torch.Tensor, share: exact_sum.NormShare) -> torch.Tensor:
     count = -(-gradient.shape[0] // share.count)
     return gradient[share.index * count : (share.index + 1) * count]
-
-
-def _joined(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tables [rows, n] with the small ones of one width and dtype in a single table: a call costs more."""
-    large, small = list[torch.Tensor](), defaultdict[tuple[int, torch.dtype], list[torch.Tensor]](list)
-    for table in tables:
-        (large if table.numel() > _SMALL else small[table.shape[1], table.dtype]).append(table)
-    return [*large, *map(torch.cat, small.values())]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:

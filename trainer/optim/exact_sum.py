@@ -111,7 +111,7 @@ def _infinities(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _bin_scales(device: torch.device) -> torch.Tensor:
-    """Return what a bin's unit is worth."""
+    """Return the value of one unit in each bin, float64 [_BINS]."""
     scales = [2.0 ** (number - _BIN_OF_0 - _SIGNIFICAND_BITS) for number in range(_BINS)]
     return torch.tensor(scales, dtype=torch.float64, device=device)
 

@@ -126,7 +126,7 @@ def _figures_alone(
     *,
     is_logged: bool,
 ) -> StepResult:
-    """Return the figures of a single rank: what the sums of one message are, with equal bits."""
+    """Return the figures of a single rank, with the bits that a reduced message would give."""
     loss, square = _sums(losses, context, cluster.device).tolist()
     memory = rank_memory(cluster.device) if is_logged else None
     return StepResult(loss, math.sqrt(square), tuple(map(int, flags)), memory=memory)

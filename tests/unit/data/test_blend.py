@@ -90,7 +90,7 @@ def source(number: int, count: int) -> Samples:
 def test_each_source_has_its_own_order_and_epochs() -> None:
     sizes = (7, 40, 3)
     blended = BlendedSamples([source(n, size) for n, size in enumerate(sizes)], Blend([Fraction(n) for n in (2, 5, 1)]))
-    tokens = blended.shuffled(np.arange(160), 5)[:, 0]
+    tokens = blended.windows(blended.sample_ids(np.arange(160), 5))[:, 0]
     for number, size in enumerate(sizes):
         own = tokens[tokens // 1000 == number] % 1000
         assert len(own) == (40, 100, 20)[number]
@@ -101,7 +101,7 @@ def test_sources_go_on_at_their_counts_from_a_position() -> None:
     sources = [source(0, 50), source(1, 50)]
     blend = Blend([Fraction(1), Fraction(3)])
     later = BlendedSamples(sources, blend).starting_at(100, [30, 9])
-    tokens = later.shuffled(np.arange(100, 140), 5)[:, 0]
+    tokens = later.windows(later.sample_ids(np.arange(100, 140), 5))[:, 0]
     for number, (first, count) in enumerate([(30, 10), (9, 30)]):
         own = tokens[tokens // 1000 == number] % 1000
         assert own.tolist() == sample_ids(first, count, epoch_size=50, seed=5).tolist()

@@ -29,6 +29,11 @@ KINDS = {
 }
 
 
+# Iterations, their size, the seed, and the samples to go back before. The phases cross the borders of epochs and of
+# lookups, with a ramp, rewinds into a block, between its iterations and before it, and another seed.
+PHASES = ((3, 24, 1, 0), (50, 48, 1, 72), (3, 48, 1, 1000), (3, 48, 1, 20), (3, 48, 1, 480), (2, 48, 2, 0))
+
+
 def loader(samples: Samples | BlendedSamples | MappedSamples) -> BatchLoader:
     return BatchLoader(samples, 48, 4, [1, 3, 5, 7, 9, 11], torch.device("cpu"))
 
@@ -36,8 +41,7 @@ def loader(samples: Samples | BlendedSamples | MappedSamples) -> BatchLoader:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_iteration_has_the_batch_of_a_new_start(kind: str) -> None:
     goes_on, consumed = loader(KINDS[kind]), 7
-    # Over the borders of epochs and of what is found together, with a ramp, a rewind, and another seed.
-    for count, size, seed, back in ((3, 24, 1, 0), (50, 48, 1, 0), (3, 48, 1, 1000), (2, 48, 2, 0)):
+    for count, size, seed, back in PHASES:
         consumed -= back
         for _ in range(count):
             found, alone = (each.train_batch(consumed, seed, size) for each in (goes_on, loader(KINDS[kind])))

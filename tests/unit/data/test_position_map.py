@@ -16,15 +16,15 @@ RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pa
 
 
 class Positions:
-    """Stands for samples: its windows are the positions."""
+    """Stands for samples: their ids are the positions."""
 
-    def shuffled(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+    def sample_ids(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
         return positions
 
 
 def positions(position_map: PositionMap, first: int, count: int) -> list[int]:
     samples = MappedSamples(cast(Samples, Positions()), position_map)
-    found: list[int] = samples.shuffled(np.arange(first, first + count), 0).tolist()
+    found: list[int] = samples.sample_ids(np.arange(first, first + count), 0).tolist()
     return found
 
 

@@ -68,7 +68,7 @@ class Positions(Samples):
     def __init__(self) -> None:
         pass
 
-    def ordered(self, positions: np.ndarray, seed: int) -> np.ndarray:
+    def sample_ids(self, positions: np.ndarray, seed: int) -> np.ndarray:
         return positions
 
     def windows(self, ids: np.ndarray) -> np.ndarray:

@@ -1,0 +1,31 @@
+"""Faults of samples by their positions in the order: the number of a sample carries its position through a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.batches import Samples
+
+Ints = npt.NDArray[np.int64]
+
+
+def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:
+    """Return methods of `Samples` by name, for a single source without evaluation.
+
+    Args:
+        change: returns in place of windows [n, seq_length + 1] at positions [n] others.
+    """
+    order, read = Samples.sample_ids, Samples.windows
+
+    def sample_ids(samples: Samples, positions: Ints, seed: int) -> Ints:
+        return positions * samples.count + order(samples, positions, seed)
+
+    def windows(samples: Samples, numbers: Ints) -> Ints:
+        positions, ids = np.divmod(numbers, samples.count)
+        return change(read(samples, ids), positions)
+
+    return {"sample_ids": sample_ids, "windows": windows}
