@@ -256,6 +256,7 @@ def _allocated_bytes(step: Callable[[], object]) -> float:
 def _start_ours(config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
     cluster = launch.start(options.device, deterministic=False, variables={})
     values = _their_model(config, cluster.device).state_dict()
+    launch.keep_freed_memory(cluster.device)  # as the training loop does
     return cluster.device, _our_step(config, values, cluster)
 
 

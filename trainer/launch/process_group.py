@@ -28,8 +28,9 @@ from trainer.parallel.topology import MOST_THREADS
 # Time for ranks to find out which ranks are missing.
 _GRACE_S = 5.0
 
-# glibc's parameter numbers, see mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+# glibc's parameter numbers, see mallopt(3), and the largest threshold that it takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def start(
     torch.set_num_threads(threads)
     chosen = choose_device(device, environment.local_rank)
     if chosen.type == CPU:
-        _keep_freed_memory()
+        _set_allocator({_M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES, _M_TRIM_THRESHOLD: -1})
     if deterministic:
         _make_deterministic(chosen)
     if environment.world_size == 1:
@@ -170,17 +171,23 @@ def destroy(cluster: Cluster) -> None:
         dist.destroy_process_group()
 
 
-def _keep_freed_memory() -> None:
-    """Make the allocator keep freed blocks, since the next step allocates the same sizes again.
+def keep_freed_memory(device: torch.device) -> None:
+    """Make the allocator keep freed blocks of any size on a CPU: every iteration allocates the same sizes again.
 
-    glibc returns free memory at the end of its heap to the system, and every tensor above 32 MiB. The system clears
-    each page on its next use: 4 % of a step of 40 ms, and a tenth of an iteration of GPT-2 124M, whose peak of memory
-    is 6 % higher for it. Other C libraries keep their settings.
+    From its start a process keeps blocks of up to 32 MiB, and glibc returns larger ones to the system, so that those of
+    a load and a build are gone before the first iteration. The system clears each page on its next use: 4 % of a step
+    of 40 ms, and a tenth of an iteration of GPT-2 124M, whose peak of memory is 6 % higher for it. Other C libraries
+    keep their settings.
     """
+    if device.type == CPU:
+        _set_allocator({_M_MMAP_MAX: 0})
+
+
+def _set_allocator(parameters: Mapping[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
+        for parameter, value in parameters.items():
+            mallopt(parameter, value)
 
 
 def _make_deterministic(device: torch.device) -> None:

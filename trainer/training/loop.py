@@ -16,6 +16,7 @@ from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags, should_exit
+from trainer.launch.process_group import keep_freed_memory
 from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
@@ -46,6 +47,7 @@ def train(run: Run) -> Rewind | None:
     if state.progress.iteration >= last:
         _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached, there is nothing to train")
     slowdown = Slowdown()
+    keep_freed_memory(run.cluster.device)
     run.control.begin()
     is_late = state.progress.owes_evaluation
     if is_late:

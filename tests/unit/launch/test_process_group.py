@@ -34,7 +34,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 if STARTS:
-    launch.start("cpu", deterministic=False, variables={})
+    launch.keep_freed_memory(launch.start("cpu", deterministic=False, variables={}).device)
 print([faults() for _ in range(4)][-1])
 """
 
