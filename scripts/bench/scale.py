@@ -46,6 +46,7 @@ from scripts.bench.planning import CASES, as_if_written, pieces_of_ranks
 from trainer.compare.text_table import format_table
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
+from trainer.launch.process_group import SWITCH_INTERVAL_S
 from trainer.run.state import checkpoint_specs
 
 _SAVES = 2
@@ -336,7 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.measures) - MEASURES.keys():
         parser.error(f"no measurement is called {' or '.join(sorted(unknown))}")
     print("\n".join(describe(Path(tempfile.gettempdir()))), flush=True)
-    gc.freeze()  # as the trainer does after its imports: a collection would pass over all modules
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the trainer, and so is the exemption of modules from collections
+    gc.freeze()
     for name in options.measures or MEASURES:
         measure = MEASURES[name]
         by_size: dict[int, Figures] = {}

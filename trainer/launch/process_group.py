@@ -28,6 +28,10 @@ from trainer.parallel.topology import MOST_THREADS
 # Time for ranks to find out which ranks are missing.
 _GRACE_S = 5.0
 
+# Seconds for which a thread that writes a save holds the interpreter while training waits for it, at each return from
+# torch; see sys.setswitchinterval. Python's own 5 ms were the longest pause that a commit made.
+SWITCH_INTERVAL_S = 0.0005
+
 # glibc's parameter numbers, see mallopt(3), and the largest threshold that it takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MMAP_THRESHOLD_BYTES = 32 << 20
@@ -101,6 +105,7 @@ def start(
     environment = Environment.read(variables)
     threads = thread_count(threads, variables, environment.local_world_size)
     torch.set_num_threads(threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     chosen = choose_device(device, environment.local_rank)
     if chosen.type == CPU:
         _set_allocator({_M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES, _M_TRIM_THRESHOLD: -1})
