@@ -16,7 +16,6 @@ It needs nothing of the trainer around it and works on any torch model and optim
 """
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from reprise.errors import (
@@ -28,6 +27,7 @@ from reprise.errors import (
     TrainerError,
     UnreadableError,
 )
+from reprise.lazy import importer
 
 if TYPE_CHECKING:
     from reprise.api import load, save
@@ -115,19 +115,14 @@ _NAMES = {
     "random_state": ("RandomState",),
     "state_dict": ("load_state_dict", "save_state_dict"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+# The trainer, whose modules lie beneath, needs none of most.
+_attribute = importer(__name__, {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names})
 
-
-if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of most."""
-        stored_name = "list_checkpoints" if name == "list" else name
-        if stored_name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_MODULES[stored_name]}"), stored_name)
-        globals()[name] = value
-        return value
+        """Import a function or class at its first use."""
+        return _attribute("list_checkpoints" if name == "list" else name)
 
 
 def __dir__() -> Iterable[str]:

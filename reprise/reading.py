@@ -3,11 +3,11 @@
 The functions that fill torch's tensors are imported at their first use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from reprise.format.layout import header_places
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.lazy import importer
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms, committed_in, no_folder
 from reprise.loading.reader import (
     Checkpoint,
@@ -70,10 +70,5 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
-
-    def __getattr__(name: str) -> object:
-        """Import a part of the loader at its first use."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:
+    __getattr__ = importer(__name__, _MODULES)

@@ -3,8 +3,9 @@
 Each is imported at its first use: no run has all of them, and the mirror of a run needs no torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from reprise.lazy import importer
 
 if TYPE_CHECKING:
     from reprise.checkpointer import Checkpointer
@@ -69,10 +70,5 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
-
-    def __getattr__(name: str) -> object:
-        """Import a saver, its policy or a part of it at the first use."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_MODULES[name]), name)
+if not TYPE_CHECKING:
+    __getattr__ = importer(__name__, _MODULES)

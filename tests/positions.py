@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.batches import Samples
-
-Ints = npt.NDArray[np.int64]
+from trainer.data.look_ahead import Ints
 
 
 def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:

@@ -118,7 +118,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY = "reprise"
 LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.regular_file"),
+    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.lazy", f"{LIBRARY}.regular_file"),
     (f"{LIBRARY}.storage",),
     (f"{LIBRARY}.json_file",),
     (f"{LIBRARY}.format",),

@@ -151,8 +151,8 @@ def _unwaited(subject: Subject, setting: Setting) -> Callable[[], float]:
 
     def step() -> float:
         nonlocal last, last_copied
-        for part in state.parts:
-            part.optimizer.zero_grad(set_to_none=True)
+        for parameter in state.parameters():
+            parameter.grad = None
         with subject.context.loss_context():
             losses = forward_backward(state, [windows.to(device, non_blocking=True)], [1], subject.context)
         subject.context.reduction.finish()

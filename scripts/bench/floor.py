@@ -32,6 +32,7 @@ from models import families
 from reprise.files import FILE_SYSTEM
 from scripts.bench.gpt2 import gpt2_config
 from scripts.faults.ranks import run_ranks
+from trainer.commands.arguments import positive
 from trainer.compare.text_table import format_table
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.logging import LoggingSection
@@ -82,7 +83,7 @@ def rows(features: Sequence[str] = tuple(FEATURES), iterations: int = 200) -> di
 
 def _config(folder: Path, iterations: int, ranks: int) -> Config:
     train = TrainSection(
-        train_iters=iterations,
+        train_iters=iterations + 1,  # the last ends at no begin of another
         micro_batch_size=BATCH,
         global_batch_size=BATCH * ranks,
         seq_length=16,
@@ -133,7 +134,7 @@ def _samples(run: Run) -> Samples:
     samples, begins = defaultdict[str, list[float]](list), list[float]()
     with _timed(places, samples, begins):
         loop.train(run)
-    for number, (begin, end) in enumerate(pairwise(begins)):  # the last iteration has no next one
+    for number, (begin, end) in enumerate(pairwise(begins)):
         samples["iteration"].append(end - begin)
         samples["floor"].append(end - begin - sum(samples[name][number] for name in TAKEN_OFF))
         samples["other"].append(samples["floor"][-1] - sum(samples[name][number] for name in PARTS))
@@ -180,19 +181,10 @@ def _logging_to_nowhere() -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def _iterations(text: str) -> int:
-    """Return a number of iterations with at least one between two begins."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer >= 2")
-    return int(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or a line of JSON for each feature, and return 0."""
     parser = argparse.ArgumentParser(prog="bench_floor", description="Measure an iteration beside its passes and step.")
-    parser.add_argument(
-        "--iterations", type=_iterations, default=200, metavar="N", help="of each feature (%(default)d)"
-    )
+    parser.add_argument("--iterations", type=positive, default=200, metavar="N", help="of each feature (%(default)d)")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="processes that share the batch (%(default)d)"
     )

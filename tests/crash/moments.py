@@ -30,9 +30,10 @@ from reprise.files import Files
 from reprise.local.link import Link
 from reprise.reading import Checkpoint
 from tests.harness import Running, started
-from tests.positions import Ints, methods_with
+from tests.positions import methods_with
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
+from trainer.data.look_ahead import Ints
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.pipeline import Pipeline

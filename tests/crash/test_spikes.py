@@ -15,8 +15,9 @@ import pytest
 import trainer.__main__
 import trainer.training.loop
 from tests.harness import TINY, Ended, call_on_ranks, curve, state_of, tensor_files
-from tests.positions import Ints, methods_with
+from tests.positions import methods_with
 from trainer.data.batches import Samples
+from trainer.data.look_ahead import Ints
 from trainer.data.token_file import write_token_file
 from trainer.run import saves
 

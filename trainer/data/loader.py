@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainer.data.batches import BlendedSamples, MappedSamples, Samples, micro_batch_positions
-from trainer.data.look_ahead import LookAhead
+from trainer.data.look_ahead import Ints, LookAhead
 from trainer.data.position_map import PositionMap
 
 
@@ -61,9 +60,8 @@ class BatchLoader:
         ids = self._ahead.ids(consumed_samples, size, seed, lambda: self._train_positions(consumed_samples, size))
         return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))
 
-    def _train_positions(self, consumed_samples: int, size: int) -> npt.NDArray[np.int64]:
-        numbers = self.numbers_of(size)
-        return np.concatenate([np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples, numbers)])
+    def _train_positions(self, consumed_samples: int, size: int) -> Ints:
+        return np.concatenate([*self._positions(consumed_samples, self.numbers_of(size))])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
         """Yield the micro batches of each of the first global batches in data order, cycling.
@@ -76,15 +74,15 @@ class BatchLoader:
             raise TypeError("a blend of sources has no data order")
         for batch in range(global_batches):
             positions = self._positions(batch * self.global_batch_size, self.numbers)
-            ids = (np.asarray(p, dtype=np.int64) % samples.count for p in positions)
-            yield [to_device(samples.windows(batch_ids), self.device) for batch_ids in ids]
+            yield [to_device(samples.windows(of_batch % samples.count), self.device) for of_batch in positions]
 
-    def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[range]:
+    def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[Ints]:
         for number in numbers:
-            yield micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)
+            positions = micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)
+            yield np.asarray(positions, dtype=np.int64)
 
 
-def to_device(windows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def to_device(windows: Ints, device: torch.device) -> torch.Tensor:
     """Return windows on a device. The host does not wait: torch keeps the pinned memory until the copy has finished."""
     tensor = torch.from_numpy(windows)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -146,7 +146,6 @@ class EagerOptimizer(torch.optim.Optimizer):
     """
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
