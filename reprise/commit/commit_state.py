@@ -317,6 +317,8 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return state, Action.AWAIT_DECISION
         case CommitStage.PREPARED, Decision(None) if state.problem is None:
             return replace(state, stage=CommitStage.RENAMING), Action.RENAME
+        case CommitStage.PREPARED, Decision(None):  # not rank 0's to decide: what this folder has stays
+            return _ended(state, Outcome.UNKNOWN)
         case CommitStage.PREPARED, Decision(why):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
         case CommitStage.RENAMING, Renamed():

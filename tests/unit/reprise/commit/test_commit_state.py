@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reprise.commit import channel as channel_module
@@ -624,6 +624,17 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
 
 
 @given(st.integers(0, MOST_RANKS - 1), st.sampled_from(HOSTS), st.lists(EVENTS, max_size=30))
+@example(
+    rank=1,
+    leaders=(0, 1),
+    events=[
+        commit_state.Wrote(),
+        commit_state.ReportStored(),
+        commit_state.AskedToPrepare(),
+        commit_state.Failed("no room"),
+        commit_state.Decision(None),
+    ],
+)
 @settings(max_examples=1000, deadline=None)
 def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[int, ...], events: list[Event]) -> None:
     known, whole, prepared, renames = CommitState.of(rank, range(MOST_RANKS), leaders), set[int](), set[int](), 0
