@@ -83,8 +83,8 @@ class TrainerState:
             CheckpointError: for a trainable parameter without optimizer state.
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
+        self._finish_averages()
         for part in self.parts:
-            finish_move(part.optimizer)
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
                     yield tensor
@@ -96,6 +96,10 @@ class TrainerState:
             for tensor in self._live(part, None):
                 if tensor.spec.kind is TensorKind.MODEL:
                     yield tensor
+
+    def _finish_averages(self) -> None:
+        for part in self.parts if self.averages else ():
+            finish_move(part.optimizer)
 
     def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
         names, stored = aliases(self.config), _stored_forms(self.config)
@@ -122,8 +126,7 @@ class TrainerState:
             syncs: see `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
-        for part in self.parts:
-            finish_move(part.optimizer)
+        self._finish_averages()
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -13,7 +13,7 @@ from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.json_file import Json
-from reprise.layout import TensorKind, TensorSpec
+from reprise.layout import Place, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
 from reprise.savers import Restored
@@ -137,48 +137,22 @@ class Checkpoints:
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
-        fitting: Fitting | None = None
-
-        def check(checkpoint: Checkpoint) -> None:
-            part.refuse(checkpoint)
-            fit, places, specs = _fit(part, checkpoint), read_places(checkpoint), _specs(run, part, checkpoint)
-            if not run.state.averages:
-                places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
-            fit.left([spec.name for spec in specs])
-            stored = [fit.stored(spec, places.get(spec.name)) for spec in specs if fit.selects(spec.name)]
-            check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
-
-        def live(checkpoint: Checkpoint) -> list[LiveTensor]:
-            nonlocal fitting
-            names = {spec.name for spec in _specs(run, part, checkpoint)}  # no moments of what was frozen then
-            fit, tensors = _fit(part, checkpoint), [tensor for tensor in part.live() if tensor.spec.name in names]
-            fill_unstored(fit, tensors, part.model, run.config.train.seed)
-            fitting = Fitting(fit, tensors, read_places(checkpoint))
-            return fitting.requests
-
+        is_weights_alone = part.section.finetune or part.section.no_load_optim
+        filling = _Fitted(run, part) if is_weights_alone else _AsSaved(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
-            check=check,
-            live=live,
+            check=filling.check,
+            live=filling.live,
             verify=part.section.verify is not Verify.none,
             verify_all=part.section.verify is Verify.full,
             with_local=self.is_own,
         )
-        assert fitting is not None
         checkpoint = restored.checkpoint
-        with run.cluster.channel.agreed(f"fitted/{part.name}"):
-            places = read_places(checkpoint)
-            fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
-            checkpoint.files.end()
-        if run.cluster.rank == 0:
-            names = [spec.name for spec in checkpoint_specs(part.model, None)]
-            for line in fitting.notes(names, where=checkpoint.path):
-                _log.warning(line)
-            if restored.loaded_from:
-                seconds = time.perf_counter() - start
-                _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
-        report = replace(restored.report, expected=restored.report.expected + fitting.left_count)
+        report = filling.finish(restored)
+        if run.cluster.rank == 0 and restored.loaded_from:
+            seconds = time.perf_counter() - start
+            _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
         _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
         return Filled(identity_of(checkpoint), restored)
 
@@ -193,19 +167,86 @@ def identity_of(checkpoint: Checkpoint) -> Json:
     return {"format": "reprise", "xxh3_64": checkpoint.digest}
 
 
-def _fit(part: Part, checkpoint: Checkpoint) -> Fit:
-    """Return how the weights of a checkpoint may differ from those of a part."""
-    saved = saved_model(checkpoint.state, where=checkpoint.path) if part.section.resize else part.model
-    return Fit.of(part.section, saved, part.model)
+class _AsSaved:
+    """Fills a part of a run from a checkpoint that has all of its tensors in their form."""
+
+    def __init__(self, run: Run, part: Part) -> None:
+        self._run, self._part = run, part
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another run or with other tensors. Rank 0."""
+        self._part.refuse(checkpoint)
+        check_tensors(self._specs(checkpoint), _places(self._run, checkpoint), where=checkpoint.path)
+
+    def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
+        """Return this rank's tensors to fill."""
+        names = {spec.name for spec in self._specs(checkpoint)}
+        return [tensor for tensor in self._part.live() if tensor.spec.name in names]
+
+    def finish(self, restored: Restored) -> LoadReport:
+        """Return the report of the load."""
+        return restored.report
+
+    def _specs(self, checkpoint: Checkpoint) -> list[TensorSpec]:
+        """Return the tensors of the part, without the moments of parameters frozen when the checkpoint was saved."""
+        model, name = self._part.model, self._run.config.optimizer.name
+        frozen = saved_frozen(checkpoint.state, model, where=checkpoint.path)
+        averages = self._run.state.averages and has_averages(checkpoint)
+        return list(checkpoint_specs(model, name, frozen, averages=averages))
 
 
-def _specs(run: Run, part: Part, checkpoint: Checkpoint) -> list[TensorSpec]:
-    """Return the tensors of a part in a checkpoint, without the moments of parameters frozen when it was saved."""
-    if part.section.finetune or part.section.no_load_optim:
-        return list(checkpoint_specs(part.model, None))
-    frozen = saved_frozen(checkpoint.state, part.model, where=checkpoint.path)
-    averages = run.state.averages and has_averages(checkpoint)
-    return list(checkpoint_specs(part.model, run.config.optimizer.name, frozen, averages=averages))
+class _Fitted:
+    """Fills the weights of a part of a run from a checkpoint of another dtype, with other tables or parts of them."""
+
+    def __init__(self, run: Run, part: Part) -> None:
+        self._run, self._part = run, part
+        self._specs = list(checkpoint_specs(part.model, None))
+        self._fitting: Fitting | None = None
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another run or with tensors that do not fit. Rank 0."""
+        self._part.refuse(checkpoint)
+        fit, places = self._fit(checkpoint), _places(self._run, checkpoint)
+        fit.left([spec.name for spec in self._specs])
+        stored = [fit.stored(spec, places.get(spec.name)) for spec in self._specs if fit.selects(spec.name)]
+        check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
+
+    def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
+        """Return tensors in the stored form for those of this rank, which have their initial values."""
+        fit, tensors = self._fit(checkpoint), self._part.weights()
+        fill_unstored(fit, tensors, self._part.model, self._run.config.train.seed)
+        self._fitting = Fitting(fit, tensors, read_places(checkpoint))
+        return self._fitting.requests
+
+    def finish(self, restored: Restored) -> LoadReport:
+        """Fill this rank's tensors from those in the stored form, log the differences, and return the load's report.
+
+        Collective.
+        """
+        assert self._fitting is not None
+        fitting, checkpoint = self._fitting, restored.checkpoint
+        with self._run.cluster.channel.agreed(f"fitted/{self._part.name}"):
+            places = read_places(checkpoint)
+            fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+            checkpoint.files.end()
+        if self._run.cluster.rank == 0:
+            for line in fitting.notes([spec.name for spec in self._specs], where=checkpoint.path):
+                _log.warning(line)
+        return replace(restored.report, expected=restored.report.expected + fitting.left_count)
+
+    def _fit(self, checkpoint: Checkpoint) -> Fit:
+        """Return how the weights of a checkpoint may differ from those of the part."""
+        model, section = self._part.model, self._part.section
+        saved = saved_model(checkpoint.state, where=checkpoint.path) if section.resize else model
+        return Fit.of(section, saved, model)
+
+
+def _places(run: Run, checkpoint: Checkpoint) -> Mapping[str, Place]:
+    """Return the places of a checkpoint's tensors, without moving averages that the run does not have."""
+    places = read_places(checkpoint)
+    if run.state.averages:
+        return places
+    return {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
