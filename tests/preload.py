@@ -2,10 +2,12 @@
 
 That includes pytest and the helpers below `tests`: a rank that calls a function of a test's module imports this module.
 A configuration is composed there too: the parser of overrides fills its tables at the first one, and a rank that is
-forked later finds them full. No tensor is computed: autograd's threads would not live on in a rank.
+forked later finds them full. So is the commit of the source, for which git reads the whole tree. No tensor is computed:
+autograd's threads would not live on in a rank.
 """
 
 import encodings.idna  # noqa: F401
+import gc
 import multiprocessing.synchronize  # noqa: F401
 
 import pytest  # noqa: F401
@@ -26,6 +28,7 @@ import trainer.launch.relaunch
 import trainer.launch.watchdog
 import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
+import trainer.record.versions
 import trainer.run.build
 import trainer.start.fill
 import trainer.train_command
@@ -34,3 +37,5 @@ import trainer.training.loop
 for name in reprise.__all__:  # which it imports at their first use
     getattr(reprise, name)
 trainer.config.compose.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])
+trainer.record.versions.source_commit()
+gc.freeze()  # a collection in a rank would copy the pages of all these modules

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +26,13 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def commit(root: Path = _ROOT) -> str | None:
+@cache
+def source_commit() -> str | None:
+    """Return the `commit` of this program's source, which is asked for once: later changes are not in this process."""
+    return commit(_ROOT)
+
+
+def commit(root: Path) -> str | None:
     """Return the git commit of the source tree at `root`, with `-dirty` after changes to its tracked files.
 
     None where `root` is not the top of a work tree, as in an installed package, or git does not answer.

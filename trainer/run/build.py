@@ -38,7 +38,7 @@ from trainer.parallel.mesh import build_mesh
 from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
-from trainer.record.versions import commit, versions
+from trainer.record.versions import source_commit, versions
 from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
@@ -212,7 +212,7 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
         with_commit: ask git for the commit, which takes a process of its own.
     """
     document = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
-    return {**document, "commit": commit() if with_commit else None}
+    return {**document, "commit": source_commit() if with_commit else None}
 
 
 def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:

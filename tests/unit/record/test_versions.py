@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from inspect import signature
 from pathlib import Path
 
 import torch
 
 import reprise
 from tests import ROOT
-from trainer.record.versions import commit, versions
+from trainer.record.versions import commit, source_commit, versions
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -26,8 +25,8 @@ def test_the_versions_are_those_that_run() -> None:
     assert found.keys() == {"python", "reprise", "torch", "numpy"}
 
 
-def test_the_commit_is_looked_up_at_the_top_of_the_checkout() -> None:
-    assert signature(commit).parameters["root"].default == ROOT
+def test_the_commit_is_that_of_the_checkout() -> None:
+    assert source_commit() == commit(ROOT) is not None
 
 
 def test_a_commit_and_changes_after_it(tmp_path: Path) -> None:
