@@ -2,9 +2,9 @@
 //
 // It keeps the order of streams as CUDA does: a stream is a thread that does its work in order; an operation that
 // writes to existing tensors, and a copy between the device and pinned memory that may not block, return before they are
-// done; memory that is freed is overwritten as soon as the stream that it was allocated on gets there. An operation that
-// returns new tensors waits for the current stream, and for no other. So a program that lacks a wait for another stream,
-// or for a copy, reads other bytes.
+// done; memory that is freed is overwritten in the order of the stream that it was allocated on, at the next allocation
+// there, which is when torch's allocator for CUDA may use it again. An operation that returns new tensors waits for the
+// current stream, and for no other. So a program that lacks a wait for another stream, or for a copy, reads other bytes.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -263,7 +263,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// ---- Memory of a device: freed memory is overwritten in the order of its stream, and used again ----
+// ---- Memory of a device: freed memory is overwritten at the next allocation on its stream, and used again ----
 
 struct Block {
   void* address;
@@ -276,7 +276,12 @@ class Memory {
  public:
   Block* take(size_t bytes, c10::DeviceIndex device) {
     const auto rounded = (bytes + 511) / 512 * 512;
+    const auto stream = current_stream(device);
     std::unique_lock<std::mutex> lock(mutex_);
+    const auto freed = std::exchange(freed_[{device, stream.id()}], {});
+    lock.unlock();
+    for (auto* block : freed) streams().queue(stream).add([this, block] { overwrite(block); });
+    lock.lock();
     used_.at(device) += rounded;
     if (used_.at(device) > kMemoryBytes) {
       used_.at(device) -= rounded;
@@ -293,16 +298,15 @@ class Memory {
       address = kept.back();
       kept.pop_back();
     }
-    return new Block{address, rounded, current_stream(device)};
+    return new Block{address, rounded, stream};
   }
 
   void give_back(Block* block) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       used_.at(block->stream.device_index()) -= block->bytes;
+      if (block->others.empty()) return freed_[{block->stream.device_index(), block->stream.id()}].push_back(block);
     }
-    auto& own = streams().queue(block->stream);
-    if (block->others.empty()) return own.add([this, block] { overwrite(block); });
     block->others.push_back(block->stream);
     for (const auto& stream : block->others) {  // no stream waits for another by this
       auto last = std::make_shared<Event>();
@@ -337,6 +341,7 @@ class Memory {
 
   Queue shared_;  // frees what several streams use
   std::mutex mutex_;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::vector<Block*>> freed_;  // to be overwritten
   std::map<size_t, std::vector<void*>> free_;
   std::array<size_t, kDevices> used_{}, peak_{};
 };

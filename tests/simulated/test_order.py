@@ -62,11 +62,29 @@ def test_freed_memory_has_other_bytes_where_nobody_holds_it(device: torch.device
             if is_recorded:
                 source.record_stream(other)
             del source
+            torch.zeros(1, device=device)
             torch.accelerator.current_stream(device).synchronize()
         other.synchronize()
         found.append(float(target.sum()))
     assert found[0] != 100.0
     assert found[1] == 100.0
+
+
+def test_freed_memory_keeps_its_bytes_until_the_next_allocation(device: torch.device) -> None:
+    """FSDP2 frees gradients of its stream for collectives so, which waits for the optimizer's before it allocates."""
+    module, current = torch.get_device_module(device), torch.accelerator.current_stream(device)
+    other, target = module.Stream(device), torch.zeros(100, device=device)
+    with module.stream(other):
+        source = torch.ones(100, device=device)
+    with register.held(current):
+        target.add_(source)
+        del source
+        other.synchronize()
+        other.wait_stream(current)
+        with module.stream(other):
+            following = torch.empty(100, device=device)
+    assert target.tolist() == [1.0] * 100
+    assert following.device == device
 
 
 def test_a_tensor_stays_on_the_device_of_its_number(device: torch.device) -> None:
