@@ -149,15 +149,10 @@ class StoreClient:
         size = os.stat(path).st_size
         if size <= PART_BYTES:
             return self.put(key, path.read_bytes())
-        part = part_bytes(size)
-        with _translated(self.root, key):  # obstore reads the file itself: a part less of memory than through Python
-            result = obstore.put(
-                self._store(part), key, path, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE
-            )
-        return result["e_tag"]
+        return self.put_parts(key, size, path)  # obstore reads it itself: a part less of memory than through Python
 
-    def put_parts(self, key: str, size: int, parts: Iterator[bytes]) -> str | None:
-        """Write an object of a size whose bytes come in parts; return the etag of its version."""
+    def put_parts(self, key: str, size: int, parts: Iterator[bytes] | Path) -> str | None:
+        """Write an object of a size whose bytes come in parts, or are those of a file; return its version's etag."""
         part = part_bytes(size)
         with _translated(self.root, key):
             result = obstore.put(
@@ -224,21 +219,18 @@ def _stored(meta: Any) -> StoredObject:
     return StoredObject(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
 
 
-class _translated:
-    """Turns the errors of obstore into those of a file system, which the callers know how to treat."""
-
-    def __init__(self, root: str, key: str) -> None:
-        self._root, self._key = root, key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, exceptions.BaseError):
-            raise _os_error(error, self._root, self._key) from error
-        if isinstance(error, OSError) and error.errno is None:  # those of obstore have no number
-            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-            raise _error(number, _first_line(error), self._root, self._key) from error
+@contextlib.contextmanager
+def _translated(root: str, key: str) -> Iterator[None]:
+    """Turn the errors of obstore into those of a file system, which the callers know how to treat."""
+    try:
+        yield
+    except exceptions.BaseError as error:
+        raise _os_error(error, root, key) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO  # obstore gives no number
+        raise _error(number, _first_line(error), root, key) from error
 
 
 def _os_error(error: Exception, root: str, key: str) -> OSError:

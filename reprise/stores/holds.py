@@ -8,7 +8,6 @@ gone: so either the process misses the checkpoint, or the deletion sees the hold
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -110,10 +109,8 @@ def manifest_version(path: Path) -> ManifestVersion | None:
 def _stored_version(path: StorePath) -> ManifestVersion | None:
     try:
         return path.reader.head(path.url.child(MANIFEST).key)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    except FileNotFoundError:
+        return None
 
 
 def is_held(objects: Mapping[str, StoredObject], *, clock: Callable[[], float] = time.time) -> bool:

@@ -5,7 +5,6 @@ The folder is followed by its listing alone. So nothing is lost while the store 
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -484,10 +483,8 @@ def _stored_checkpoint(
             return recorded
         manifest = bytes(client.read(folder.child(MANIFEST).key, 0, size))
         state = bytes(client.read(folder.child(STATE).key, 0, client.head(folder.child(STATE).key).size))
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
+    except FileNotFoundError:
+        return None
     files = CheckpointFiles.parse(manifest, where=folder.child(MANIFEST))
     lineage = saved_lineage(json_file.parse(state, where=folder.child(STATE)), where=folder.child(STATE))
     return MirroredCheckpoint(files.digest, lineage)

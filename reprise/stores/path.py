@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import os
 import stat
@@ -70,10 +69,8 @@ class StorePath(PosixPath):
             return True
         try:
             self.reader.head(self.url.key)
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return False
-            raise
+        except FileNotFoundError:
+            return False
         return True
 
     def is_dir(self) -> bool:
@@ -84,10 +81,8 @@ class StorePath(PosixPath):
             return (self / MANIFEST).is_file()
         try:
             return any(self.reader.ask("names", self.url.key))
-        except OSError as error:
-            if error.errno == errno.ENOENT:  # no such bucket
-                return False
-            raise
+        except FileNotFoundError:  # no such bucket
+            return False
 
     def exists(self, **_: Any) -> bool:
         """Return whether there is an object or a folder of this name."""

@@ -313,10 +313,8 @@ def supersede(client: StoreClient, folder: StoreUrl) -> None:
     key = folder.child(MANIFEST).key
     try:
         data = bytes(client.read(key, 0, client.head(key).size))
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return
-        raise
+    except FileNotFoundError:
+        return
     client.put(folder.child(SUPERSEDED).key, data)
     client.delete([key])
 
@@ -324,10 +322,8 @@ def supersede(client: StoreClient, folder: StoreUrl) -> None:
 def _exists(client: StoreClient, key: str) -> bool:
     try:
         client.head(key)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
+    except FileNotFoundError:
+        return False
     return True
 
 
