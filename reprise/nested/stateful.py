@@ -117,11 +117,16 @@ def shaped_like(template: object, value: Any) -> Any:
 
 def references(value: object) -> Iterator[TensorReference]:
     """Yield the references to tensors in a value."""
-    if isinstance(value, TensorReference):
-        yield value
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, TensorReference))
+
+
+def leaves_of(value: object) -> Iterator[object]:
+    """Yield what the lists, tuples and dicts of a nested value hold."""
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from leaves_of(member)
     elif isinstance(value, dict):
         for member in value.values():
-            yield from references(member)
-    elif type(value) in (list, tuple):
-        for member in value:  # type: ignore[attr-defined]
-            yield from references(member)
+            yield from leaves_of(member)
+    else:
+        yield value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from reprise.format.box import Box
 from reprise.format.layout import TensorKind
 from reprise.json_file import Json
 from reprise.nested.numbered import is_optimizer_state, names_of
-from reprise.nested.stateful import Receiver, Stateful, is_stateful, take_out
+from reprise.nested.stateful import Receiver, Stateful, is_stateful, leaves_of, take_out
 from reprise.nested.stored_names import Keys, pointer, stored_name
 from reprise.nested.typed_values import DICTS, encode, encode_number, is_unicode
 from reprise.tensors.file_form import materialized, resolve
@@ -365,15 +365,3 @@ def _holds_tensor(value: object) -> bool:
         return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for leaf in leaves_of(value))
     except RecursionError:
         return False  # it holds itself, which `encode` refuses
-
-
-def leaves_of(value: object) -> Iterator[object]:
-    """Yield what the lists, tuples and dicts of a nested value hold."""
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            yield from leaves_of(member)
-    elif isinstance(value, dict):
-        for member in value.values():
-            yield from leaves_of(member)
-    else:
-        yield value
