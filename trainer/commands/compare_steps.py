@@ -237,26 +237,21 @@ def _first_unequal(a: Curve, b: Curve) -> tuple[Point, Point] | None:
     points_b = {point.iteration: point for point in b.points}
     for point in a.points:
         point_b = points_b.get(point.iteration)
-        if point_b is not None and _bits(point) != _bits(point_b):
+        if point_b is not None and point.bits != point_b.bits:
             return point, point_b
     return None
-
-
-def _bits(point: Point) -> tuple[str | None, ...]:
-    readings = (point.loss, point.grad_norm, point.lr)
-    return tuple(None if reading is None else reading.value.hex() for reading in readings)
 
 
 def _figures(parting: tuple[Point, Point] | None) -> str:
     if parting is None:
         return ""
-    pairs = zip(("loss", "gradient norm", "learning rate"), _bits(parting[0]), _bits(parting[1]), strict=True)
+    pairs = zip(("loss", "gradient norm", "learning rate"), parting[0].bits, parting[1].bits, strict=True)
     return "; ".join(f"{name} {first} and {second}" for name, first, second in pairs if first != second)
 
 
 def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
     """Return the iterations whose repetition has other figures than the run's log."""
-    points = {point.iteration: _bits(point)[:2] for point in curve.points}
+    points = {point.iteration: point.bits[:2] for point in curve.points}
     figures = record.figures()
     return tuple(number for number, bits in figures.items() if number in points and points[number] != bits)
 

@@ -25,6 +25,12 @@ class Point:
     grad_norm: Reading | None = None
     lr: Reading | None = None
 
+    @property
+    def bits(self) -> tuple[str | None, ...]:
+        """The values in hexadecimal, by `QUANTITIES`."""
+        readings = (self.loss, self.grad_norm, self.lr)
+        return tuple(None if reading is None else reading.value.hex() for reading in readings)
+
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:

@@ -299,7 +299,7 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
                 notes.append(f"{where} is torn (no newline at its end) and was left out")
             continue
         earlier = points.get(point.iteration)
-        if earlier is not None and _key(earlier) != _key(point) and not last_wins:
+        if earlier is not None and earlier.bits != point.bits and not last_wins:
             raise DataError(
                 f"Iteration {point.iteration} comes twice with other values",
                 where=where,
@@ -401,8 +401,3 @@ def _curve(points: Sequence[Point], source: str, notes: Iterable[str]) -> Curve:
     if not len(points):
         raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
     return Curve(source, points, notes=tuple(notes))
-
-
-def _key(point: Point) -> tuple[str | None, ...]:
-    readings = (point.loss, point.grad_norm, point.lr)
-    return tuple(None if reading is None else reading.value.hex() for reading in readings)
