@@ -30,7 +30,6 @@ from trainer.commands import convert
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.export import arguments_of
 from trainer.interop.output import write_checkpoint
-from trainer.interop.overrides import model_overrides
 from trainer.interop.source import StateSource
 from trainer.interop.table import FORMATS
 from trainer.schedules.lr import DecayStyle, RunLength, ScheduleSection, resolve
@@ -74,7 +73,7 @@ def state(model: Any) -> StateSource:
 
 def saved(folder: Path, model: Any) -> Path:
     """Write a checkpoint of ours and return its folder."""
-    like = [*model_overrides(replace(model, family=Family.llama3)), f"model.family={model.family.value}"]
+    like = [*convert.model_overrides(replace(model, family=Family.llama3)), f"model.family={model.family.value}"]
     return write_checkpoint(state(model), folder, compose([*like, *RUN]))
 
 
@@ -142,7 +141,7 @@ def test_an_import_takes_no_family_for_a_new_one(
 def test_an_import_of_dcp_keeps_a_new_family(tmp_path: Path, family: Family) -> None:
     path = saved(tmp_path / "run", replace(LLAMA, family=family))
     assert convert.main(["export", "dcp", str(path), str(tmp_path / "dcp")]) == 0
-    like = [*model_overrides(LLAMA), CALLED_GEGLU]
+    like = [*convert.model_overrides(LLAMA), CALLED_GEGLU]
     assert (
         convert.main(["import", "dcp", str(tmp_path / "dcp"), str(tmp_path / "ours"), "--trust-pickle", *like, *RUN])
         == 0

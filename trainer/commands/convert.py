@@ -8,21 +8,24 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from models.config import ModelConfig
+from models.families import spec_of
 from reprise.errors import ConfigError, TrainerError
 from reprise.files import files_of
 from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
+from trainer.config.overrides import text_value
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
-from trainer.interop.overrides import model_overrides
 from trainer.interop.table import FORMATS
+from trainer.record.run_record import model_record
 
 FINE, IMPOSSIBLE = 0, 2
 MEGATRON = "megatron"
@@ -64,6 +67,27 @@ def bring_in(options: argparse.Namespace) -> int:
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
+
+
+def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
+    """Return overrides to configure `model`, to stand before `overrides`; none if those choose a model themselves."""
+    if any(override.startswith("model=") for override in overrides):
+        return []
+    fields = {name: value for name, value in model_record(model).items() if name != "family"}
+    # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
+    group = f"{model.family.value}_tiny" if model.rope_scaling is None else spec_of(model).scaled_preset
+    return [f"model={group}", *(f"model.{name}={_override_text(value)}" for name, value in fields.items())]
+
+
+def _override_text(value: object) -> str:
+    """Return a value in the grammar of overrides (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_override_text(member)}" for name, member in value.items()) + "}"
+    if isinstance(value, str):
+        return text_value(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _import_options(options: argparse.Namespace) -> ImportOptions:
