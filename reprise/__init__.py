@@ -116,7 +116,7 @@ _NAMES = {
     "state_dict": ("load_state_dict", "save_state_dict"),
 }
 # The trainer, whose modules lie beneath, needs none of most.
-_attribute = importer(__name__, {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names})
+_attribute = importer(__name__, _NAMES)
 
 if not TYPE_CHECKING:
 

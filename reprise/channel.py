@@ -2,5 +2,3 @@
 
 from reprise.commit.attempt import Hosts, find_hosts
 from reprise.commit.channel import StoreChannel, single_rank_channel
-
-__all__ = ["Hosts", "StoreChannel", "find_hosts", "single_rank_channel"]

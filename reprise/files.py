@@ -7,31 +7,3 @@ from reprise.storage.patience import Patience, PatientFiles, failed_read, is_dam
 from reprise.storage.shared_folder import on_this_host, why_unseen
 from reprise.stores.location import files_of, is_stored, location
 from reprise.stores.url import is_store_url
-
-__all__ = [
-    "FILE_SYSTEM",
-    "SMALL_BYTES",
-    "FileCalls",
-    "Files",
-    "Patience",
-    "PatientFiles",
-    "atomic_output",
-    "cannot_write",
-    "describe_free_space",
-    "failed_read",
-    "files_of",
-    "is_damage",
-    "is_file_name",
-    "is_store_url",
-    "is_stored",
-    "is_url",
-    "location",
-    "make_folders",
-    "on_this_host",
-    "open_regular",
-    "read_regular",
-    "replace_file",
-    "temporary_of",
-    "unreadable",
-    "why_unseen",
-]

@@ -20,41 +20,9 @@ from reprise.storage.folder import (
     is_iteration_name,
     iteration_name,
     iteration_of,
-    kind_of,
     named_iteration,
     shown_name,
 )
 from reprise.storage.holds import HOLD, Hold
 from reprise.storage.lock import FolderLock, is_locked
 from reprise.stores.holds import ManifestVersion, StoredHold, manifest_version, take_hold
-
-__all__ = [
-    "ACCESSORIES",
-    "ADAPTERS",
-    "FORMAT",
-    "HOLD",
-    "HOST",
-    "INDEX",
-    "INTERIM",
-    "MANIFEST",
-    "OPTIMIZER_DROPPED",
-    "STATE",
-    "STILL_MIRRORED",
-    "TRACKER",
-    "WEIGHTS",
-    "CheckpointFolder",
-    "FolderLock",
-    "FolderTerms",
-    "Hold",
-    "ManifestVersion",
-    "StoredHold",
-    "is_iteration_name",
-    "is_locked",
-    "iteration_name",
-    "iteration_of",
-    "kind_of",
-    "manifest_version",
-    "named_iteration",
-    "shown_name",
-    "take_hold",
-]

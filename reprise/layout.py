@@ -15,32 +15,3 @@ from reprise.format.layout import (
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece, digest_of
 from reprise.saving.plan import Holding, pieces_of
 from reprise.tensors.dtypes import stored_dtype, torch_dtype
-
-__all__ = [
-    "BLOCK_BYTES",
-    "DEFAULT_FILE_BYTES",
-    "Box",
-    "FileLayout",
-    "Holding",
-    "Image",
-    "Layout",
-    "Place",
-    "StoredDtype",
-    "TensorKind",
-    "TensorSpec",
-    "WrittenPiece",
-    "absolute",
-    "build_layout",
-    "cut",
-    "digest_of",
-    "extent",
-    "image",
-    "in_bytes",
-    "intersect",
-    "model_index",
-    "pieces_of",
-    "relative",
-    "stored_dtype",
-    "torch_dtype",
-    "whole",
-]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 
-def importer(module: str, places: Mapping[str, str]) -> Callable[[str], object]:
+def importer(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
     """Return the `__getattr__` of a module (PEP 562), which imports a name and keeps it in the module.
 
     A type checker would take any name for one of a module with a `__getattr__`: assign it under `if not TYPE_CHECKING`.
 
     Args:
         module: its full name, `__name__`.
-        places: the full name of the module of each name.
+        names: those of each module, which is named as beneath `reprise`.
     """
+    places = {name: f"reprise.{place}" for place, members in names.items() for name in members}
 
     def attribute(name: str) -> object:
         if name not in places:

@@ -18,23 +18,3 @@ from reprise.tensors.live import (
     with_memory,
 )
 from reprise.tensors.memory import map_memory, memory_of
-
-__all__ = [
-    "Contents",
-    "Grid",
-    "LiveTensor",
-    "Marks",
-    "Stored",
-    "free_gathered_parameters",
-    "is_dtensor",
-    "is_fsdp_module",
-    "live_tensors",
-    "local_of",
-    "map_memory",
-    "memory_marks",
-    "memory_of",
-    "parameter_names",
-    "placed_box",
-    "with_memory",
-    "zeros_like_files",
-]

@@ -21,54 +21,20 @@ if TYPE_CHECKING:
     from reprise.stores.peers import Peers, address_of_this_host, listen
     from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 
-__all__ = [
-    "Checkpointer",
-    "HostFolders",
-    "LocalCheckpointer",
-    "LocalPolicy",
-    "MirrorProcess",
-    "MirrorRule",
-    "Peers",
-    "Restored",
-    "Restorer",
-    "Retention",
-    "SavePolicy",
-    "SaveReport",
-    "SharedMemory",
-    "WeightsCheckpointer",
-    "WeightsPolicy",
-    "address_of_this_host",
-    "listen",
-    "mirror_rule",
-    "mirror_run",
-    "probe_store",
-    "write_checkpoint",
-]
-
-_MODULES = {
-    "Checkpointer": "reprise.checkpointer",
-    "HostFolders": "reprise.local.host_folders",
-    "LocalCheckpointer": "reprise.local_checkpointer",
-    "LocalPolicy": "reprise.local_checkpointer",
-    "MirrorProcess": "reprise.stores.mirror_process",
-    "MirrorRule": "reprise.format.mirror_record",
-    "Peers": "reprise.stores.peers",
-    "Restored": "reprise.loading.restorer",
-    "Restorer": "reprise.loading.restorer",
-    "Retention": "reprise.policy",
-    "SavePolicy": "reprise.policy",
-    "SaveReport": "reprise.policy",
-    "SharedMemory": "reprise.saving.column_sharing",
-    "WeightsCheckpointer": "reprise.weights_checkpointer",
-    "WeightsPolicy": "reprise.weights_checkpointer",
-    "address_of_this_host": "reprise.stores.peers",
-    "listen": "reprise.stores.peers",
-    "mirror_rule": "reprise.stores.mirror_process",
-    "mirror_run": "reprise.stores.mirror_process",
-    "probe_store": "reprise.stores.extra",
-    "write_checkpoint": "reprise.saving.one_process",
+_NAMES = {
+    "checkpointer": ("Checkpointer",),
+    "format.mirror_record": ("MirrorRule",),
+    "loading.restorer": ("Restored", "Restorer"),
+    "local.host_folders": ("HostFolders",),
+    "local_checkpointer": ("LocalCheckpointer", "LocalPolicy"),
+    "policy": ("Retention", "SavePolicy", "SaveReport"),
+    "saving.column_sharing": ("SharedMemory",),
+    "saving.one_process": ("write_checkpoint",),
+    "stores.extra": ("probe_store",),
+    "stores.mirror_process": ("MirrorProcess", "mirror_rule", "mirror_run"),
+    "stores.peers": ("Peers", "address_of_this_host", "listen"),
+    "weights_checkpointer": ("WeightsCheckpointer", "WeightsPolicy"),
 }
 
-
 if not TYPE_CHECKING:
-    __getattr__ = importer(__name__, _MODULES)
+    __getattr__ = importer(__name__, _NAMES)
