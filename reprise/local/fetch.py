@@ -32,7 +32,6 @@ class Fetcher:
     def __init__(self, channel: StoreChannel, hosts: Hosts, *, nonce: str, timeout_s: float) -> None:
         self._channel, self._nonce, self._timeout_s = channel, nonce, timeout_s
         self._host = hosts.number_of(channel.rank)
-        self._names = hosts.names
         self._calls = 0
 
     def run(

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 _WINDOW = 3  # iterations before a difference of losses that are recorded at first
 _MOST_LINES = 20  # of a replay's output in an error
-
-_log = logging.getLogger(__name__)
-
 # Trains a run again: from after an iteration to another, with the first that is recorded, and the values to keep.
 Replay = Callable[["RecordedRun", int, int, int, Path, Sequence[str]], None]
 

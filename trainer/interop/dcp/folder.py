@@ -28,11 +28,10 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor of the folder: its full shape, its dtype, and its number of chunks."""
+    """A tensor of the folder: its full shape and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: int
 
 
 class DcpFolder:
@@ -48,7 +47,7 @@ class DcpFolder:
         self._metadata = metadata
         table = metadata.state_dict_metadata
         self.tensors = {
-            key: DcpTensor(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+            key: DcpTensor(tuple(entry.size), entry.properties.dtype)
             for key, entry in table.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -196,6 +195,3 @@ def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
             yield f"{name}: {(path / name).stat().st_size} B, expected at least {end} B"
         elif (path / name).stat().st_size < totals[name]:
             yield f"{name}: its parts overlap"
-
-
-__all__ = ["DcpFolder", "DcpTensor", "open_folder"]
