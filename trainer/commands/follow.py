@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from reprise import json_file
 from reprise.errors import ConfigError, TrainerError
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return IMPOSSIBLE
 
 
-def _follow(options: argparse.Namespace, command: Sequence[str], runner: Runner) -> int:
+def _follow(options: argparse.Namespace, command: Sequence[str], runner: Commands) -> int:
     run: Path = options.run
     poll_s = options.poll_seconds if options.poll_seconds is not None else _STORE_S if is_stored(run) else _FOLDER_S
     if not is_stored(run) and run.name == "checkpoints" and (run.parent / METRICS_FILE).exists():
@@ -140,20 +139,6 @@ class CommandOutcome:
     status: int
     seconds: float
     result: Json | None = None
-
-
-class Runner(Protocol):
-    """What runs commands and waits; `Commands` does."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Return whether the follower is asked to end."""
-
-    def run(self, command: Sequence[str]) -> CommandOutcome:
-        """Run a command to its end."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait, or less where the follower is asked to end."""
 
 
 class FollowLog:
@@ -226,7 +211,7 @@ class Follower:
         run: Path,
         command: Sequence[str],
         log: FollowLog,
-        runner: Runner,
+        runner: Commands,
         *,
         choice: Choice = Choice(),
         metric: str | None = None,
