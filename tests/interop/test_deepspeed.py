@@ -29,11 +29,11 @@ from scripts.faults.ranks import free_port
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
+from tests.sample_order import sample_ids
 from trainer.commands import convert
 from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
-from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
 from trainer.interop.deepspeed.source import read_source
 from trainer.interop.formats import ImportOptions

@@ -18,11 +18,11 @@ from models.config import Activation
 from models.families import stored_tensors
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from tests.harness import TINY, compose, curve, run_ok
+from tests.sample_order import sample_ids
 from tests.unit.model_samples import fill
 from trainer.commands import convert
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
-from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
 from trainer.interop.formats import ImportOptions
 from trainer.interop.nanogpt import read_source

@@ -12,8 +12,8 @@ import pytest
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok
 from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
+from tests.sample_order import sample_ids
 from trainer.commands import checkpoint as look
-from trainer.data.order import sample_ids
 from trainer.run.build import Run
 
 SEED = 1234

@@ -11,7 +11,7 @@ import pytest
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, state_of, tensor_files
 from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
-from trainer.data.order import sample_ids
+from tests.sample_order import sample_ids
 from trainer.run.build import Run
 
 SEED = 1234

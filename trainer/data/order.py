@@ -25,73 +25,13 @@ _ROUNDS = 8
 _BLOCK = 2**15
 
 
-def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArray[np.int64]:
-    """Map each index through the permutation of range(count) for ``key``, without building it.
-
-    The permutation is the generalized Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; results of ``count`` or above go through it again
-    (cycle walking, same paper), which at most ``a - 1`` values of the domain need.
-
-    Args:
-        index: any shape, values in range(count).
-        count: at least 1.
-        key: any integer; taken modulo 2**64.
-
-    Returns:
-        int64, the shape of ``index``.
-
-    Raises:
-        ValueError: ``count`` is not positive.
-        IndexError: an index is outside range(count).
-    """
-    if count < 1:
-        raise ValueError(f"expected a positive count, found {count}")
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= count):
-        raise IndexError(f"expected indices in range({count}), found {int(index.min())} to {int(index.max())}")
-    flat = index.reshape(-1)
-    out = np.empty(flat.shape, dtype=np.int64)
-    keys, same = _round_keys(np.uint64(key & _MASK_64)), np.array([count, *_sides(count)], dtype=np.uint64)
-    for start in range(0, flat.size, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        values = flat[block].astype(np.uint64)
-        counts, a, b = np.broadcast_to(same[:, None], (3, values.size))
-        out[block] = _walk(values, np.broadcast_to(keys[:, None], (_ROUNDS, values.size)), counts, a, b)
-    return out.reshape(index.shape)
-
-
-def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the samples at the global positions ``first`` to ``first + count - 1``.
-
-    Position p lies in epoch ``p // epoch_size``; every epoch has its own permutation of range(epoch_size), so each
-    sample comes exactly once an epoch however the positions are cut into calls.
-
-    Returns:
-        int64 of shape [count], values in range(epoch_size).
-
-    Raises:
-        ValueError: ``first`` or ``count`` is negative, or ``epoch_size`` is not positive.
-    """
-    if first < 0 or count < 0:
-        raise ValueError(f"expected positions that are not negative, found first {first} and count {count}")
-    if epoch_size < 1:
-        raise ValueError(f"expected a positive epoch size, found {epoch_size}")
-    out = np.empty(count, dtype=np.int64)
-    filled = 0
-    while filled < count:
-        epoch, offset = divmod(first + filled, epoch_size)
-        length = min(count - filled, epoch_size - offset)
-        index = np.arange(offset, offset + length, dtype=np.int64)
-        out[filled : filled + length] = permute(
-            index, count=epoch_size, key=int(_epoch_keys(seed, np.array([epoch]))[0])
-        )
-        filled += length
-    return out
-
-
 def sample_ids_at(
     positions: npt.NDArray[np.int64], *, epoch_sizes: npt.NDArray[np.int64], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the samples at global positions, each of an order of its own size: those of `sample_ids`.
+    """Return the samples at global positions, each of an order of its own size.
+
+    Position p lies in epoch ``p // epoch_size``; every epoch has its own permutation of range(epoch_size), so each
+    sample comes exactly once an epoch however the positions are cut into calls.
 
     Args:
         positions: shape [n], not negative.
@@ -125,7 +65,12 @@ def _sides(count: int) -> tuple[int, int]:
 
 
 def _walk(values: _Words, keys: _Words, counts: _Words, a: _Words, b: _Words) -> _Words:
-    """Permute values [n], each of range(its count); keys are [rounds, n], the rest [n]."""
+    """Permute values [n], each of range(its count); keys are [rounds, n], the rest [n].
+
+    The permutation is the generalized Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; results of ``count`` or above go through it again
+    (cycle walking, same paper), which at most ``a - 1`` values of the domain need.
+    """
     values = _feistel(values, keys, a, b)
     outside = np.flatnonzero(values >= counts)
     while outside.size:
@@ -156,7 +101,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values
 
 
-def _round_keys(keys: _Words | np.uint64) -> _Words:
+def _round_keys(keys: _Words) -> _Words:
     """Return the first outputs of splitmix64 seeded with each key [...], as [rounds, ...]."""
     turns = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GAMMA)
     return _mix(np.add.outer(turns, keys))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import tokens_in_memory
+from tests.sample_order import sample_ids
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend, places_of
-from trainer.data.order import sample_ids, sample_ids_at
+from trainer.data.order import sample_ids_at
 
 decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number: Fraction(number, 100))
 weights = st.lists(decimals, min_size=1, max_size=12)

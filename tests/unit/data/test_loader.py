@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.fakes import tokens_in_memory
+from tests.sample_order import sample_ids
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
-from trainer.data.order import sample_ids
 
 SEQ_LENGTH = 4
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import permute, sample_ids
+from tests.sample_order import permute, sample_ids
 
 keys = st.integers(-(2**70), 2**70)
 seeds = st.integers(0, 2**64 - 1)
