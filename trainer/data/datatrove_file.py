@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.files import open_regular, read_regular
-from trainer.data.document_index import DocumentIndex, damaged
-from trainer.data.token_file import TokenFile, unreadable
+from trainer.data.document_index import DocumentIndex, damaged, unreadable
+from trainer.data.token_file import TokenFile
 
 _END_BYTES = 8
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -12,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from trainer.data.token_file import unreadable
 
 READ_DOCUMENTS = 1 << 18  # a pass over an index reads so many at once
 
@@ -97,4 +97,18 @@ def damaged(place: Path, expected: str, actual: str) -> DataError:
         expected=expected,
         found=actual,
         fix="Copy it again, or write both files again.",
+    )
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of an unreadable file of tokens, or of its index."""
+    fix = "Check data.train and data.valid, or write the file again."
+    if error.errno == errno.EMFILE:
+        fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
+    return DataError(
+        "a token file cannot be read",
+        where=path,
+        expected="a readable file",
+        found=error.strerror or str(error),
+        fix=fix,
     )

@@ -19,8 +19,8 @@ import xxhash
 
 from reprise.files import read_regular
 from trainer.data.digest_file import check_unchanged, identity, in_cache, write_cached
-from trainer.data.document_index import READ_DOCUMENTS, damaged
-from trainer.data.token_file import Documents, TokenFile
+from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
+from trainer.data.token_file import TokenFile
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class DocumentTable:
         """Return the number of samples."""
         return int(self.counts[-1])
 
-    def locate(self, documents: Documents, samples: Ints, seq_length: int) -> tuple[Ints, Ints]:
+    def locate(self, documents: DocumentIndex, samples: Ints, seq_length: int) -> tuple[Ints, Ints]:
         """Return the first token of each sample and the end of its document, each int64 [n].
 
         Args:
@@ -77,13 +77,15 @@ class DocumentTable:
         return positions[numbers] + (samples - before[numbers]) * seq_length, positions[numbers + 1]
 
 
-def documents_of(file: TokenFile) -> Documents:
+def documents_of(file: TokenFile) -> DocumentIndex:
     """Return the documents of a file that has an index."""
     assert file.documents is not None, "only files with an index are cut by document"
     return file.documents
 
 
-def table_of(documents: Documents, *, seq_length: int, cache: Path | None, read_again: bool = False) -> DocumentTable:
+def table_of(
+    documents: DocumentIndex, *, seq_length: int, cache: Path | None, read_again: bool = False
+) -> DocumentTable:
     """Return the table of an index, from the cache if it is valid, otherwise from the index, and cache it.
 
     Args:
@@ -116,7 +118,7 @@ def _sample_counts(borders: Ints, seq_length: int) -> Ints:
     return counts
 
 
-def _pass(documents: Documents, seq_length: int, size: int) -> DocumentTable:
+def _pass(documents: DocumentIndex, seq_length: int, size: int) -> DocumentTable:
     """Return the table by a pass over the index."""
     hasher, longest, total = xxhash.xxh3_64(), 0, 0
     counts, count = np.zeros(size, np.int64), documents.count

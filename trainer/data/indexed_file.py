@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.files import FileCalls, atomic_output, open_regular
-from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
+from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, unreadable
 from trainer.data.text import find_files
-from trainer.data.token_file import TokenArray, TokenFile, unreadable
+from trainer.data.token_file import TokenArray, TokenFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

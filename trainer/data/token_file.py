@@ -8,20 +8,20 @@ Truncating a mapped file ends the process with SIGBUS and without a message; pre
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.files import FileCalls, atomic_output, open_regular
+from trainer.data.document_index import DocumentIndex, unreadable
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -47,28 +47,6 @@ _FORMATS = (
 MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
-class Documents(Protocol):
-    """The documents of a token file, in order and without gaps, by an open index."""
-
-    path: Path
-
-    @property
-    def count(self) -> int:
-        """Return the number of documents."""
-
-    def status(self) -> os.stat_result:
-        """Return the status of the open index."""
-
-    def begins(self, start: int, stop: int) -> Sequence[int]:
-        """Return the positions in range(start, stop) at which a document begins, in ascending order."""
-
-    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents `first` to `stop` - 1, by default of all, and the end of the last.
-
-        Ascending, shape [stop - first + 1].
-        """
-
-
 class TokenFile:
     """An open token file of `count` tokens, uint16 or uint32.
 
@@ -87,7 +65,7 @@ class TokenFile:
         descriptor: int,
         *,
         first_byte: int = HEADER_BYTES,
-        documents: Documents | None = None,
+        documents: DocumentIndex | None = None,
     ) -> None:
         self.path, self.dtype, self.count, self.documents = path, dtype, count, documents
         self._descriptor, self._first_byte = descriptor, first_byte
@@ -269,17 +247,3 @@ def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form
     header[:3] = (form.magic, form.version, count)
     file.seek(0)
     file.write(header.tobytes())
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of an unreadable file of tokens, or of its index."""
-    fix = "Check data.train and data.valid, or write the file again."
-    if error.errno == errno.EMFILE:
-        fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
-    return DataError(
-        "a token file cannot be read",
-        where=path,
-        expected="a readable file",
-        found=error.strerror or str(error),
-        fix=fix,
-    )

@@ -15,9 +15,9 @@ import xxhash
 from reprise.errors import DataError
 from trainer.data import document_table
 from trainer.data.datatrove_file import open_datatrove_file
+from trainer.data.document_index import DocumentIndex
 from trainer.data.document_table import STRIDE, DocumentTable, documents_of, table_of
 from trainer.data.indexed_file import IndexedDocuments, open_indexed_file
-from trainer.data.token_file import Documents
 
 Ints = npt.NDArray[np.int64]
 SEQ_LENGTH = 7
@@ -34,7 +34,7 @@ def sparse(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> Documents:
+def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> DocumentIndex:
     """Write files of zeros whose documents have `sentences` sequences each, all but the first of a token."""
     lengths = lengths + sentences - 1
     parts = np.ones((lengths.size, sentences), "<i4")
@@ -47,7 +47,7 @@ def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> Documents:
     return documents_of(open_indexed_file(path))
 
 
-def datatrove(path: Path, lengths: Ints) -> Documents:
+def datatrove(path: Path, lengths: Ints) -> DocumentIndex:
     Path(f"{path}.index").write_bytes(np.cumsum(lengths).astype("<i8").tobytes())
     sparse(path, 2 * int(lengths.sum()))
     return documents_of(open_datatrove_file(path))
@@ -106,7 +106,7 @@ def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path)
         assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
 
 
-def look(documents: Documents, cache: Path, **options: bool) -> tuple[DocumentTable, bool]:
+def look(documents: DocumentIndex, cache: Path, **options: bool) -> tuple[DocumentTable, bool]:
     """Return the table, and whether the complete index was read for it."""
     with mock.patch.object(document_table, "_pass", wraps=document_table._pass) as passes:
         table = table_of(documents, seq_length=options.pop("longer", False) + SEQ_LENGTH, cache=cache, **options)
