@@ -99,10 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise compare-steps: {error}", file=sys.stderr)
         return UNUSABLE
     if options.json:
-        document = asdict(report)
-        if report.difference is not None:
-            document["difference"]["place"] = asdict(report.difference.place)
-        print(dumps(document))
+        print(dumps(asdict(report)))
     else:
         print("\n".join(_lines(report)))
     return EQUAL if report.is_equal else DIFFERENT

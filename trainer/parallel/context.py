@@ -57,6 +57,6 @@ class ParallelContext:
         """Return the context in which a loss over sharded logits is computed and differentiated."""
         if not self.needs_loss_parallel:
             return contextlib.nullcontext()
-        from trainer.parallel.tensor import loss_parallel
+        from torch.distributed.tensor.parallel import loss_parallel
 
         return loss_parallel()

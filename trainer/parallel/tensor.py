@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
@@ -31,15 +30,6 @@ from models import families
 from models.layers import Conv1D, Dropout, FusedConv1D, Site, token_loss
 from models.network import Model
 from models.spec import Cut
-
-__all__ = [
-    "gather_logits",
-    "loss_parallel",
-    "reduce_partial_gradients",
-    "shard",
-    "shards_of_dropout",
-    "vocab_parallel_cross_entropy",
-]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
 _HEADS = 2  # the dimension of [batch, sequence, heads, head width] that tensor parallelism cuts
