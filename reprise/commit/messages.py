@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from reprise.commit import commit_state, disagreement
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
@@ -20,7 +21,21 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionMessage:
+class _Message:
+    """A message of named values."""
+
+    def to_bytes(self) -> bytes:
+        """Return the message."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the content of a message."""
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionMessage(_Message):
     """Rank 0's decision on an attempt.
 
     Args:
@@ -37,18 +52,9 @@ class DecisionMessage:
     copies: str = ""
     is_earlier: bool = False
 
-    def to_bytes(self) -> bytes:
-        """Return the message."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> DecisionMessage:
-        """Return the decision of a message."""
-        return DecisionMessage(**json.loads(data))
-
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(_Message):
     """The answer of a host's leader to the request to prepare its folder.
 
     Args:
@@ -58,15 +64,6 @@ class Answer:
 
     problem: str | None
     status: str
-
-    def to_bytes(self) -> bytes:
-        """Return the message."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Answer:
-        """Return the answer of a message."""
-        return Answer(**json.loads(data))
 
 
 def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
