@@ -70,6 +70,7 @@ class HostFolders:
         timeout_s: how long a host waits for the bytes of another.
 
     Attributes:
+        leads: whether this rank is the leader of its host.
         lineage: of the run, known before the first survey.
         given_up: on leaders, the iterations of this host on branches given up by the run.
         candidates: on rank 0, the newest first.
@@ -88,18 +89,13 @@ class HostFolders:
         self.folder, self.hosts = folder, hosts
         self._channel, self._shared, self._nonce = channel, shared, nonce
         self._host = hosts.number_of(channel.rank)
-        self._leads = channel.rank in hosts.leaders
+        self.leads = channel.rank in hosts.leaders
         self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
         self._messages = 0
         self.lineage = Lineage()
         self.given_up: set[int] = set()
         self._surveyed: dict[int, HostFile] = {}  # on leaders, of this host
         self.candidates: list[Candidate] = []
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this rank is the leader of its host."""
-        return self._leads
 
     @property
     def share(self) -> tuple[int, int]:
@@ -111,7 +107,7 @@ class HostFolders:
         """Let rank 0 know what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
         damaged: list[int] = []
         with self._agreed(lambda error: self.folder.cannot_write(error, what="The folder of local checkpoints")):
-            if self._leads:
+            if self.leads:
                 self._surveyed = self._own()
                 damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
         summaries = {iteration: PartSummary.of(part) for iteration, part in self._surveyed.items()}
@@ -224,7 +220,7 @@ class HostFolders:
             checkpoint = open_same(path, digest, self.folder.files)
             if self._channel.rank == 0:
                 check(checkpoint)
-            if self._leads:
+            if self.leads:
                 check_first_blocks(checkpoint, read_places(checkpoint))
             places, needs = read_places(checkpoint), dict(pieces_to_read(checkpoint))
             lacking = without(needs, {} if checkpoint.host is None else checkpoint.host.held)
@@ -237,7 +233,7 @@ class HostFolders:
             if tables:
                 transfers, absent, report = self._plan(self._candidate(path), checkpoint, places, tables)
                 self._send_plan(key, transfers, absent)
-        if self._leads:
+        if self.leads:
             moves, from_shared = json.loads(self._channel.take(f"{key}/{self._host}", sender="rank 0"))
             incoming = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
             self._fetch(checkpoint, places, incoming, _tuples(from_shared))
@@ -268,11 +264,11 @@ class HostFolders:
         """
         failed = partial(_not_completed, checkpoint.path)
         with self._agreed(failed):
-            if self._leads:
+            if self.leads:
                 arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
                 self._require_room(checkpoint.path, bytes_of(checkpoint, places, union([*arriving, from_shared])))
         with self._agreed(failed):
-            if self._leads:
+            if self.leads:
                 self._fetcher.run(checkpoint, places, transfers, from_shared, self._in_shared)
 
     def _require_room(self, path: Path, needed: int) -> None:
@@ -283,7 +279,7 @@ class HostFolders:
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
         is_damaged = False
-        if self._leads and (path / HOST).exists():
+        if self.leads and (path / HOST).exists():
             try:
                 is_damaged = self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
@@ -367,11 +363,11 @@ class HostFolders:
             return str(digest)
         key, failed = self._key("seed"), partial(_not_completed, path)
         with self._agreed(failed):
-            if self._leads and self._host == source:
+            if self.leads and self._host == source:
                 contents = skeleton_of(open_checkpoint(path, self.folder.files))
                 self._channel.put(key, FileExchange().pack({**contents, HOST: self._surveyed[iteration].to_bytes()}))
         with self._agreed(failed):
-            if self._leads and self._host in lacking:
+            if self.leads and self._host in lacking:
                 skeleton = FileExchange().unpack(self._channel.read(key))
                 template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
                 part = self._surveyed.get(iteration)
@@ -380,7 +376,7 @@ class HostFolders:
                 else:
                     self.given_up.discard(iteration)  # which is renamed to make room
                     make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
-        if self._leads and self._host == source:
+        if self.leads and self._host == source:
             self._channel.delete([key])
         return str(digest)
 

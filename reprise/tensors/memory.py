@@ -174,18 +174,21 @@ class Sources:
     Args:
         steady: addresses of the storages with changes at known times only; None for all. Tensors in other storages, and
             non-contiguous tensors, are copied at every `begin`.
+
+    Attributes:
+        steady: the memory of the tensors with changes at known times only.
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
         devices = [tensor.local.device for tensor in live if tensor.local.device.type != "cpu"]
         self._device = devices[0] if devices else None
         self._stream = None if self._device is None else _copy_stream(self._device)
-        self._steady: dict[str, Memory] = {}
+        self.steady: dict[str, Memory] = {}
         self._copied: list[LiveTensor] = []
         for tensor in live:
             local = tensor.local.detach()
             if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
-                self._steady[tensor.spec.name] = self._memory(local, is_private=False)
+                self.steady[tensor.spec.name] = self._memory(local, is_private=False)
             else:
                 self._copied.append(tensor)
 
@@ -203,12 +206,7 @@ class Sources:
         if self._stream is not None:
             assert self._device is not None
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
-        return {**self._steady, **copies}
-
-    @property
-    def steady(self) -> dict[str, Memory]:
-        """Return the memory of the tensors with changes at known times only."""
-        return self._steady
+        return {**self.steady, **copies}
 
     def changing(self) -> dict[str, Memory]:
         """Return the memory of the other tensors in its current state, without a copy if contiguous."""

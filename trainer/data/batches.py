@@ -29,6 +29,7 @@ class Samples:
     Args:
         marks: marks the begins of documents in the windows; None leaves them as they are.
         per_document: cut documents, by the index of each file, see `trainer.data.document_table`.
+        seq_length: the number of inputs (and of targets) of a sample.
         cache: the folder of prepared data; without, every process reads the complete index.
 
     Raises:
@@ -36,7 +37,7 @@ class Samples:
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_bounds", "_files", "_marks", "_seq_length", "_tables")
+    __slots__ = ("_bounds", "_files", "_marks", "_tables", "seq_length")
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Samples:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
         self._files, self._marks = tuple(files), marks
-        self._seq_length = seq_length
+        self.seq_length = seq_length
         self._tables = (
             [table_of(documents_of(file), seq_length=seq_length, cache=cache) for file in files]
             if per_document
@@ -91,11 +92,6 @@ class Samples:
         """Return the first file."""
         return self._files[0].path
 
-    @property
-    def seq_length(self) -> int:
-        """Return the number of inputs (and of targets) of a sample."""
-        return self._seq_length
-
     def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the samples at global positions of the order of `seed`, int64 [n]."""
         return sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed)
@@ -122,7 +118,7 @@ class Samples:
             raise IndexError(f"expected samples in range({self.count}), found {int(ids.min())} to {int(ids.max())}")
         numbers = np.searchsorted(self._bounds, ids, side="right") - 1
         starts, stops = self._extents(numbers, ids - self._bounds[numbers])
-        out = np.full((ids.size, self._seq_length + 1), PADDED, dtype=np.int64)
+        out = np.full((ids.size, self.seq_length + 1), PADDED, dtype=np.int64)
         for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
             row[: stop - start] = self._files[number].read(start, stop)
             if self._marks is not None:
@@ -138,16 +134,16 @@ class Samples:
             numbers: int64 [n], of the file of each sample.
             samples: int64 [n], of each sample in its file.
         """
-        starts = samples * self._seq_length
+        starts = samples * self.seq_length
         if self._tables is None:
-            return starts, starts + self._seq_length + 1
+            return starts, starts + self.seq_length + 1
         ends = np.empty_like(starts)
         for number in np.unique(numbers).tolist():
             rows = np.flatnonzero(numbers == number)
             starts[rows], ends[rows] = self._tables[number].locate(
-                documents_of(self._files[number]), samples[rows], self._seq_length
+                documents_of(self._files[number]), samples[rows], self.seq_length
             )
-        return starts, np.minimum(starts + self._seq_length + 1, ends)
+        return starts, np.minimum(starts + self.seq_length + 1, ends)
 
 
 class BlendedSamples:
@@ -159,25 +155,20 @@ class BlendedSamples:
         consumed: for each source the number of samples consumed before; zeros by default.
     """
 
-    __slots__ = ("_blend", "_bounds", "_consumed", "_counts", "_position", "_sources")
+    __slots__ = ("_blend", "_bounds", "_consumed", "_counts", "_position", "sources")
 
     def __init__(
         self, sources: Sequence[Samples], blend: Blend, *, position: int = 0, consumed: Sequence[int] | None = None
     ) -> None:
-        self._sources, self._blend, self._position = tuple(sources), blend, position
+        self.sources, self._blend, self._position = tuple(sources), blend, position
         self._consumed = np.array([0] * len(sources) if consumed is None else consumed, dtype=np.int64)
         self._counts = np.array([source.count for source in sources], dtype=np.int64)
         # The samples of source i are bounds[i] to bounds[i + 1] - 1 of all.
         self._bounds = np.cumsum([0, *self._counts])
 
-    @property
-    def sources(self) -> tuple[Samples, ...]:
-        """Return the samples of each source."""
-        return self._sources
-
     def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
         """Return the same blend, begun at a global position after samples of each source were consumed."""
-        return BlendedSamples(self._sources, self._blend, position=position, consumed=consumed)
+        return BlendedSamples(self.sources, self._blend, position=position, consumed=consumed)
 
     def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
         """Return the samples at global positions from the blend's begin, int64 [n], numbered through all sources."""
@@ -189,10 +180,10 @@ class BlendedSamples:
     def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Copy samples, by their numbers through all sources, out of the files; see `Samples.windows`."""
         sources = np.searchsorted(self._bounds, ids, side="right") - 1
-        out = np.empty((ids.size, self._sources[0].seq_length + 1), dtype=np.int64)
+        out = np.empty((ids.size, self.sources[0].seq_length + 1), dtype=np.int64)
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
-            out[rows] = self._sources[source].windows(ids[rows] - self._bounds[source])
+            out[rows] = self.sources[source].windows(ids[rows] - self._bounds[source])
         return out
 
 
