@@ -16,8 +16,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -25,7 +27,7 @@ from reprise.errors import ConfigError, TrainerError
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
-from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Side, write_prepared
+from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
 from trainer.data.text import BYTES, find_files
@@ -40,18 +42,15 @@ _JSONL = (".jsonl", ".ndjson")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print a summary and return the exit status."""
     options = _parser().parse_args(arguments)
-    bars = _Bars()
     try:
-        prepared = _prepare(options, bars)
+        with ExitStack() as bars:
+            prepared = _prepare(options, partial(_begin_bar, bars))
     except TrainerError as error:
-        bars.close()
         print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except KeyboardInterrupt:
-        bars.close()
         print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
-    bars.close()
     for side in prepared.sides:
         documents = "" if side.documents is None else f"{side.documents:,} documents, "
         print(f"{side.name}: {documents}{side.tokens:,} tokens, {len(side.files)} files")
@@ -82,37 +81,28 @@ def _pattern(side: Side) -> str:
     return text_value(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
 
 
-@dataclass
-class _Bars:
-    """A progress bar for the current step, on a terminal only."""
-
-    _open: list[tqdm[object]] = field(default_factory=list)
-
-    def begin(self, title: str, total_bytes: int | None) -> Callable[[int], object]:
-        self.close()
-        bar: tqdm[object] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
-        self._open.append(bar)
-        return lambda read_bytes: bar.update(read_bytes)
-
-    def close(self) -> None:
-        while self._open:
-            self._open.pop().close()
+def _begin_bar(bars: ExitStack, title: str, total_bytes: int | None) -> Callable[[int], object]:
+    """Show a progress bar for the current step, in place of the last, on a terminal only."""
+    bars.close()
+    bar: tqdm[NoReturn] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
+    bars.enter_context(bar)
+    return lambda read_bytes: bar.update(read_bytes)
 
 
-def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
+def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
     inputs = [path for pattern in options.inputs for path in find_files(pattern)]
     if options.raw is not None:
-        return _prepare_raw(options, inputs, bars)
+        return _prepare_raw(options, inputs, progress)
     if options.valid:
         raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
     prepare_options = _prepare_options(options, inputs)
     workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(prepare_options) else 1)
     return write_prepared(
-        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=bars.begin
+        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=progress
     )
 
 
-def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
+def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], progress: Progress) -> Prepared:
     """Write inputs of tokens, refusing options for texts."""
     if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1 or options.format != KIND:
         raise ConfigError(
@@ -123,7 +113,7 @@ def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bar
     inputs_by_side = {name: paths for name, paths in sides.items() if paths}
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
     raw = RawTokens(options.raw, tokenizer, options.file_tokens)
-    return write_raw(options.output, inputs_by_side, raw, force=options.force, progress=bars.begin)
+    return write_raw(options.output, inputs_by_side, raw, force=options.force, progress=progress)
 
 
 def _prepare_options(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
