@@ -38,7 +38,7 @@ LOCK_FOLDER = ".mirror"  # below the checkpoint folder; its lock is that of host
 POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NICENESS = 10
-_FINE, _IMPOSSIBLE = 0, 2
+_FINE, _REFUSED, _IMPOSSIBLE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,9 @@ def run(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | No
 def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
     """Follow a run's folder until there is no more to do, or without end.
 
+    Returns:
+        The exit status: with `--once` 1 if a checkpoint of the folder is not mirrored, as a line of the log says.
+
     Raises:
         CheckpointError: if there is no such folder, or the store holds checkpoints of another run.
         ConfigError: if the URL lies in the folder.
@@ -172,7 +175,7 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 if is_done and is_last:
                     if pool is not None:
                         pool.end()
-                    return _FINE
+                    return _REFUSED if options.once and passes.refused else _FINE
                 if is_done or options.hosts > 1 or pool is not None:
                     orders.wake.wait(POLL_S)
             except (OSError, LockError, CheckpointError) as error:

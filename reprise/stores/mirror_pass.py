@@ -99,10 +99,16 @@ class MirrorPass:
         self._uploads = dict[str, Upload]()
         self._inherited = frozenset[str]()  # of the run with which this one began: they stay as they are
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
+        self._refused = set[str]()  # names of checkpoints that are not mirrored
         self._waiting: _Waiting | None = None
         self._current = ""  # the name that the hosts of a pool upload now
         self._kept = set[str]()  # names that a hold in the store keeps, as the log says
         self._goes_on: bool | None = None  # as the store has it; None if unknown
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Return the names of the folder's checkpoints that the log calls not mirrored."""
+        return frozenset(self._refused)
 
     def run(self, *, at_end: bool = False) -> bool:
         """Upload one checkpoint, or what the store lacks of it; return whether nothing is left to do for this host.
@@ -116,6 +122,7 @@ class MirrorPass:
         """
         local, is_done = self._local(), True
         self._sources = {name: found for name, found in self._sources.items() if name in local}
+        self._refused &= local.keys()
         if self._host and self._pool is not None:
             return self._follow(self._pool, local)
         if self._host == 0:
@@ -264,6 +271,7 @@ class MirrorPass:
         record = self._known
         self._write(replace(record, committed={**record.committed, name: entry}, partial=record.partial - {name}))
         self._uploads.clear()
+        self._refused.discard(name)  # of an earlier digest
         self._waiting = None
         seconds, size = self._clock() - start, upload.files.total_bytes
         _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
@@ -297,6 +305,7 @@ class MirrorPass:
         if (name, digest) not in self._ended:
             _log.error("%s is not mirrored: %s", self._root / name, reason)
         self._ended.add((name, digest))
+        self._refused.add(name)
 
     def _lead(self, local: Mapping[str, Path]) -> None:
         """Compare record and store once, and take back the commits of iterations given up by the run."""

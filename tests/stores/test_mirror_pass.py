@@ -18,6 +18,7 @@ from reprise.folder import HOST, MANIFEST, iteration_name
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.stores.client import StoreClient
+from reprise.stores.mirror import MirrorOptions, mirror
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.upload import SUPERSEDED, LocalSource, OvertakenError, Upload
 from reprise.stores.url import StoreUrl
@@ -283,6 +284,30 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pyt
     assert committed(site.store) == names_of(5)
     assert "iter_0000010 is not mirrored: A file has the wrong size" in caplog.text
     assert not (site.folder / iteration_name(5) / HOST).exists()
+
+
+def test_a_checkpoint_that_is_left_out_is_status_1_of_once(site: Site) -> None:
+    save(site.folder, [5, 10])
+    options = MirrorOptions(site.folder, str(site.url), once=True)
+    file = site.folder / iteration_name(10) / "model-00001-of-00003.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(b"short")
+    assert mirror(options) == 1
+    file.write_bytes(data)
+    assert mirror(options) == 0
+    assert committed(site.store) == names_of(5, 10)
+
+
+def test_a_checkpoint_saved_again_is_not_refused_any_more(site: Site) -> None:
+    save(site.folder, [5])
+    passes, file = site.passes(), site.folder / iteration_name(5) / "model-00001-of-00003.safetensors"
+    file.write_bytes(b"short")
+    assert any(passes.run() for _ in range(5))
+    assert passes.refused == {iteration_name(5)}
+    shutil.rmtree(site.folder / iteration_name(5))
+    save(site.folder, [5], nonce="another", add=0.5)
+    assert any(passes.run() for _ in range(5))
+    assert passes.refused == frozenset()
 
 
 def test_hosts_upload_together_and_the_first_commits(site: Site) -> None:

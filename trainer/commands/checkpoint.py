@@ -1,7 +1,7 @@
 """Work with checkpoints: `reprise checkpoint ls|show|verify|diff|merge|gather|copy|mirror|prune`.
 
-Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
-the command cannot be carried out: a file that cannot be read now is not damaged.
+Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged, differs or is not
+mirrored, 2 when the command cannot be carried out: a file that cannot be read now is not damaged.
 """
 
 from __future__ import annotations

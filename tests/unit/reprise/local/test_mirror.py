@@ -195,7 +195,7 @@ def test_a_host_that_mirrors_its_folder_alone_is_told_of_gather(
 ) -> None:
     shutil.copytree(saved_hosts / "copies0" / "host0" / "local", tmp_path / "local")
     options = MirrorOptions(tmp_path / "local", f"file://{tmp_path / 'store'}", once=True)
-    assert mirror(options) == 0
+    assert mirror(options) == 1
     assert f"{iteration_name(2)} is not mirrored: it is the part of one host. `reprise checkpoint gather" in caplog.text
     assert not list(tmp_path.glob("store/iter_*"))
 
