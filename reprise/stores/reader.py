@@ -246,7 +246,8 @@ def close_readers() -> None:
         while _readers:
             reader = _readers.popitem()[1]
             reader.close()
-            _log.info("read %d bytes of %s", reader.read_bytes, reader.root)
+            if reader.read_bytes:
+                _log.info("read %d bytes of %s", reader.read_bytes, reader.root)
 
 
 def _forget_in_child() -> None:

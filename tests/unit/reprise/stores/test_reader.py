@@ -196,6 +196,16 @@ def test_a_killed_reader_is_started_again_a_few_times(run: Path, caplog: pytest.
     close_readers()
 
 
+def test_a_reader_that_has_read_bytes_says_so_at_its_end(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="reprise")
+    assert (location(url_of(run)) / "iter_0000002").is_dir()  # a listing, which reads no object
+    close_readers()
+    assert caplog.messages == []
+    assert reprise.show(url_of(run)).state["iteration"] == 2
+    close_readers()
+    assert [line.split()[0] for line in caplog.messages] == ["read"]
+
+
 def test_a_load_goes_on_after_its_reader_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, loaded, kills = StoreReader.read, model(9), [1, 2]
 
