@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RECORDS, VALUES = "rank{}.jsonl", "rank{}.bin"
 _MODULO = 1 << 64
+_CHUNK = 1 << 20  # values compared at once: their differences take a multiple of their memory
 
 
 class StepPhase(Enum):
@@ -315,17 +316,30 @@ def _sized(
         numbers = " and ".join(f"norm {part.norm:.9g}, largest {part.largest:.9g}" for part in parts)
         text = f"{detail}; {numbers}" if detail else numbers
         return StepDifference(place, text, 0, math.prod(parts[0].tensor_shape or parts[0].shape), None, (), equal)
-    bits = [values.contiguous().view(-1, 1).view(torch.uint8).view(values.numel(), -1) for values in (a, b)]
-    places = (bits[0] != bits[1]).any(1).nonzero().flatten()
-    if not len(places):
+    differing, largest, at, values_text = 0, 0.0, 0, ""
+    for begin in range(0, a.numel(), _CHUNK):
+        x, y = (values.reshape(-1)[begin : begin + _CHUNK] for values in (a, b))
+        places = (_bits(x) != _bits(y)).any(1).nonzero().flatten()
+        if not len(places):
+            continue
+        x, y = x[places].double(), y[places].double()
+        if not differing:
+            at, values_text = begin + int(places[0]), f"{float(x[0]):.9g} and {float(y[0]):.9g}"
+        differing += len(places)
+        largest = max(largest, float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()))
+    if not differing:
         return None
-    x, y = a.flatten()[places].double(), b.flatten()[places].double()
-    largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
-    first = tuple(int(index) for index in torch.unravel_index(places[0], a.shape)) if a.ndim else ()
+    first = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), a.shape)) if a.ndim else ()
     form = f"{str(a.dtype).removeprefix('torch.')} {list(a.shape)}"
-    values_text = f"{float(x[0]):.9g} and {float(y[0]):.9g}"
     text = "; ".join(filter(None, [detail, f"{form}, {values_text} at {list(first)}"]))
-    return StepDifference(place, text, len(places), a.numel(), largest, first, equal)
+    return StepDifference(place, text, differing, a.numel(), largest, first, equal)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of values, a row for each."""
+    import torch
+
+    return values.contiguous().view(-1, 1).view(torch.uint8)
 
 
 def _form(part: StepPart) -> str:
