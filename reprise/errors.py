@@ -6,6 +6,16 @@ from __future__ import annotations
 _MOST_CHARACTERS = 4000
 
 
+def count_of(number: int, noun: str, ending: str = "s", *, form: str = "") -> str:
+    """Return a number and its noun for a message, such as `1 rank` and `2 ranks`.
+
+    Args:
+        ending: of the plural.
+        form: of the number, as in a format string.
+    """
+    return f"{number:{form}} {noun}{'' if number == 1 else ending}"
+
+
 class TrainerError(Exception):
     """A refusal or failure caused by a user, a file or a peer.
 

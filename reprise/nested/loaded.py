@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from reprise.errors import ConfigError
+from reprise.errors import ConfigError, count_of
 from reprise.format.layout import TensorSpec
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
@@ -61,10 +61,11 @@ class Matched:
             is_first: whether this rank logs the lines common to all ranks.
         """
         if self.unexpected and is_first:
-            text = f"{len(self.unexpected)} tensors that nothing given has: {_first(self.unexpected)}"
+            text = f"{count_of(len(self.unexpected), 'tensor')} that nothing given has: {_first(self.unexpected)}"
             _log.warning(f"not loaded from {checkpoint.path}: {text}")
         if self.missing:
-            text = f"{len(self.missing)} names, which keep their values: {_first(self.missing)}"
+            keep = "keeps its value" if len(self.missing) == 1 else "keep their values"
+            text = f"{count_of(len(self.missing), 'name')}, which {keep}: {_first(self.missing)}"
             _log.warning(f"not in {checkpoint.path}: {text}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, count_of
 from reprise.tensors.live import canonical_name, parameter_names
 
 # State of a parameter's own shape, by which a wrong order of parameters is noticed.
@@ -73,7 +73,7 @@ def _numbered(
         "The parameters of an optimizer cannot be told by their numbers",
         where=where,
         expected=f"one parameter group of all {len(parameters)} parameters of the model, in its order",
-        found=f"{len(groups)} groups of {len(parameters_of_groups)} parameters",
+        found=f"{count_of(len(groups), 'group')} of {count_of(len(parameters_of_groups), 'parameter')}",
         fix="Make the optimizer of model.named_parameters(), so that its state dict has their names, or give "
         "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.documents import read_values
 from reprise.nested.stored_names import PER_RANK, keys_of_pointer
@@ -46,7 +46,7 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
         raise MismatchError(
             "The checkpoint has random state or other state of each rank, of another number of ranks",
             where=checkpoint.path,
-            expected=f"{world_size} ranks, as those that load",
-            found=f"{len(saved)} ranks, as those that saved",
+            expected=f"{count_of(world_size, 'rank')}, as those that load",
+            found=f"{count_of(len(saved), 'rank')}, as those that saved",
             fix="Load on as many ranks, or without rng=True and per_rank.",
         )

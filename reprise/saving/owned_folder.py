@@ -20,7 +20,7 @@ from reprise.commit import messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState, Successor
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
-from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
+from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError, count_of
 from reprise.format.host_file import attempt_of, path_of
 from reprise.format.layout import Layout
 from reprise.format.names import HOST, INTERIM, STATE
@@ -442,18 +442,13 @@ def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int)
         allocated = folder.files.allocated_bytes(*map(folder.iteration, older))
         name = folder.terms.keep
         parts.append(
-            f"{_count(older, 'older checkpoint')} there: {allocated} B, deleted by the next start with {name}=1."
+            f"{count_of(len(older), 'older checkpoint')} there: {allocated} B, deleted by the next start with {name}=1."
         )
     if abandoned:
         allocated = folder.files.allocated_bytes(*abandoned)
-        parts.append(
-            f"{_count(abandoned, 'abandoned branch', 'es')} there (*.superseded-*): {allocated} B, to be deleted."
-        )
+        branches = count_of(len(abandoned), "abandoned branch", "es")
+        parts.append(f"{branches} there (*.superseded-*): {allocated} B, to be deleted.")
     if not parts:
         reason = ": the newest stays until the next is complete" if committed else ""
         parts.append(f"No checkpoint there can be deleted{reason}.")
     return f"Free {short_bytes} B more, or name {folder.terms.another}. {' '.join(parts)}"
-
-
-def _count(members: Sequence[object], noun: str, ending: str = "s") -> str:
-    return f"{len(members)} {noun}{'' if len(members) == 1 else ending}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from reprise import json_file
 from reprise.atomic import replace_file
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, count_of
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.mirror_record import (
     MIRROR,
@@ -261,7 +261,8 @@ class MirrorPass:
                 if missing and not self._is_stalled(name, missing, upload.files):
                     return
                 if missing:
-                    _log.warning("%s: %d files of other hosts do not come, host 0 uploads them", name, len(missing))
+                    files = count_of(len(missing), "file")
+                    _log.warning("%s: host 0 uploads %s in the place of other hosts", name, files)
                     upload.send(missing)
                 upload.commit()
         except OvertakenError:

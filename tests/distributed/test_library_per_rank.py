@@ -114,7 +114,7 @@ def disagree(arguments: list[str]) -> None:
 def test_each_rank_has_its_own_back(tmp_path: Path) -> None:
     run(go_on, tmp_path)
     _known.clear()
-    with pytest.raises(MismatchError, match=r"expected 1 ranks, as those that load, found 2 ranks"):
+    with pytest.raises(MismatchError, match=r"expected 1 rank, as those that load, found 2 ranks"):
         load(tmp_path / "saves", nn.Linear(2, 2), rng=True)
     assert load(tmp_path / "saves", nn.Linear(2, 2)) == {"iteration": 2}
 

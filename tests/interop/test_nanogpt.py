@@ -360,7 +360,7 @@ REFUSED = {
     "impossible heads": "n_head=3 of n_embd=20",
     "a missing tensor": "missing: transformer.h.1.mlp.c_fc.weight",
     "RMSNorm": "not of the model: transformer.h.1.ln_1.gain",
-    "one bias less": "1 differences: missing: transformer.h.1.mlp.c_fc.bias",
+    "one bias less": "1 difference: missing: transformer.h.1.mlp.c_fc.bias",
     "no model of nanoGPT": "a matrix transformer.wte.weight",
 }
 

@@ -326,7 +326,7 @@ def test_an_export_has_the_steps_of_the_optimizer(tmp_path: Path, caplog: pytest
     others = replace(state, read=lambda n: steps.get(n, torch.tensor(5.0)) if n.startswith("step.") else state.read(n))
     made = write_checkpoint(others, tmp_path / "made", compose(overrides_of("gpt2")))
     assert convert.main(["export", "megatron", str(made), str(tmp_path / "out")]) == 0
-    assert "numbers of steps differ: 5 of 51 parameters, 2 of 1 parameters." in caplog.text
+    assert "numbers of steps differ: 5 of 51 parameters, 2 of 1 parameter." in caplog.text
     back = opened(tmp_path / "out", [*ENDS, *ALONE])
     assert (back.iteration, back.read("step.transformer.wpe.weight")) == (3, 5.0)
 

@@ -82,7 +82,7 @@ def test_a_run_goes_into_a_bucket_and_back(port: int, tmp_path: Path) -> None:
         name = iteration_name(iteration)
         assert content(tmp_path / "back" / name) == content(folder / name)
     shown = reprise("checkpoint", "prune", url, "--keep", 1, endpoint=server(port), cwd=tmp_path)
-    assert "1 were deleted, 1 stay" in shown
+    assert "1 was deleted, 1 stays" in shown
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="there/")["Contents"]]
     assert {key.split("/")[1] for key in keys} == {iteration_name(10)}
 

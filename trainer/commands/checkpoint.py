@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
-from reprise.errors import ConfigError, TrainerError
+from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.files import FILE_SYSTEM, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
@@ -85,7 +85,10 @@ def list_run(options: argparse.Namespace) -> int:
     status = _report(options, rows, summaries)
     unchecked = [summary.status for summary in summaries].count(CheckpointStatus.UNCHECKED)
     if unchecked and not options.json:
-        print(f"{unchecked} of {len(summaries)} checkpoints were not checked; --check all checks them too")
+        verb = "was" if unchecked == 1 else "were"
+        print(
+            f"{unchecked} of {count_of(len(summaries), 'checkpoint')} {verb} not checked; --check all checks them too"
+        )
     for run in () if options.json else options.runs:
         _print_goodput(run, name=f"{run}: " if len(options.runs) > 1 else "")
     return status
@@ -294,8 +297,8 @@ def prune(options: argparse.Namespace) -> int:
     ]
     _print_rows(rows if options.json else _without_columns(rows, "deleted"), as_json=options.json)
     if not options.json:
-        verb = "would be" if report.is_dry_run else "were"
-        print(f"{len(rows)} {verb} deleted, {len(report.retained)} stay")
+        verb = "would be" if report.is_dry_run else "was" if len(rows) == 1 else "were"
+        print(f"{len(rows)} {verb} deleted, {len(report.retained)} {'stays' if len(report.retained) == 1 else 'stay'}")
     return FINE
 
 
@@ -435,7 +438,7 @@ def _topology(state: Mapping[str, Any]) -> str:
     ranks = sizes["world_size"]
     axes = [f"{name}={sizes[name]}" for name in ("dp", "replicate", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
     zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
-    return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
+    return " ".join([count_of(ranks, "rank"), *axes, *zero])
 
 
 def _short(value: object) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import reprise
-from reprise.errors import DataError, TrainerError
+from reprise.errors import DataError, TrainerError, count_of
 from reprise.files import FILE_SYSTEM
 from reprise.json_file import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
@@ -322,7 +322,9 @@ def _lines(report: StepReport) -> list[str]:
     if report.settings:
         lines += ["settings that differ:", *(f"  {line}" for line in report.settings)]
     if any(report.alone):
-        lines.append("not compared: {} tensors that only A has, {} that only B has".format(*report.alone))
+        lines.append(
+            f"not compared: {count_of(report.alone[0], 'tensor')} that only A has, {report.alone[1]} that only B has"
+        )
     return lines
 
 

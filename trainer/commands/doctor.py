@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
-from reprise.errors import TrainerError
+from reprise.errors import TrainerError, count_of
 from reprise.files import FILE_SYSTEM, Files, describe_free_space, is_store_url, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
@@ -105,7 +105,7 @@ def _on_all_hosts(path: Path) -> int:
     status = _check_by_turns(path, cluster, hosts)
     shared = one_folder(path, cluster, hosts)
     if cluster.rank == 0:
-        joined = Finding("ranks join", FINE, f"{cluster.world_size} on {_count(len(hosts.names), 'host')}")
+        joined = Finding("ranks join", FINE, f"{cluster.world_size} on {count_of(len(hosts.names), 'host')}")
         print("all hosts", flush=True)
         status |= _print([joined, shared])
     status = int(cluster.channel.from_first("doctor/status", lambda: status))
@@ -166,7 +166,9 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
         if (blind_ranks := [rank for rank in ranks if rank < len(reasons) and reasons[rank]])
     ]
     if problem or not blind:
-        return Finding(what, BAD if problem else FINE, problem or f"{_count(len(hosts.names), 'host')} and every rank")
+        return Finding(
+            what, BAD if problem else FINE, problem or f"{count_of(len(hosts.names), 'host')} and every rank"
+        )
     fix = f"Mount the same file system at this path on every host. {WAY_OUT}"
     return Finding(what, BAD, f"{mark.absolute()} of rank 0 is not seen by {'; '.join(blind)}. {fix}")
 
@@ -174,10 +176,6 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
 def _describe(hosts: Hosts, number: int, ranks: Sequence[int]) -> str:
     numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"host {hosts.names[number]} ({numbers})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def machine() -> Iterator[Finding]:

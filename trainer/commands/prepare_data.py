@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from reprise.errors import ConfigError, TrainerError
+from reprise.errors import ConfigError, TrainerError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
@@ -52,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
     for side in prepared.sides:
-        documents = "" if side.documents is None else f"{side.documents:,} documents, "
-        print(f"{side.name}: {documents}{side.tokens:,} tokens, {len(side.files)} files")
+        documents = "" if side.documents is None else f"{count_of(side.documents, 'document', form=',')}, "
+        tokens = count_of(side.tokens, "token", form=",")
+        print(f"{side.name}: {documents}{tokens}, {count_of(len(side.files), 'file')}")
     if not prepared.has_text:
         print(f"no tokenizer is named: token {prepared.end_of_text}, the largest, is taken for the end of text")
     print(" ".join(map(shlex.quote, overrides(prepared))))

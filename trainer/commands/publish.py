@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from reprise import json_file
-from reprise.errors import DataError, LockError, TrainerError
+from reprise.errors import DataError, LockError, TrainerError, count_of
 from reprise.files import FILE_SYSTEM, read_regular
 from reprise.json_file import Json
 from trainer.commands.arguments import amount, existing_folder
@@ -94,7 +94,7 @@ def publish(publisher: Publisher, tracker: Tracker) -> int:
     except tracker.failures as error:
         print(f"reprise publish: the tracker cannot be reached, try again later: {error!r}", file=sys.stderr)
         return UNREACHABLE
-    print(f"sent {count} lines; the remote run is {', '.join(publisher.remote_ids[-1:]) or 'not begun'}")
+    print(f"sent {count_of(count, 'line')}; the remote run is {', '.join(publisher.remote_ids[-1:]) or 'not begun'}")
     return FINE
 
 

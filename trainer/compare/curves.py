@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.compare.points import CurveDifference, Reading, absolute_difference
 from trainer.compare.read import VALID_LOSS, Curve
 from trainer.compare.text_table import format_table
@@ -174,7 +174,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         lines.append(f"missing    in base: {_ranges(comparison.missing_in_base, max_rows)}")
     lines.append(_bits(comparison))
     if comparison.evaluated:
-        lines.append(f"evaluated  at {comparison.evaluated} iterations in both: {_validation(comparison)}")
+        lines.append(f"evaluated  at {count_of(comparison.evaluated, 'iteration')} in both: {_validation(comparison)}")
     if comparison.differences:
         lines += ["", *_table(comparison.differences[:max_rows])]
         if len(comparison.differences) > max_rows:
@@ -241,7 +241,7 @@ def _differ(base: Reading, test: Reading) -> bool:
 def _about(side: str, curve: Curve) -> str:
     first, last = curve.points[0].iteration, curve.points[-1].iteration
     dtype = curve.dtype or "dtype unknown, taken as float32"
-    return f"{side}       {curve.source}: {len(curve.points)} iterations, {first} to {last}, {dtype}"
+    return f"{side}       {curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
 
 
 def _hint(comparison: Comparison) -> str:

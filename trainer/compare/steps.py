@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ def read_record(folder: Path) -> StepRecord:
             place = StepPlace(*record["place"])
             parts.setdefault(place, []).append(_part(rank, order, record, folder / VALUES.format(rank)))
     if len(headers) != (headers[0]["ranks"] if headers else -1):
-        raise DataError("A folder has no record of all ranks", where=folder, found=f"{len(headers)} ranks")
+        raise DataError("A folder has no record of all ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reprise.errors import count_of
 from reprise.json_file import finite
 from trainer.compare.curves import Comparison
 from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve
@@ -83,8 +84,9 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
     width = max(len(name) for name in names)
     lines = [
-        f"{side}  {name.ljust(width)}  {curve.source}: {len(curve.points)} iterations, {curve.points[0].iteration} to "
-        f"{curve.points[-1].iteration}, {curve.dtype or 'dtype unknown, taken as float32'}"
+        f"{side}  {name.ljust(width)}  {curve.source}: {count_of(len(curve.points), 'iteration')}, "
+        f"{curve.points[0].iteration} to {curve.points[-1].iteration}, "
+        f"{curve.dtype or 'dtype unknown, taken as float32'}"
         for side, name, curve in zip(["base", *["test"] * len(comparisons)], names, curves, strict=True)
     ]
     lines += dict.fromkeys(f"note  {note}" for curve in curves for note in curve.notes)

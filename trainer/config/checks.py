@@ -12,7 +12,7 @@ from models.adapters import adapter_problems
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
-from reprise.errors import ConfigError
+from reprise.errors import ConfigError, count_of
 from trainer.config.checkpoint import checkpoint_problems, unused_checkpoint_keys
 from trainer.config.derived import batch_schedule_of, command_line, length_of, share_of, topology_of
 from trainer.config.frozen import freeze_problems
@@ -233,7 +233,7 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if world_size % (tp * pp):
         problems.append(
-            f"{world_size} ranks: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
+            f"{count_of(world_size, 'rank')}: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
             f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
         )
     for name in ("n_head", "n_kv_head", "intermediate_size"):

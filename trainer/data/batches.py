@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.data.blend import Blend
 from trainer.data.document_table import documents_of, table_of
 from trainer.data.documents import PADDED, DocumentMarks
@@ -73,7 +73,7 @@ class Samples:
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
-                found=f"at most {longest} tokens",
+                found=f"at most {count_of(longest, 'token')}",
                 fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
             )
 

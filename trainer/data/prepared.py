@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from reprise.files import FileCalls, atomic_output
 from trainer.data.blocks import (
     BLOCK_BYTES,
@@ -285,7 +285,7 @@ def _write_side(
     if not side.documents:
         raise DataError(
             f"No document is on the side {part.name}",
-            found=f"{len(part.spans)} files, --valid-fraction {options.valid_fraction}",
+            found=f"{count_of(len(part.spans), 'file')}, --valid-fraction {options.valid_fraction}",
             fix="Give more documents, or another --valid-fraction.",
         )
     return side

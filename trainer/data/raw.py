@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.data.encoding import Encoded
 from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
@@ -109,7 +109,7 @@ def _checked_size(path: Path, token_bytes: int) -> int:
     """Return the size of an array; refuse an array with the header of a known format."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size == 0 or status.st_size % token_bytes:
-        raise _odd_size(path, token_bytes, f"{status.st_size} bytes")
+        raise _odd_size(path, token_bytes, count_of(status.st_size, "byte"))
     with path.open("rb") as file:
         begin = file.read(8)
     if begin.startswith(_NUMPY_MAGIC):

@@ -193,11 +193,12 @@ def find_files(pattern: str) -> list[Path]:
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if path.is_file()]
     if not files:
+        entries = "a folder, pipe or device" if len(paths) == 1 else f"{len(paths)} folders, pipes or devices"
         raise DataError(
             "no file matches",
             where=pattern,
             expected="a file, or a glob that matches files",
-            found=f"{len(paths)} folders, pipes or devices" if paths else "nothing",
+            found=entries if paths else "nothing",
             fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
     return files

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from reprise.files import FileCalls, atomic_output, open_regular
 from trainer.data.document_index import DocumentIndex, unreadable
 
@@ -209,7 +209,7 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
             "the size of a token file differs from its header",
             where=path,
             expected=f"{count} tokens of {form.dtype.itemsize} bytes",
-            found=f"{tokens} tokens" + (f" and {trailing_bytes} odd bytes" if trailing_bytes else ""),
+            found=f"{tokens} tokens" + (f" and {count_of(trailing_bytes, 'odd byte')}" if trailing_bytes else ""),
             fix="It was cut off or appended to: write or copy it again.",
         )
     return form, count

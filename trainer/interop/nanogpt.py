@@ -19,7 +19,7 @@ import torch
 from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
-from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.json_file import integer, shown, step_count
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions
@@ -245,7 +245,7 @@ def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, whe
             "The file holds another model than nanoGPT's",
             where=where,
             expected=f"n_layer={model.n_layer}, n_embd={model.n_embd}, with an MLP of 4 times the width",
-            found=f"{len(problems)} differences: {'; '.join(problems[:_MOST_NAMED])}{more}",
+            found=f"{count_of(len(problems), 'difference')}: {'; '.join(problems[:_MOST_NAMED])}{more}",
         )
 
 
@@ -265,7 +265,7 @@ def _check_moments(saved: _Saved) -> None:
         raise MismatchError(
             "The optimizer's moments are not those of the model",
             where=saved.path,
-            found=f"{len(problems)} problems: {'; '.join(problems[:_MOST_NAMED])}",
+            found=f"{count_of(len(problems), 'problem')}: {'; '.join(problems[:_MOST_NAMED])}",
             fix="It was saved before the first step, or by another optimizer than AdamW. Take the weights alone with "
             "--weights-only.",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reprise.errors import LaunchError
+from reprise.errors import LaunchError, count_of
 from trainer.parallel.topology import ACCELERATORS
 
 CPU = "cpu"
@@ -30,7 +30,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise LaunchError(
             f"This rank has no {name.upper()} device",
             where=f"local rank {local_rank}",
-            expected=f"at least {local_rank + 1} devices",
+            expected=f"at least {count_of(local_rank + 1, 'device')}",
             found=count,
             fix="Set train.device=cpu or launch fewer ranks per node.",
         )

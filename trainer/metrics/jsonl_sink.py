@@ -7,6 +7,7 @@ import time
 from collections.abc import Set
 from pathlib import Path
 
+from reprise.errors import count_of
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
@@ -54,6 +55,6 @@ def _report_gap(path: Path, recorded: Set[int], first: int, last: int) -> None:
     if count > 0:
         lacks = [number for number in range(first, last + 1) if number not in recorded]
         _log.warning(
-            f"{path} has no line of {count} iterations of this run, the first {lacks[0]}, the last {lacks[-1]}: it was "
-            "deleted or cut"
+            f"{path} has no line of {count_of(count, 'iteration')} of this run, the first {lacks[0]}, the last "
+            f"{lacks[-1]}: it was deleted or cut"
         )

@@ -12,7 +12,7 @@ import numpy
 
 import reprise
 from reprise import CheckpointStatus
-from reprise.errors import TrainerError
+from reprise.errors import TrainerError, count_of
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
@@ -124,7 +124,7 @@ def _launch_events(history: History) -> Iterator[LifeEvent]:
     reached = 0
     for number, launch in enumerate(history.launches, start=1):
         after = first_iteration(launch)
-        back = f", {reached - after} iterations back" if after < reached else ""
+        back = f", {count_of(reached - after, 'iteration')} back" if after < reached else ""
         texts = [f"launch {number} on {topology_text(launch)}", f"started in {launch.start_seconds:.1f} s"]
         begin = "from the beginning" if after == 0 else f"resumed from iteration {after}{back}"
         yield LifeEvent(launch.began, "launch", after, ", ".join([*texts, begin]))

@@ -20,6 +20,7 @@ from models.adapters import saved_tensors
 from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
+from reprise.errors import count_of
 from reprise.layout import Box, Holding, Image, Layout, TensorSpec, build_layout, image, intersect, pieces_of, whole
 from reprise.live_tensors import Grid, placed_box
 from trainer.compare.text_table import format_table
@@ -283,7 +284,8 @@ def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     copies = f", replicate {topology.replicate}" if topology.replicate > 1 else ""
     return (
-        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on {topology.world_size:,} ranks "
+        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on "
+        f"{count_of(topology.world_size, 'rank', form=',')} "
         f"({sizes}, zero_stage {config.parallel.zero_stage}{copies}); a checkpoint has {layout.total_bytes:,} bytes"
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from models import families
 from models.config import ModelConfig
-from reprise.errors import MismatchError
+from reprise.errors import MismatchError, count_of
 from reprise.layout import Box, Place, TensorSpec, torch_dtype
 from reprise.live_tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, NewRows
@@ -111,7 +111,9 @@ class Fitting:
         """Return log lines on every tensor of `names` not loaded, or loaded in part."""
         lines, fit = [], self._fit
         if unloaded := fit.left(names):
-            lines.append(f"not loaded from {where}, {len(unloaded)} tensors keep initial values: {', '.join(unloaded)}")
+            verb = "keeps" if len(unloaded) == 1 else "keep"
+            tensors = f"{count_of(len(unloaded), 'tensor')} {verb} initial values: {', '.join(unloaded)}"
+            lines.append(f"not loaded from {where}, {tensors}")
         for name in (name for name in fit.rows if fit.selects(name)):
             lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
         cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _KEPT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.adapters import saved_tensors
 from models.families import parameter_count
-from reprise.errors import ConfigError, OutOfMemoryError, TrainerError
+from reprise.errors import ConfigError, OutOfMemoryError, TrainerError, count_of
 from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
@@ -102,10 +102,10 @@ def require_memory(
     if needed > available_bytes:
         raise ConfigError(
             f"The run does not fit into the memory of {where}",
-            where=f"{ranks} of {world_size} ranks",
+            where=f"{ranks} of {count_of(world_size, 'rank')}",
             expected=f"at most {available_bytes / _GIB:.1f} GiB",
             found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
-            f"and moments{light} and {samples:,} samples of {config.train.seq_length:,} tokens",
+            f"and moments{light} and {count_of(samples, 'sample', form=',')} of {config.train.seq_length:,} tokens",
             fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.errors import DataError, TrainerError
+from reprise.errors import DataError, TrainerError, count_of
 from reprise.files import Files, read_regular
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json, integer
@@ -151,7 +151,7 @@ def replay(
         raise DataError(
             "A run is trained again on as many ranks as before",
             where=folder,
-            expected=f"{recorded.ranks} ranks",
+            expected=count_of(recorded.ranks, "rank"),
             found=f"{environment.world_size}",
         )
     config = _config(recorded, first, out)

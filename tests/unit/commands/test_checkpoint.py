@@ -78,6 +78,8 @@ def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: pytest.Capt
     *table, last = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in table[1:]] == [["not", "checked"], ["not", "checked"], ["2.5", "yes"]]
     assert last == "2 of 3 checkpoints were not checked; --check all checks them too"
+    assert main(["ls", str(folder), "--check", "2"]) == FINE
+    assert "1 of 3 checkpoints was not checked; --check all checks them too" in capsys.readouterr().out
     assert main(["ls", str(folder), "--check", "0", "--json"]) == FINE
     assert {(row["valid"], row["loss"]) for row in shown(capsys)} == {("not checked", 2.5)}
     assert main(["ls", str(folder), "--check", "all"]) == BAD

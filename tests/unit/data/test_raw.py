@@ -46,7 +46,8 @@ def test_a_run_trains_on_the_tokens_of_arrays(
     assert prepare(arrays, *valid, dtype=dtype) == 0
     said = capsys.readouterr().out.splitlines()
     files = -(-len(TOKENS) // file_tokens), -(-len(HELD_OUT) // file_tokens)
-    assert said[:2] == [f"train: 5,000 tokens, {files[0]} files", f"valid: 900 tokens, {files[1]} files"]
+    counts = ["1 file" if count == 1 else f"{count} files" for count in files]
+    assert said[:2] == [f"train: 5,000 tokens, {counts[0]}", f"valid: 900 tokens, {counts[1]}"]
     assert "token 59, the largest, is taken for the end of text" in said[2]
     overrides = shlex.split(said[-1])
     assert overrides[3:] == ["model.vocab_size=60", "model.bos_token_id=59", "model.eos_token_id=59"]

@@ -116,9 +116,9 @@ def test_neither_side_of_several_files_is_empty(tmp_path: Path, count: int, vali
 def test_a_glob_without_files_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing-\*\.txt"):
         prepare(text_section(tmp_path / "nothing-*.txt"), cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="1 folders, pipes or devices"):
+    with pytest.raises(DataError, match="found a folder, pipe or device"):
         prepare(text_section(Path("/dev/null")), cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="folders"):
+    with pytest.raises(DataError, match="found a folder"):
         prepare(text_section(tmp_path), cache=tmp_path / "cache")
 
 

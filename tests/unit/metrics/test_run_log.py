@@ -412,7 +412,7 @@ def test_the_peak_of_a_device_is_found_by_its_name() -> None:
         ("", False, "has no line of 6 iterations of this run, the first 1, the last 6"),
         (lines(1, 2, 5, 6), False, "has no line of 2 iterations of this run, the first 3, the last 4"),
         (lines(1, 2, 3, 4) + lines(5)[:-3], False, "has no line of 2 iterations of this run, the first 5, the last 6"),
-        (lines(3, 4, 6), True, "has no line of 1 iterations of this run, the first 5, the last 5"),
+        (lines(3, 4, 6), True, "has no line of 1 iteration of this run, the first 5, the last 5"),
         (lines(1, 2, 3, 4, 5, 6, 7), False, None),
         (lines(4, 5, 6), True, None),
         (None, True, None),

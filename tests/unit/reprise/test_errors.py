@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.errors import CheckpointError, TrainerError
+from reprise.errors import CheckpointError, TrainerError, count_of
 from reprise.loading.choose import Chooser, LoadSource
 from reprise.storage.files import Files
 
@@ -20,6 +20,11 @@ def test_an_error_inside_an_error_ends_its_sentence_once(part: str) -> None:
     assert str(TrainerError("Nothing is left", found="nothing", fix="\nMend one.")).endswith(
         "found nothing.\nMend one."
     )
+
+
+def test_a_number_has_the_noun_of_its_count() -> None:
+    assert [count_of(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [count_of(number, "branch", "es", form=",") for number in (1, 1000)] == ["1 branch", "1,000 branches"]
 
 
 def test_what_was_skipped_is_listed_without_a_doubled_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -364,7 +364,7 @@ def test_names_that_either_side_lacks_are_listed(tmp_path: Path, caplog: pytest.
         loaded = load_state_dict(path, target, strict=False)
     assert (loaded.missing_keys, loaded.unexpected_keys) == (["c", "/run"], ["b"])
     assert [record.message.partition(str(path))[2] for record in caplog.records] == [
-        ": 1 tensors that nothing given has: b",
+        ": 1 tensor that nothing given has: b",
         ": 2 names, which keep their values: c, /run",
     ]
     assert_equal(target, {"model": {"a": torch.ones(2), "c": torch.full((2,), 5.0)}, "epoch": 3, "run": 7})

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, count_of
 from reprise.files import is_file_name
 from reprise.json_file import shown
 from reprise.layout import Box, intersect, relative
@@ -151,7 +151,9 @@ def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> 
     problems = [*unsound(metadata), *_missing_files(path, metadata)]
     if problems:
         listing = "".join(f"\n  {problem}" for problem in problems[:20])
-        raise CheckpointError("A DCP folder is not whole", where=path, found=f"{len(problems)} problems:{listing}")
+        raise CheckpointError(
+            "A DCP folder is not whole", where=path, found=f"{count_of(len(problems), 'problem')}:{listing}"
+        )
     return DcpFolder(path, metadata)
 
 

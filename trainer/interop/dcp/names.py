@@ -11,7 +11,7 @@ import torch
 
 from models.config import Family, ModelConfig
 from models.families import aliases, stored_tensors
-from reprise.errors import MismatchError
+from reprise.errors import MismatchError, count_of
 from trainer.interop.query_groups import split_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -119,7 +119,7 @@ def _scheme(
         f"A DCP folder holds no model of family {config.family.value}",
         where=where,
         expected=f"a key that ends with {' or '.join(anchors)}",
-        found=f"{len(shapes)} tensors: {sample} ...",
+        found=f"{count_of(len(shapes), 'tensor')}: {sample} ...",
         fix="Name the model with model=..., or a config.json beside the folder.",
     )
 
@@ -223,7 +223,7 @@ def _other_optimizer(problems: Sequence[str], *, where: object) -> MismatchError
 
 def _listed(problems: Sequence[str], most: int = 20) -> str:
     more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return f"{len(problems)} differences: " + "; ".join([*problems[:most], *more])
+    return f"{count_of(len(problems), 'difference')}: " + "; ".join([*problems[:most], *more])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

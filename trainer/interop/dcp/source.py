@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from reprise import json_file
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.json_file import shown, step_count
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
@@ -52,7 +52,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     steps = _steps(folder, located) if located.has_optimizer else {}
     if not located.has_optimizer:
         signs = of_optimizer(folder.tensors)
-        require_moments([f"{len(signs)} tensors such as {signs[0]}"] if signs else [], options, where=path)
+        require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"] if signs else [], options, where=path)
     _log_content(folder, located)
     read = partial(_read, folder, located, steps)
     return StateSource(

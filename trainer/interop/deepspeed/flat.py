@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.json_file import shown, step_count
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
@@ -169,7 +169,7 @@ def _locate_stages_1_and_2(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_
     paddings: list[list[int]] = saved.optimizers[0].get("param_alignment_paddings") or none
     counts = [*map(len, entries), *map(len, buffers)]
     if set(counts) != {len(groups)} or [len(group) for group in paddings] != [len(group) for group in none]:
-        raise _of_several_saves(path, {f"{count} groups" for count in (*counts, len(paddings), len(groups))})
+        raise _of_several_saves(path, {count_of(count, "group") for count in (*counts, len(paddings), len(groups))})
     for number, group in enumerate(groups):
         moments = None if weights_only else [e[number] for e in entries]
         chain, step = flats.add([b[number] for b in buffers], moments, path)
@@ -186,7 +186,8 @@ def _locate_stage_3(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: b
         buffers = _tensors(state, "fp32_flat_groups", path)
         entries = None if weights_only else _entries(state, "optimizer_state_dict", path)
         if entries is not None and len(buffers) != len(entries):
-            raise _of_several_saves(path, {f"{len(buffers)} buffers", f"{len(entries)} entries of the optimizer"})
+            moments = count_of(len(entries), "buffer") + " of the optimizer"
+            raise _of_several_saves(path, {count_of(len(buffers), "buffer"), moments})
         steps.add(flats.add(buffers, entries, path)[1])
     if len(steps) > 1:
         raise _of_several_saves(path, steps)
@@ -258,7 +259,9 @@ def _numbered(table: Table, entries: Sequence[Table], copies: Sequence[Chain], w
         raise _damaged(where, "param_groups", "numbers that are not in order")
     counts = [len(group["params"]) for group in groups]
     if copies and [len(group) for group in copies] != counts:
-        raise _of_several_saves(where, {f"{count} parameters" for count in (len(entries), sum(map(len, copies)))})
+        raise _of_several_saves(
+            where, {count_of(count, "parameter") for count in (len(entries), sum(map(len, copies)))}
+        )
     recorded = [group.get("param_names") for group in groups]
     is_named = all(
         isinstance(names, list) and len(names) == count and all(isinstance(name, str) for name in names)

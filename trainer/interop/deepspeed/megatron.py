@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.json_file import integer, shown
 from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Unsharded, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, check_complete, take
@@ -104,7 +104,7 @@ def read_megatron(folder: Path, options: ImportOptions) -> tuple[MegatronState, 
         for key, pieces in {"": weights, **optimizer_pieces}.items()
     }
     since = "since" if is_since_2024 else "before"
-    ranks_and_stages = f"{tp} tensor-parallel ranks, {len(stages)} stages, ZeRO"
+    ranks_and_stages = f"{count_of(tp, 'tensor-parallel rank')}, {count_of(len(stages), 'stage')}, ZeRO"
     _log.info(f"{folder}: Megatron-DeepSpeed, {ranks_and_stages}; rows of query_key_value as {since} December 2024")
     log_omissions(first, described, args)
     iteration = take(first, "global_steps", int, folder)
@@ -153,7 +153,8 @@ def _ranks(folder: Path, names: Sequence[str], options: ImportOptions) -> list[_
         raise CheckpointError(
             "Files of a checkpoint of Megatron-DeepSpeed are missing, or of several saves",
             where=folder,
-            expected=f"mp_rank_NN_model_states.pt of {sizes[0]} tensor-parallel ranks in each of {sizes[1]} stages",
+            expected=f"mp_rank_NN_model_states.pt of {count_of(sizes[0], 'tensor-parallel rank')}, "
+            f"{count_of(sizes[1], 'stage')}",
             found=f"missing or beyond: {', '.join(f'{rank:02d}' for rank in affected[:10])}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )

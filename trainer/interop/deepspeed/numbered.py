@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from reprise.errors import MismatchError
+from reprise.errors import MismatchError, count_of
 
 _Mark = tuple[tuple[int, ...], torch.dtype | None, int]
 
@@ -83,7 +83,7 @@ def names_of(
 
 def _name_problems(names: Sequence[str], numbered: Numbered, weights: Mapping[str, torch.Tensor]) -> list[str]:
     if len(names) != len(numbered.shapes):
-        return [f"{len(names)} names"]
+        return [count_of(len(names), "name")]
     problems = [f"{name} {count} times" for name, count in Counter(names).items() if count > 1]
     for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
         if name not in weights:
@@ -136,4 +136,4 @@ def _candidates(names: Sequence[str]) -> str:
 
 def _listed(problems: Sequence[str]) -> str:
     more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-    return f"{len(problems)} problems: {'; '.join(problems[:_MOST_NAMED])}{more}"
+    return f"{count_of(len(problems), 'problem')}: {'; '.join(problems[:_MOST_NAMED])}{more}"

@@ -12,7 +12,7 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise import json_file
-from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.json_file import shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Unsharded, locate
@@ -94,7 +94,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     if options.weights_only:
         return StateSource(model, 0, has_optimizer=False, read=reader.read)
     if not has_optimizer:
-        require_moments([f"{iteration} steps"] if iteration else [], options, where=saved.path)
+        require_moments([count_of(iteration, "step")] if iteration else [], options, where=saved.path)
     _warn_of_position(saved.models[0].get("global_samples"), iteration, options)
     return StateSource(model, iteration, has_optimizer, reader.read)
 
@@ -177,7 +177,7 @@ def _check_model(
         raise MismatchError(
             "The checkpoint holds another model",
             where=where,
-            found=f"{len(lines)} differences:\n{listing}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
+            found=f"{count_of(len(lines), 'difference')}:\n{listing}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
             fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
             "config.json beside the tag's folder goes before them.",
         )
@@ -244,7 +244,7 @@ def _log_content(saved: DeepSpeedCheckpoint, reader: _Reader, options: ImportOpt
     """Log the content, and the part not carried over."""
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
-    ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
+    ranks = count_of(len(saved.optimizers), "rank") if saved.optimizers else "stage 0"
     _log.info(f"{saved.path}: DeepSpeed {shown(table.get('ds_version'))}, {ranks}")
     if saved.optimizers and options.optimizer_names is not None:
         _log.warning("--optimizer-names is not used: at ZeRO 1 and above the files have the names themselves")
@@ -253,7 +253,7 @@ def _log_content(saved: DeepSpeedCheckpoint, reader: _Reader, options: ImportOpt
             note = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
             _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{note}")
     elif frozen:
-        _log.warning(f"{len(frozen)} parameters were frozen; they continue with zero moments: {_first(frozen)}")
+        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {_first(frozen)}")
     added = [(key, value) for key, value in table.items() if key not in _KNOWN]
     if uncarried := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
         _log.info(f"not carried: {_first(uncarried)}")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from models.config import Activation, ModelConfig
 from models.families import has_field, stored_tensors
 from reprise import json_file
-from reprise.errors import ConfigError, MismatchError
+from reprise.errors import ConfigError, MismatchError, count_of
 from reprise.folder import STATE
 from reprise.reading import Checkpoint
 from trainer.config.optimizer import OptimizerSection
@@ -133,7 +133,7 @@ class _Planner(StreamingPlanner):
         chunks = [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
         self.total_bytes = sum(4 * prod(chunk.sizes) for chunk in chunks)
         if self._frozen:
-            _log.warning(f"{len(self._frozen)} parameters were frozen: their moments are written as zeros")
+            _log.warning(f"the moments of {count_of(len(self._frozen), 'frozen parameter')} are written as zeros")
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._items)
@@ -184,7 +184,7 @@ def _steps(source: StateSource, adam: SavedAdam) -> float:
     counts = Counter(float(source.read(f"step.{name}")) for name in trained)
     listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
     if len(listed) > 1:
-        text = ", ".join(f"{steps:.0f} of {counts[steps]} parameters" for steps in listed)
+        text = ", ".join(f"{steps:.0f} of {count_of(counts[steps], 'parameter')}" for steps in listed)
         _log.warning(f"AdamW's numbers of steps differ: {text}. Megatron keeps one, and the first is written")
     return listed[0] if listed else 0.0
 

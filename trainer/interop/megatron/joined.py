@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from reprise.errors import MismatchError
+from reprise.errors import MismatchError, count_of
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
@@ -86,5 +86,5 @@ def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
         raise MismatchError(
             "A Megatron checkpoint holds another model than its arguments describe",
             where=where,
-            found=f"{len(problems)} differences:\n{lines}{' ...' if problems[_MOST_NAMED:] else ''}",
+            found=f"{count_of(len(problems), 'difference')}:\n{lines}{' ...' if problems[_MOST_NAMED:] else ''}",
         )

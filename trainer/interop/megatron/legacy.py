@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.json_file import integer, shown
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
@@ -162,7 +162,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
         raise CheckpointError(
             "Files of a Megatron checkpoint are missing",
             where=path,
-            expected=f"those of {sizes[0]} tensor-parallel ranks in each of {sizes[1]} stages",
+            expected=f"those of {count_of(sizes[0], 'tensor-parallel rank')}, {count_of(sizes[1], 'stage')}",
             found=f"no {listed}{', ...' if lacking[_MOST_NAMED:] else ''}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )
@@ -194,7 +194,7 @@ def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool)
         raise CheckpointError(
             f"Files {_OF_DATA_RANK} of data-parallel ranks are missing",
             where=folder,
-            expected=f"{count} folders {folder.name}_DDD",
+            expected=f"{count_of(count, 'folder')} {folder.name}_DDD",
             found=", ".join(names[:_MOST_NAMED]),
             fix="Every rank, on every node, writes its own: bring them all into this folder.",
         )
@@ -357,5 +357,5 @@ def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: 
     is_sharded = ranks[0][0].flat is not None or ranks[0][0].of_data_ranks
     kind = "the distributed optimizer" if is_sharded else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
-    sizes = f"{len(ranks[0])} tensor-parallel ranks, {len(ranks)} stages{virtual}"
+    sizes = f"{count_of(len(ranks[0]), 'tensor-parallel rank')}, {count_of(len(ranks), 'stage')}{virtual}"
     _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

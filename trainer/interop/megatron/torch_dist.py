@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from reprise import json_file
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.json_file import integer, shown, step_count
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, require_moments
@@ -245,7 +245,9 @@ def _differences(
 
 def _listed(problems: Sequence[str]) -> str:
     more = ["..."] if len(problems) > _MOST_NAMED else []
-    return f"{len(problems)} differences:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_NAMED], *more])
+    return f"{count_of(len(problems), 'difference')}:\n" + "\n".join(
+        f"  {line}" for line in [*problems[:_MOST_NAMED], *more]
+    )
 
 
 def _optimizer(
