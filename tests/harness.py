@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,11 +24,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 import trainer.__main__
+import trainer.config.compose
 import trainer.training.loop
 from reprise.files import FILE_SYSTEM
 from scripts.faults.ranks import become_rank, free_port
 from tests.composed import answer_with, composed
-from trainer.config.compose import compose as compose
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.build import Run, build
@@ -297,6 +298,16 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
     around_iterations(before=await_save, after=hold)
     _train(arguments)
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the configuration of these overrides, which Hydra composes once in a test process."""
+    return deepcopy(_composed(tuple(overrides)))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return trainer.config.compose.compose(overrides)
 
 
 def built(config: Config, cluster: Cluster) -> Run:
