@@ -21,12 +21,13 @@ from models.families import stored_tensors
 from reprise.errors import MismatchError
 from reprise.files import Files
 from reprise.reading import open_checkpoint
-from tests.harness import TINY, compose
+from tests.harness import TINY
 from tests.interop import megatron_layout, torch_dist_layout
 from tests.interop.megatron_layout import Way
 from tests.interop.torch_dist_layout import Form
 from tests.unit.model_samples import GPT2, LLAMA3
 from trainer.commands import convert
+from trainer.config.compose import compose
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.export import arguments_of
 from trainer.interop.output import write_checkpoint
