@@ -14,7 +14,7 @@ def importer(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str],
 
     Args:
         module: its full name, `__name__`.
-        names: those of each module, which is named as beneath `reprise`.
+        names: of each module, by its name below `reprise`.
     """
     places = {name: f"reprise.{place}" for place, members in names.items() for name in members}
 

@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
-    from reprise.checkpointer import Checkpointer
-    from reprise.format.mirror_record import MirrorRule
-    from reprise.loading.restorer import Restored, Restorer
-    from reprise.local.host_folders import HostFolders
-    from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
-    from reprise.policy import Retention, SavePolicy, SaveReport
-    from reprise.saving.column_sharing import SharedMemory
-    from reprise.saving.one_process import write_checkpoint
-    from reprise.stores.extra import probe_store
-    from reprise.stores.mirror_process import MirrorProcess, mirror_rule, mirror_run
-    from reprise.stores.peers import Peers, address_of_this_host, listen
-    from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+    from reprise.checkpointer import Checkpointer as Checkpointer
+    from reprise.format.mirror_record import MirrorRule as MirrorRule
+    from reprise.loading.restorer import Restored as Restored
+    from reprise.loading.restorer import Restorer as Restorer
+    from reprise.local.host_folders import HostFolders as HostFolders
+    from reprise.local_checkpointer import LocalCheckpointer as LocalCheckpointer
+    from reprise.local_checkpointer import LocalPolicy as LocalPolicy
+    from reprise.policy import Retention as Retention
+    from reprise.policy import SavePolicy as SavePolicy
+    from reprise.policy import SaveReport as SaveReport
+    from reprise.saving.column_sharing import SharedMemory as SharedMemory
+    from reprise.saving.one_process import write_checkpoint as write_checkpoint
+    from reprise.stores.extra import probe_store as probe_store
+    from reprise.stores.mirror_process import MirrorProcess as MirrorProcess
+    from reprise.stores.mirror_process import mirror_rule as mirror_rule
+    from reprise.stores.mirror_process import mirror_run as mirror_run
+    from reprise.stores.peers import Peers as Peers
+    from reprise.stores.peers import address_of_this_host as address_of_this_host
+    from reprise.stores.peers import listen as listen
+    from reprise.weights_checkpointer import WeightsCheckpointer as WeightsCheckpointer
+    from reprise.weights_checkpointer import WeightsPolicy as WeightsPolicy
 
 _NAMES = {
     "checkpointer": ("Checkpointer",),

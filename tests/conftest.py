@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from tests import ROOT
 from tests.times import dealt
 
 torch.set_num_threads(1)
-gc.disable()  # until the tests are collected
 
 # Programs that tests start in folders of their own run this checkout: an installed library has no package `trainer`.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,11 +34,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """Exempt what stays, modules and tests, from garbage collections, which were a tenth of this process's time."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt what stays, modules and tests, from garbage collections, which take a tenth of a process's time else."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

@@ -107,8 +107,8 @@ class MirrorPass:
 
     @property
     def refused(self) -> frozenset[str]:
-        """Return the names of the folder's checkpoints that the log calls not mirrored."""
-        return frozenset(self._refused)
+        """Return the names of the folder's checkpoints of which the log says that the store does not have them."""
+        return frozenset(self._refused | self._kept)
 
     def run(self, *, at_end: bool = False) -> bool:
         """Upload one checkpoint, or what the store lacks of it; return whether nothing is left to do for this host.
@@ -123,6 +123,7 @@ class MirrorPass:
         local, is_done = self._local(), True
         self._sources = {name: found for name, found in self._sources.items() if name in local}
         self._refused &= local.keys()
+        self._kept &= local.keys()
         if self._host and self._pool is not None:
             return self._follow(self._pool, local)
         if self._host == 0:
@@ -136,7 +137,11 @@ class MirrorPass:
             if files is None or (name, files.digest) in self._ended:
                 continue
             entry = record.committed.get(name)
-            if entry is not None and (entry.digest == files.digest or self._is_kept(name, entry)):
+            if entry is not None and entry.digest == files.digest:
+                self._refused.discard(name)
+                self._kept.discard(name)
+                continue
+            if entry is not None and self._is_kept(name, entry):
                 continue
             self._tell(goes_on=True)
             is_done = False

@@ -191,8 +191,13 @@ def test_a_held_checkpoint_is_replaced_once_its_hold_is_gone(site: Site) -> None
     site.mirror(keep=3)
     assert content(held) == {**before, "hold": b""}
     assert read_record(site.folder, str(site.url)).keep == 3
+    passes = site.passes(keep=3)
+    assert passes.run(at_end=True)
+    assert passes.refused == {iteration_name(5)}
     (held / "hold").unlink()
-    site.mirror(keep=3)
+    while not passes.run(at_end=True):
+        pass
+    assert passes.refused == frozenset()
     assert content(held) == content(site.folder / iteration_name(5)) != before
 
 

@@ -28,7 +28,7 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def source_commit() -> str | None:
-    """Return the `commit` of this program's source, which is asked for once: later changes are not in this process."""
+    """Return the `commit` of this program's source, as it was at the first call."""
     return commit(_ROOT)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -13,7 +13,7 @@ from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.json_file import Json
-from reprise.layout import Place, TensorKind, TensorSpec
+from reprise.layout import TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
 from reprise.savers import Restored
@@ -138,7 +138,7 @@ class Checkpoints:
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
         is_weights_alone = part.section.finetune or part.section.no_load_optim
-        filling = _Fitted(run, part) if is_weights_alone else _AsSaved(run, part)
+        filling = _FittedLoad(run, part) if is_weights_alone else _ExactLoad(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
@@ -167,7 +167,7 @@ def identity_of(checkpoint: Checkpoint) -> Json:
     return {"format": "reprise", "xxh3_64": checkpoint.digest}
 
 
-class _AsSaved:
+class _ExactLoad:
     """Fills a part of a run from a checkpoint that has all of its tensors in their form."""
 
     def __init__(self, run: Run, part: Part) -> None:
@@ -176,7 +176,10 @@ class _AsSaved:
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another run or with other tensors. Rank 0."""
         self._part.refuse(checkpoint)
-        check_tensors(self._specs(checkpoint), _places(self._run, checkpoint), where=checkpoint.path)
+        places = read_places(checkpoint)
+        if not self._run.state.averages:
+            places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
+        check_tensors(self._specs(checkpoint), places, where=checkpoint.path)
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
         """Return this rank's tensors to fill."""
@@ -195,7 +198,7 @@ class _AsSaved:
         return list(checkpoint_specs(model, name, frozen, averages=averages))
 
 
-class _Fitted:
+class _FittedLoad:
     """Fills the weights of a part of a run from a checkpoint of another dtype, with other tables or parts of them."""
 
     def __init__(self, run: Run, part: Part) -> None:
@@ -206,13 +209,13 @@ class _Fitted:
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another run or with tensors that do not fit. Rank 0."""
         self._part.refuse(checkpoint)
-        fit, places = self._fit(checkpoint), _places(self._run, checkpoint)
+        fit, places = self._fit(checkpoint), read_places(checkpoint)
         fit.left([spec.name for spec in self._specs])
         stored = [fit.stored(spec, places.get(spec.name)) for spec in self._specs if fit.selects(spec.name)]
         check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return tensors in the stored form for those of this rank, which have their initial values."""
+        """Return what to fill, in the stored form; tensors that are not stored get their initial values."""
         fit, tensors = self._fit(checkpoint), self._part.weights()
         fill_unstored(fit, tensors, self._part.model, self._run.config.train.seed)
         self._fitting = Fitting(fit, tensors, read_places(checkpoint))
@@ -239,14 +242,6 @@ class _Fitted:
         model, section = self._part.model, self._part.section
         saved = saved_model(checkpoint.state, where=checkpoint.path) if section.resize else model
         return Fit.of(section, saved, model)
-
-
-def _places(run: Run, checkpoint: Checkpoint) -> Mapping[str, Place]:
-    """Return the places of a checkpoint's tensors, without moving averages that the run does not have."""
-    places = read_places(checkpoint)
-    if run.state.averages:
-        return places
-    return {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:

@@ -14,6 +14,8 @@ from trainer.run.build import Run
 from trainer.start.decide import decide
 from trainer.start.fill import fill
 
+ABSENT = ("trainer.start.source.Fitting", "trainer.start.source.Fit.of", "trainer.run.state.finish_move")
+
 
 def test_a_run_takes_no_assignment(tmp_path: Path) -> None:
     run = built(config_in(tmp_path / "run"), cluster_of(single_rank_channel()))
@@ -36,3 +38,18 @@ def test_the_schedule_of_a_checkpoint_is_in_the_filled_run_alone(tmp_path: Path)
     assert result.saved_config["config"]["optimizer"]["lr"] == 0.5
     assert result.state.progress.iteration == 2
     assert "run" in result.description.keys() - description.keys()
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_resume_enters_neither_fits_nor_averages_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averages: bool
+) -> None:
+    settings = ("schedule.lr_decay_iters=2", *(["train.ema_decay=0.9"] if averages else []))
+    trained(tmp_path / "run", *settings)
+    run = built(config_in(tmp_path / "run", *settings), cluster_of(single_rank_channel()))
+    entered = list[str]()
+    for name in ABSENT:
+        monkeypatch.setattr(name, lambda *_, name=name: entered.append(name))
+    with run.saves:
+        assert fill(run, decide(run.config, run.cluster, run.saves)).state.progress.iteration == 2
+    assert {*entered} == ({ABSENT[2]} if averages else set())
