@@ -404,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.set_defaults(call=mirror)
     uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
     uploaded.add_argument("url", metavar="URL", help="of the run in the store, such as s3://bucket/run")
-    uploaded.add_argument("--once", action="store_true", help="end after what the folder has now; 1: some is left out")
+    uploaded.add_argument("--once", action="store_true", help="end once all is uploaded; status 1 if some is not")
     uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
     pruned = command("prune", prune)
