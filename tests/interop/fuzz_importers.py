@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import io
 import os
 import resource
@@ -38,7 +37,6 @@ from tests.interop.test_nanogpt import Version, save, stepped
 from tests.interop.test_torch_dist import ALONE, ENDS, overrides_of, state_of
 from tests.interop.torch_dist_layout import Form
 from trainer.commands import convert
-from trainer.config.schema import Config
 from trainer.interop.output import write_checkpoint
 
 MORE_BYTES = 300 << 20  # beside twice the files
@@ -141,14 +139,9 @@ def _quietly(arguments: Sequence[str]) -> None:
         assert _import(arguments) == 0, arguments
 
 
-@functools.cache
-def _composed(overrides: tuple[str, ...]) -> Config:
-    return compose(overrides)
-
-
 def _import(arguments: Sequence[str]) -> int:
     """Run the command with configurations that are composed once, which takes longer than to import."""
-    convert.compose = lambda overrides: _composed(tuple(overrides))  # type: ignore[assignment]
+    convert.compose = compose
     return convert.main(arguments)
 
 
