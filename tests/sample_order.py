@@ -1,70 +1,57 @@
-"""The order of samples, an epoch at a time: what `trainer.data.order.sample_ids_at` gives position by position."""
+"""The order of samples written out a second time, a number at a time: `trainer.data.order` must agree with it.
+
+Each epoch permutes range(epoch_size) with the generalized Feistel network of Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains", and cycle walking. Its keys are outputs of splitmix64.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data import order
+_WORD = 2**64
+_ROUNDS = 8
 
 
-def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArray[np.int64]:
-    """Map each index through the permutation of range(count) for ``key``, without building it.
+def permute(index: int, *, count: int, key: int) -> int:
+    """Return the image of an index of range(count).
 
-    Args:
-        index: any shape, values in range(count).
-        count: at least 1.
-        key: any integer; taken modulo 2**64.
-
-    Returns:
-        int64, the shape of ``index``.
-
-    Raises:
-        ValueError: ``count`` is not positive.
-        IndexError: an index is outside range(count).
+    The network permutes pairs of a left below `sides[0]` and a right below `sides[1]`; even rounds shift the left by a
+    function of the right, odd rounds the right by a function of the left. What comes out at `count` or above goes
+    through it again.
     """
-    if count < 1:
-        raise ValueError(f"expected a positive count, found {count}")
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= count):
-        raise IndexError(f"expected indices in range({count}), found {int(index.min())} to {int(index.max())}")
-    flat = index.reshape(-1)
-    out = np.empty(flat.shape, dtype=np.int64)
-    keys, same = (
-        order._round_keys(np.uint64(key & order._MASK_64)),
-        np.array([count, *order._sides(count)], dtype=np.uint64),
-    )
-    for start in range(0, flat.size, order._BLOCK):
-        block = slice(start, start + order._BLOCK)
-        values = flat[block].astype(np.uint64)
-        counts, a, b = np.broadcast_to(same[:, None], (3, values.size))
-        out[block] = order._walk(values, np.broadcast_to(keys[:, None], (order._ROUNDS, values.size)), counts, a, b)
-    return out.reshape(index.shape)
+    width = math.isqrt(count - 1) + 1
+    sides = width, -(-count // width)
+    keys = [_splitmix64(key, turn) for turn in range(_ROUNDS)]
+    while True:
+        pair = [index % width, index // width]
+        for turn, round_key in enumerate(keys):
+            moved, other = turn % 2, 1 - turn % 2
+            pair[moved] = (pair[moved] + _mix(pair[other] + round_key) // 2) % sides[moved]
+        index = pair[1] * width + pair[0]
+        if index < count:
+            return index
 
 
 def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the samples at the global positions ``first`` to ``first + count - 1``.
+    """Return the samples at the global positions `first` to `first + count - 1`, as int64 of shape [count]."""
+    found = []
+    for position in range(first, first + count):
+        epoch, index = divmod(position, epoch_size)
+        found.append(permute(index, count=epoch_size, key=_splitmix64(_mix(seed), epoch)))
+    return np.array(found, dtype=np.int64)
 
-    Position p lies in epoch ``p // epoch_size``; every epoch has its own permutation of range(epoch_size), so each
-    sample comes exactly once an epoch however the positions are cut into calls.
 
-    Returns:
-        int64 of shape [count], values in range(epoch_size).
+def _splitmix64(seed: int, number: int) -> int:
+    """Return an output of the generator with this seed; the first has number 0."""
+    return _mix(seed + (number + 1) * 0x9E3779B97F4A7C15)
 
-    Raises:
-        ValueError: ``first`` or ``count`` is negative, or ``epoch_size`` is not positive.
-    """
-    if first < 0 or count < 0:
-        raise ValueError(f"expected positions that are not negative, found first {first} and count {count}")
-    if epoch_size < 1:
-        raise ValueError(f"expected a positive epoch size, found {epoch_size}")
-    out = np.empty(count, dtype=np.int64)
-    filled = 0
-    while filled < count:
-        epoch, offset = divmod(first + filled, epoch_size)
-        length = min(count - filled, epoch_size - offset)
-        index = np.arange(offset, offset + length, dtype=np.int64)
-        out[filled : filled + length] = permute(
-            index, count=epoch_size, key=int(order._epoch_keys(seed, np.array([epoch]))[0])
-        )
-        filled += length
-    return out
+
+def _mix(value: int) -> int:
+    """Return the 64 bits that splitmix64 makes of its state."""
+    value %= _WORD
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % _WORD
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % _WORD
+    return value ^ value >> 31

@@ -6,75 +6,70 @@ import time
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sample_order import permute, sample_ids
+from tests import sample_order
+from trainer.data.order import sample_ids_at
 
-keys = st.integers(-(2**70), 2**70)
-seeds = st.integers(0, 2**64 - 1)
+INCREMENT = 0x9E3779B97F4A7C15  # of splitmix64
+seeds = st.integers(-(2**70), 2**70)
+
+
+def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDArray[np.int64]:
+    return sample_ids_at(np.arange(first, first + count), epoch_sizes=np.full(count, epoch_size), seed=seed)
 
 
 @settings(deadline=None, max_examples=300)
-@given(count=st.integers(1, 5000), key=keys)
-def test_permute_is_a_bijection(count: int, key: int) -> None:
-    image = permute(np.arange(count), count=count, key=key)
-    assert image.dtype == np.int64
-    assert np.array_equal(np.sort(image), np.arange(count))
+@given(epoch_size=st.integers(1, 5000), epoch=st.integers(0, 2**40), seed=seeds)
+def test_every_sample_comes_once_an_epoch(epoch_size: int, epoch: int, seed: int) -> None:
+    ids = sample_ids(epoch * epoch_size, epoch_size, epoch_size=epoch_size, seed=seed)
+    assert ids.dtype == np.int64
+    assert np.array_equal(np.sort(ids), np.arange(epoch_size))
 
 
-@pytest.mark.parametrize("count", range(1, 131))
-def test_permute_is_a_bijection_of_every_small_range(count: int) -> None:
-    for key in range(5):
-        assert sorted(permute(np.arange(count), count=count, key=key).tolist()) == list(range(count))
-
-
-@settings(deadline=None)
-@given(count=st.integers(1, 2**62), key=keys, data=st.data())
-def test_permute_is_injective_and_stays_in_huge_ranges(count: int, key: int, data: st.DataObject) -> None:
-    index = np.array(data.draw(st.lists(st.integers(0, count - 1), max_size=50, unique=True)), dtype=np.int64)
-    image = permute(index, count=count, key=key)
-    assert np.unique(image).size == index.size
-    assert np.all((image >= 0) & (image < count))
+@pytest.mark.parametrize("epoch_size", range(1, 131))
+def test_every_sample_of_every_small_range_comes_once_an_epoch(epoch_size: int) -> None:
+    epochs = sample_ids(0, 5 * epoch_size, epoch_size=epoch_size, seed=0).reshape(5, epoch_size)
+    assert all(sorted(ids.tolist()) == list(range(epoch_size)) for ids in epochs)
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 3000), key=keys)
-def test_permute_is_pointwise(count: int, key: int) -> None:
-    index = np.arange(count)
-    whole = permute(index, count=count, key=key)
-    assert np.array_equal(permute(index[::-3], count=count, key=key), whole[::-3])
-    assert permute(np.array([[count - 1]]), count=count, key=key).tolist() == [[whole[-1]]]
-    assert np.array_equal(index, np.arange(count))
+@given(epoch_size=st.integers(1, 2**62), seed=seeds, data=st.data())
+def test_no_sample_of_a_huge_range_comes_twice(epoch_size: int, seed: int, data: st.DataObject) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, epoch_size - 1), max_size=50, unique=True)), dtype=np.int64)
+    ids = sample_ids_at(positions, epoch_sizes=np.full(positions.shape, epoch_size), seed=seed)
+    assert np.unique(ids).size == positions.size
+    assert np.all((ids >= 0) & (ids < epoch_size))
 
 
-@pytest.mark.parametrize("index", [[-1], [5], [0, 7]])
-def test_permute_refuses_an_index_outside_its_range(index: list[int]) -> None:
-    with pytest.raises(IndexError, match=r"range\(5\)"):
-        permute(np.array(index), count=5, key=0)
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), first=st.integers(0, 10**9), seed=seeds)
+def test_positions_of_several_sizes_do_not_affect_each_other(sizes: list[int], first: int, seed: int) -> None:
+    positions = np.arange(first, first + 100)
+    epoch_sizes = np.resize(np.array(sizes), 100)
+    together = sample_ids_at(positions[::-1], epoch_sizes=epoch_sizes[::-1], seed=seed)[::-1]
+    alone = {size: sample_ids(first, 100, epoch_size=size, seed=seed) for size in sizes}
+    assert together.tolist() == [alone[size][number] for number, size in enumerate(epoch_sizes.tolist())]
+    assert np.array_equal(positions, np.arange(first, first + 100))
 
 
-def test_permutations_of_a_small_range_are_about_equally_likely() -> None:
-    seen = Counter(tuple(permute(np.arange(4), count=4, key=key).tolist()) for key in range(24 * 250))
-    # 250 expected, standard deviation 15.5; the keys are fixed, so the outcome is too.
+def test_orders_of_a_small_range_are_about_equally_likely() -> None:
+    epochs = sample_ids(0, 4 * 24 * 250, epoch_size=4, seed=0).reshape(-1, 4)
+    seen = Counter(map(tuple, epochs.tolist()))
+    # 250 expected, standard deviation 15.5; the seed is fixed, so the outcome is too.
     assert len(seen) == 24
     assert 180 < min(seen.values()) <= max(seen.values()) < 320
 
 
 def test_neighbours_do_not_stay_together() -> None:
     count = 100_000
-    image = permute(np.arange(count), count=count, key=1)
+    ids = sample_ids(0, count, epoch_size=count, seed=1)
     # Standard error of a correlation of independent values: 1 / sqrt(count) = 0.003.
-    assert abs(np.corrcoef(image, np.arange(count))[0, 1]) < 0.015
-    assert abs(np.corrcoef(image[1:], image[:-1])[0, 1]) < 0.015
-
-
-@settings(deadline=None)
-@given(epoch_size=st.integers(1, 2000), epoch=st.integers(0, 2**40), seed=seeds)
-def test_every_sample_comes_once_an_epoch(epoch_size: int, epoch: int, seed: int) -> None:
-    ids = sample_ids(epoch * epoch_size, epoch_size, epoch_size=epoch_size, seed=seed)
-    assert np.array_equal(np.sort(ids), np.arange(epoch_size))
+    assert abs(np.corrcoef(ids, np.arange(count))[0, 1]) < 0.015
+    assert abs(np.corrcoef(ids[1:], ids[:-1])[0, 1]) < 0.015
 
 
 @settings(deadline=None)
@@ -96,7 +91,12 @@ def test_the_order_does_not_depend_on_how_positions_are_cut(
 
 
 @settings(deadline=None)
-@given(seed=seeds, other=seeds, epoch=st.integers(0, 10**6), later=st.integers(1, 10**6))
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    other=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 10**6),
+    later=st.integers(1, 10**6),
+)
 def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, epoch: int, later: int) -> None:
     # 100 samples have 9e157 orders: two that agree by chance are not met.
     ids = sample_ids(epoch * 100, 100, epoch_size=100, seed=seed).tolist()
@@ -105,22 +105,36 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, epoch:
 
 
 def test_seeds_an_increment_apart_do_not_share_epochs() -> None:
-    step = 0x9E3779B97F4A7C15
-    assert (
-        sample_ids(100, 100, epoch_size=100, seed=0).tolist() != sample_ids(0, 100, epoch_size=100, seed=step).tolist()
-    )
+    later = sample_ids(100, 100, epoch_size=100, seed=0).tolist()
+    assert later != sample_ids(0, 100, epoch_size=100, seed=INCREMENT).tolist()
 
 
-@pytest.mark.parametrize(("first", "count", "epoch_size"), [(-1, 1, 5), (0, -1, 5), (0, 1, 0)])
-def test_impossible_positions_are_refused(first: int, count: int, epoch_size: int) -> None:
+@pytest.mark.parametrize(("position", "epoch_size"), [(-1, 5), (0, 0), (0, -1)])
+def test_impossible_positions_are_refused(position: int, epoch_size: int) -> None:
     with pytest.raises(ValueError, match="expected"):
-        sample_ids(first, count, epoch_size=epoch_size, seed=0)
+        sample_ids(position, 1, epoch_size=epoch_size, seed=0)
+
+
+@pytest.mark.parametrize("epoch_size", [1, 2, 3, 7, 16, 17, 99, 100, 101, 65_537, 2**31, 10**12, 2**55 + 1])
+@pytest.mark.parametrize("seed", [0, 1234, -1, 2**64 + 5])
+def test_the_order_is_the_one_written_out(epoch_size: int, seed: int) -> None:
+    for epoch in (0, 1, 50):
+        first = max(0, epoch * epoch_size - 10)  # over the border of two epochs
+        expected = sample_order.sample_ids(first, 30, epoch_size=epoch_size, seed=seed)
+        assert sample_ids(first, 30, epoch_size=epoch_size, seed=seed).tolist() == expected.tolist()
+
+
+@settings(deadline=None)
+@given(epoch_size=st.integers(1, 10**5), first=st.integers(0, 2**62), count=st.integers(0, 50), seed=seeds)
+def test_any_part_of_the_order_is_the_one_written_out(epoch_size: int, first: int, count: int, seed: int) -> None:
+    expected = sample_order.sample_ids(first, count, epoch_size=epoch_size, seed=seed)
+    assert sample_ids(first, count, epoch_size=epoch_size, seed=seed).tolist() == expected.tolist()
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    assert permute(np.arange(10), count=10, key=0).tolist() == [3, 4, 2, 9, 7, 0, 1, 5, 8, 6]
-    ends = np.array([0, 1, 10**12 - 1])
-    assert permute(ends, count=10**12, key=-1).tolist() == [829522231316, 996450502978, 848463725897]
+    assert [sample_order.permute(n, count=10, key=0) for n in range(10)] == [3, 4, 2, 9, 7, 0, 1, 5, 8, 6]
+    ends = [sample_order.permute(n, count=10**12, key=-1) for n in (0, 1, 10**12 - 1)]
+    assert ends == [829522231316, 996450502978, 848463725897]
     assert sample_ids(5, 10, epoch_size=7, seed=1234).tolist() == [4, 6, 1, 3, 4, 5, 6, 2, 0, 5]
 
 
