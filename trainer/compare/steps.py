@@ -316,9 +316,10 @@ def _sized(
         numbers = " and ".join(f"norm {part.norm:.9g}, largest {part.largest:.9g}" for part in parts)
         text = f"{detail}; {numbers}" if detail else numbers
         return StepDifference(place, text, 0, math.prod(parts[0].tensor_shape or parts[0].shape), None, (), equal)
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     differing, largest, at, values_text = 0, 0.0, 0, ""
     for begin in range(0, a.numel(), _CHUNK):
-        x, y = (values.reshape(-1)[begin : begin + _CHUNK] for values in (a, b))
+        x, y = (values[begin : begin + _CHUNK] for values in (flat_a, flat_b))
         places = (_bits(x) != _bits(y)).any(1).nonzero().flatten()
         if not len(places):
             continue
@@ -356,4 +357,5 @@ def described(difference: StepDifference) -> Iterator[str]:
         )
     else:
         yield f"  {difference.detail}"
-    yield f"  {difference.equal} tensors and numbers before it have equal bits"
+    before = "tensor or number before it has" if difference.equal == 1 else "tensors and numbers before it have"
+    yield f"  {difference.equal} {before} equal bits"

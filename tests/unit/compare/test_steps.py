@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.compare.steps import StepDifference, StepPart, StepPlace, StepRecord, first_difference
+from trainer.compare.steps import StepDifference, StepPart, StepPlace, StepRecord, described, first_difference
 
 PLACE = StepPlace(3, "gradient", -1, "weight", "gradient")
-SIZE = (3 << 20) + 5
+CHUNK = 1 << 20  # values that are compared at once
+SIZE = 3 * CHUNK + 5
 
 
-class LargestMade(TorchDispatchMode):
+class LargestAllocation(TorchDispatchMode):
     """Takes note of the bytes of the largest memory that an operation allocates."""
 
     def __init__(self) -> None:
@@ -33,10 +34,9 @@ class LargestMade(TorchDispatchMode):
 def record(folder: Path, values: torch.Tensor) -> StepRecord:
     folder.mkdir()
     file, shape = folder / "rank0.bin", tuple(values.shape)
-    file.write_bytes(values.view(torch.uint8).numpy().tobytes())
-    part = StepPart(
-        0, (0, 0, 0, 0), "float32", shape, (), (), digest=folder.name, norm=0.0, largest=0.0, file=file, at=0
-    )
+    dtype = str(values.dtype).removeprefix("torch.")
+    file.write_bytes(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    part = StepPart(0, (0, 0, 0, 0), dtype, shape, (), (), digest=folder.name, norm=0.0, largest=0.0, file=file, at=0)
     return StepRecord({}, {PLACE: [part]})
 
 
@@ -46,11 +46,11 @@ def difference(tmp_path: Path, a: torch.Tensor, b: torch.Tensor) -> StepDifferen
 
 def test_large_tensors_are_compared_in_parts(tmp_path: Path) -> None:
     a, b = torch.arange(float(SIZE)), torch.arange(float(SIZE)) + 2
-    with LargestMade() as made:
+    with LargestAllocation() as largest:
         found = difference(tmp_path, a, b)
     assert found is not None
     assert (found.differing, found.total, found.largest, found.at) == (SIZE, SIZE, 2.0, (0,))
-    assert 0 < made.total_bytes < a.nbytes
+    assert 0 < largest.total_bytes < a.nbytes
 
 
 @pytest.mark.parametrize("last", [7.5, float("nan")])
@@ -65,6 +65,57 @@ def test_differences_far_apart_are_counted_together(tmp_path: Path, last: float)
     assert found.detail == f"float32 {list(a.shape)}, 0 and -0 at [2, 100]"
 
 
-def test_equal_bits_are_no_difference(tmp_path: Path) -> None:
-    values = torch.full((3, 4), float("nan"))
+@pytest.mark.parametrize("at", [CHUNK - 1, CHUNK, 2 * CHUNK, SIZE - 1])
+def test_a_first_difference_next_to_a_border_is_found(tmp_path: Path, at: int) -> None:
+    a = torch.zeros(SIZE)
+    b = a.clone()
+    b[at], b[-1] = 0.25, 0.5
+    found = difference(tmp_path, a, b)
+    assert found is not None
+    assert (found.differing, found.largest, found.at) == (1 if at == SIZE - 1 else 2, 0.5, (at,))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "largest", "at", "detail"),
+    [
+        (torch.tensor(1.0), torch.tensor(-2.0), 3.0, (), "float32 [], 1 and -2 at []"),
+        (
+            torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
+            torch.tensor([[1.0, 2.015625]], dtype=torch.bfloat16),
+            0.015625,
+            (0, 1),
+            "bfloat16 [1, 2], 2 and 2.015625 at [0, 1]",
+        ),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1.0, (1,), "bool [2], 0 and 1 at [1]"),
+    ],
+    ids=["of no dimension", "bfloat16", "bool"],
+)
+def test_a_single_value_differs(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, largest: float, at: tuple[int, ...], detail: str
+) -> None:
+    found = difference(tmp_path, a, b)
+    assert found is not None
+    assert (found.differing, found.total, found.largest, found.at) == (1, a.numel(), largest, at)
+    assert found.detail == detail
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((3, 4), float("nan")),
+        torch.tensor(float("nan")),
+        torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.empty(0, 3),
+        torch.empty(0, dtype=torch.bool),
+    ],
+    ids=["NaN", "NaN of no dimension", "NaN in bfloat16", "bool", "empty", "empty bool"],
+)
+def test_equal_bits_are_no_difference(tmp_path: Path, values: torch.Tensor) -> None:
     assert difference(tmp_path, values, values.clone()) is None
+
+
+@pytest.mark.parametrize(("equal", "said"), [(1, "1 tensor or number before it has"), (2, "2 tensors and numbers")])
+def test_the_equal_places_before_a_difference_are_counted(equal: int, said: str) -> None:
+    *_, last = described(StepDifference(PLACE, "", 1, 1, 1.0, (0,), equal))
+    assert said in last
