@@ -460,6 +460,16 @@ def test_buffers_longer_than_their_parameters_are_refused(small: tuple[Config, S
     assert "exp_avg 0" in str(refusal(tmp_path / "2", config))
 
 
+def test_a_buffer_without_moments_is_refused(small: tuple[Config, State], tmp_path: Path) -> None:
+    config, state = small
+    (shard, *_) = sorted(write(tmp_path, state, Way(3, 2)).glob("*optim*"))
+    whole = dict(open_torch_file(shard))
+    more = copy.deepcopy({**whole["optimizer_state_dict"]})
+    more["fp32_flat_groups"].append(torch.zeros(2))
+    replace_file(shard, {**whole, "optimizer_state_dict": more})
+    assert "found ['2 entries of optimizer_state_dict', '3 buffers']" in str(refusal(tmp_path, config))
+
+
 def replace_file(path: Path, table: Mapping[Any, Any]) -> None:
     """Save a table over a file that may be mapped."""
     torch.save(table, path.with_name("new"))

@@ -208,8 +208,9 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
         raise DataError(
             "the size of a token file differs from its header",
             where=path,
-            expected=f"{count} tokens of {form.dtype.itemsize} bytes",
-            found=f"{tokens} tokens" + (f" and {count_of(trailing_bytes, 'odd byte')}" if trailing_bytes else ""),
+            expected=f"{count_of(count, 'token')} of {form.dtype.itemsize} bytes",
+            found=count_of(tokens, "token")
+            + (f" and {count_of(trailing_bytes, 'odd byte')}" if trailing_bytes else ""),
             fix="It was cut off or appended to: write or copy it again.",
         )
     return form, count

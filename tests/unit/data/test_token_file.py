@@ -142,6 +142,7 @@ def test_another_magic_or_version_is_refused(tmp_path: Path, header: tuple[int, 
     ("change_bytes", "found"),
     [
         (-6, "0 tokens"),
+        (-4, "1 token"),
         (-2, "2 tokens"),
         (-1, "2 tokens and 1 odd byte"),
         (1, "3 tokens and 1 odd byte"),

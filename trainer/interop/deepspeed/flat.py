@@ -186,8 +186,9 @@ def _locate_stage_3(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: b
         buffers = _tensors(state, "fp32_flat_groups", path)
         entries = None if weights_only else _entries(state, "optimizer_state_dict", path)
         if entries is not None and len(buffers) != len(entries):
-            moments = count_of(len(entries), "buffer") + " of the optimizer"
-            raise _of_several_saves(path, {count_of(len(buffers), "buffer"), moments})
+            number = len(entries)
+            listed = f"{number} {'entry' if number == 1 else 'entries'} of optimizer_state_dict"
+            raise _of_several_saves(path, {count_of(len(buffers), "buffer"), listed})
         steps.add(flats.add(buffers, entries, path)[1])
     if len(steps) > 1:
         raise _of_several_saves(path, steps)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.files import is_file_name
 from reprise.json_file import shown
 from reprise.reading import no_folder
@@ -177,7 +177,7 @@ def check_complete(
         raise CheckpointError(
             "Files of a DeepSpeed checkpoint are missing",
             where=folder,
-            expected=f"one of each of {world} ranks",
+            expected=f"one of each of {count_of(world, 'rank')}",
             found=f"none for: {', '.join(missing[:10])}{', ...' if missing[10:] else ''}",
             fix="Every rank, on every node, writes its own: bring them all into this folder.",
         )

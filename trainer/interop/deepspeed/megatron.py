@@ -153,8 +153,8 @@ def _ranks(folder: Path, names: Sequence[str], options: ImportOptions) -> list[_
         raise CheckpointError(
             "Files of a checkpoint of Megatron-DeepSpeed are missing, or of several saves",
             where=folder,
-            expected=f"mp_rank_NN_model_states.pt of {count_of(sizes[0], 'tensor-parallel rank')}, "
-            f"{count_of(sizes[1], 'stage')}",
+            expected=f"mp_rank_NN_model_states.pt of {count_of(sizes[0], 'tensor-parallel rank')} "
+            f"in each of {count_of(sizes[1], 'stage')}",
             found=f"missing or beyond: {', '.join(f'{rank:02d}' for rank in affected[:10])}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )

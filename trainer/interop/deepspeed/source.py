@@ -235,8 +235,8 @@ def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -
     expected = batch_schedule_of(options.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(
-            f"DeepSpeed counted {samples} samples in {iteration} iterations, where its batch size makes "
-            f"{expected}: --consumed-samples={samples} begins behind them"
+            f"DeepSpeed counted {count_of(samples, 'sample')} in {count_of(iteration, 'iteration')}, where its batch "
+            f"size makes {expected}: --consumed-samples={samples} begins behind them"
         )
 
 

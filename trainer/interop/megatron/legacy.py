@@ -162,7 +162,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
         raise CheckpointError(
             "Files of a Megatron checkpoint are missing",
             where=path,
-            expected=f"those of {count_of(sizes[0], 'tensor-parallel rank')}, {count_of(sizes[1], 'stage')}",
+            expected=f"those of {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
             found=f"no {listed}{', ...' if lacking[_MOST_NAMED:] else ''}",
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )

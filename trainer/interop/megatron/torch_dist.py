@@ -189,7 +189,8 @@ def _prefix(dcp: DcpFolder) -> str:
             "A Megatron checkpoint holds several models" if prefixes else "A Megatron checkpoint holds no GPT model",
             where=dcp.path,
             expected=f"one tensor {_TABLE}, with any prefix",
-            found=", ".join(f"{prefix}{_TABLE}" for prefix in prefixes) or f"{len(dcp.tensors)} tensors: {listed} ...",
+            found=", ".join(f"{prefix}{_TABLE}" for prefix in prefixes)
+            or f"{count_of(len(dcp.tensors), 'tensor')}: {listed} ...",
         )
     return prefixes[0]
 
@@ -300,7 +301,7 @@ def _refuse_others(dcp: DcpFolder) -> None:
     """Refuse the state of an optimizer in an unsupported form."""
     keys = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
     if keys:
-        raise _partial_optimizer(dcp.path, f"{len(keys)} entries: {', '.join(keys[:5])} ...")
+        raise _partial_optimizer(dcp.path, f"{count_of(len(keys), 'key')}: {', '.join(keys[:5])} ...")
 
 
 def _partial_optimizer(path: Path, content: str) -> MismatchError:
