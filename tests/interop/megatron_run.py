@@ -313,7 +313,7 @@ def work(folder: Path) -> None:
     windows = torch.from_numpy(np.load(folder / "windows.npy"))
     trainer = Trainer(job)
     if job["load"]:
-        trainer.training.step(windows[0])  # torch's Adam has no state to load into before its first step
+        trainer.step(windows[0])  # torch's Adam has no state to load into before its first step
         trainer.losses.clear()
         trainer.load(job["load"])
         save_all(trainer, folder)
@@ -321,7 +321,7 @@ def work(folder: Path) -> None:
     for number, batch in enumerate(windows):
         if number == job["saved"] and not job["load"]:
             save_all(trainer, folder)
-        trainer.training.step(batch)
+        trainer.step(batch)
     if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(trainer.losses))
     dist.barrier()
