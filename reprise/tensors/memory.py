@@ -176,7 +176,7 @@ class Sources:
             non-contiguous tensors, are copied at every `begin`.
 
     Attributes:
-        steady: the memory of the tensors with changes at known times only.
+        steady: the memory of the tensors in these storages, by name.
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:

@@ -219,6 +219,11 @@ class CheckpointSection(
 
     local: LocalSection = field(default_factory=LocalSection)
 
+    @property
+    def loads_weights_alone(self) -> bool:
+        """Return whether a load leaves out the state of the optimizer."""
+        return self.finetune or self.no_load_optim
+
 
 # The keys that have no use where nothing is saved, all of them 0 or more.
 _OF_SAVING = (

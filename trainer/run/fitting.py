@@ -54,10 +54,9 @@ class Fit:
         Args:
             section: as it applies to the load: of a run resumed from its own checkpoint, without `finetune`.
         """
-        with_weights_alone = section.finetune or section.no_load_optim
         rows = _stored_rows(saved, model) if section.finetune and section.resize else {}
         patterns = tuple(section.partial) if section.finetune else ()
-        return Fit(with_weights_alone, rows, section.new_rows, patterns)
+        return Fit(section.loads_weights_alone, rows, section.new_rows, patterns)
 
     def selects(self, name: str) -> bool:
         """Return whether a tensor is to be loaded."""

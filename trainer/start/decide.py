@@ -303,7 +303,7 @@ def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
 
 def _is_directed(section: CheckpointSection) -> bool:
     """Return whether the command sets the start of the run other than the newest checkpoint."""
-    return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
+    return section.load != "auto" or section.ckpt_step is not None or section.loads_weights_alone
 
 
 def _keeps_record(cluster: Cluster, saves: Saves) -> bool:

@@ -172,7 +172,7 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     for line in settle(changes, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
         _log.warning(line)
-    if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
+    if not (checkpoint.has_optimizer or section.loads_weights_alone):
         is_dropped = OPTIMIZER_DROPPED in checkpoint.state
         reason = "`reprise checkpoint prune --optimizer` dropped it"
         reason = reason if is_dropped else "it was saved with checkpoint.no_save_optim, or as weights alone"
@@ -196,7 +196,7 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:
     """Let the moving averages that were not loaded begin with the weights."""
-    has_optimizer = checkpoint is not None and not (section.finetune or section.no_load_optim)
+    has_optimizer = checkpoint is not None and not section.loads_weights_alone
     stored = checkpoint.manifest.tensors if checkpoint is not None and has_optimizer else {}
     for part in run.state.parts:
         begin_average(part.optimizer, part.model, stored, families.aliases(run.config.model))

@@ -137,8 +137,7 @@ class Checkpoints:
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
-        is_weights_alone = part.section.finetune or part.section.no_load_optim
-        filling = _FittedLoad(run, part) if is_weights_alone else _ExactLoad(run, part)
+        filling = _FittedLoad(run, part) if part.section.loads_weights_alone else _ExactLoad(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
