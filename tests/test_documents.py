@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import fields
 from hashlib import sha256
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from trainer.config.checkpoint import CheckpointSection
 from trainer.record.resume_rules import RULES
@@ -66,6 +69,16 @@ def test_the_versions_of_the_engines_are_those_installed() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert [name for name, _ in named] == ["datatrove", "ray", "lightning-fabric"]
     assert {f"{name}=={version}" for name, version in named} <= set(pins)
+
+
+def test_every_pinned_package_takes_the_oldest_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pins = dict(pin.split("==") for pin in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+    packages = [package for package in distributions() if pins.get(package.name) == package.version]
+    required = {package.name: package.metadata["Requires-Python"] or "" for package in packages}
+    assert len(required) > 50
+    assert {name: versions for name, versions in required.items() if oldest not in SpecifierSet(versions)} == {}
 
 
 def test_the_readme_s_example_of_an_own_model_runs(

@@ -12,7 +12,8 @@ import resource
 import shutil
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,6 +44,7 @@ from tests.interop.dcp_producers import (
 )
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
+from trainer.interop.dcp.metadata import read_metadata
 from trainer.interop.dcp.names import halves_from_pairs
 from trainer.interop.dcp.source import FORMAT, read_source
 from trainer.interop.formats import ExportOptions, ImportOptions
@@ -510,6 +512,41 @@ def test_overlapping_chunks_and_compressed_values_are_refused(producers: dict[st
     source = opened(folder, GPT2)
     with pytest.raises(CheckpointError, match=rf"damaged .*__9_0\.distcp, {key}.* is compressed"):
         source.read("transformer.wpe.weight")
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A value that is pickled as a call."""
+
+    function: Any
+    arguments: tuple[object, ...]
+
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments
+
+
+class ByName(pickle.Pickler):
+    """A pickler of Python 3.11.0 to 3.11.3, which pickles members of enumerations by their name."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_the_first_releases_of_python_3_11_is_read(producers: dict[str, Producer], tmp_path: Path) -> None:
+    producer = producers["gpt2"]
+    folder = save({"model": producer.weights}, tmp_path / "in")
+    metadata, named = dcp.FileSystemReader(folder).read_metadata(), io.BytesIO()
+    ByName(named).dump(metadata)
+    assert b"getattr" in named.getvalue()
+    (folder / ".metadata").write_bytes(named.getvalue())
+    assert read_metadata(folder / ".metadata") == metadata
+
+
+@pytest.mark.parametrize("value", ["a text", 5])
+def test_an_attribute_of_a_value_in_metadata_is_not_looked_up(tmp_path: Path, value: object) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reduced(getattr, (value, "__class__"))))
+    with pytest.raises(MismatchError, match=r"builtins\.getattr of no enumeration"):
+        read_metadata(tmp_path / ".metadata")
 
 
 def test_metadata_that_is_damaged_at_random_is_refused_or_read(producers: dict[str, Producer], tmp_path: Path) -> None:

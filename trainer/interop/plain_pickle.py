@@ -51,7 +51,8 @@ def unpickle(
     """Return the value in a pickle.
 
     Args:
-        find: returns the substitute of a class or a function, by module and name. Raises `ForeignClass`.
+        find: returns the substitute of a class or a function, by module and name. That of an enumeration is called
+            with the value of a member, or with its name. Raises `ForeignClass`.
         most: the maximum number of parts to read.
         persistent: returns the substitute of a value stored elsewhere.
         is_key: whether a value, other than a number, a string or a flat tuple of them, may be a key of a dictionary.
@@ -153,7 +154,14 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        return self.find(module, name)
+        return self._enum_member if (module, name) == ("builtins", "getattr") else self.find(module, name)
+
+    @staticmethod
+    def _enum_member(substitute: object, name: object) -> Any:
+        """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as `getattr(class, name)`."""
+        if not callable(substitute) or type(name) is not str:
+            raise ForeignClass("builtins.getattr of no enumeration")
+        return substitute(name)
 
     def persistent_load(self, pid: object) -> Any:
         if self.persistent is None:

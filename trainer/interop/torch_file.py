@@ -37,7 +37,7 @@ class PlainObject:
     """Placeholder for an object of a class not admitted, with its content as plain data.
 
     Attributes:
-        values: the arguments of the class; for an enumeration's member, its value.
+        values: the arguments of the class; for an enumeration's member, its value or its name.
         attributes: its attributes by name, as of an `argparse.Namespace`.
     """
 

@@ -29,10 +29,12 @@ def _strided(*_: object) -> torch.layout:
     return torch.strided
 
 
-def _memory_format(number: object) -> dcp._MEM_FORMAT_ENCODING:
-    if type(number) is not int:
-        raise PickleProblem("a memory format that is no number")
-    return dcp._MEM_FORMAT_ENCODING(number)
+def _memory_format(member: object) -> dcp._MEM_FORMAT_ENCODING:
+    if type(member) is str:
+        return dcp._MEM_FORMAT_ENCODING[member]
+    if type(member) is not int:
+        raise PickleProblem("a memory format that is no member of its enumeration")
+    return dcp._MEM_FORMAT_ENCODING(member)
 
 
 _CLASSES = (
