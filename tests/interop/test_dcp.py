@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ from trainer.interop.dcp.names import halves_from_pairs
 from trainer.interop.dcp.source import FORMAT, read_source
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.source import StateSource
+from trainer.interop.torch_file import PlainObject, open_torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -338,21 +340,23 @@ def test_without_the_flag_nothing_is_unpickled(
     assert not (tmp_path / "new").exists()
 
 
-class _Bomb:
-    """Makes a file when it is unpickled."""
+@dataclass(frozen=True)
+class Reduced:
+    """A value that is pickled as a call."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    function: Any
+    arguments: tuple[object, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments
 
 
 @pytest.mark.parametrize("where", ["metadata", "tensor", "step", "setting"])
 def test_even_with_the_flag_code_in_a_pickle_is_not_run(
     producers: dict[str, Producer], tmp_path: Path, where: str
 ) -> None:
-    bomb, producer = _Bomb(tmp_path / "bang"), producers["gpt2"]
+    folder_of_bomb, producer = tmp_path / "bang", producers["gpt2"]
+    bomb = Reduced(os.mkdir, (str(folder_of_bomb),))
     moments: dict[str, Any] = {name: dict(values) for name, values in producer.moments.items()}
     if where == "step":
         moments["transformer.wpe.weight"]["step"] = bomb
@@ -374,7 +378,7 @@ def test_even_with_the_flag_code_in_a_pickle_is_not_run(
         expected = {"metadata": "no part of DCP's metadata", "tensor": r"model\.transformer\.wpe\.weight"}
         with pytest.raises(CheckpointError, match=expected.get(where, r"state\.transformer\.wpe\.weight\.step")):
             opened(folder, GPT2).read("transformer.wpe.weight")
-    assert not bomb.path.exists()
+    assert not folder_of_bomb.exists()
 
 
 def test_bfloat16_weights_and_plain_steps_are_read_and_reported(
@@ -514,15 +518,10 @@ def test_overlapping_chunks_and_compressed_values_are_refused(producers: dict[st
         source.read("transformer.wpe.weight")
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """A value that is pickled as a call."""
+class Zone(Enum):
+    """An enumeration of another program."""
 
-    function: Any
-    arguments: tuple[object, ...]
-
-    def __reduce__(self) -> Any:
-        return self.function, self.arguments
+    EAST = 1
 
 
 class ByName(pickle.Pickler):
@@ -530,6 +529,13 @@ class ByName(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_member_of_an_enumeration_comes_by_its_name(tmp_path: Path) -> None:
+    module = SimpleNamespace(__name__="by_name", Pickler=ByName)
+    torch.save({"zone": Zone.EAST}, tmp_path / "state.pt", pickle_module=module)
+    zone = open_torch_file(tmp_path / "state.pt", PlainObject)["zone"]
+    assert (zone.values, str(zone)) == (("EAST",), "'EAST'")
 
 
 def test_metadata_of_the_first_releases_of_python_3_11_is_read(producers: dict[str, Producer], tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._enum_member if (module, name) == ("builtins", "getattr") else self.find(module, name)
+        is_getattr = module in ("builtins", "__builtin__") and name == "getattr"  # torch.save writes Python 2's name
+        return self._enum_member if is_getattr else self.find(module, name)
 
     @staticmethod
     def _enum_member(substitute: object, name: object) -> Any:
