@@ -21,7 +21,6 @@ from trainer.compare.points import QUANTITIES, Point
 BLOCK_BYTES = 1 << 18
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-# Groups with alternatives in them are repeated greedily: their possessive quantifiers fail before Python 3.11.5.
 # `json` refuses an integer of more than 4,300 digits.
 _NUMBER = rb"(?:[1-9][0-9]{0,99}+|0)(?:\.[0-9]++)?+(?:e[-+][0-9]++)?+"
 _HEX = rb'"0x(?:1\.[0-9a-f]{13}p[-+][0-9]{1,3}+|0\.0p\+0)"'  # `float.hex()` of most numbers, all of them in range
@@ -36,10 +35,12 @@ _LATER = rb', "(?!(?:iteration|event|loss|grad_norm|lr|valid_loss)(?:_hex)?")([a
 
 def _lines_with(later: bytes) -> re.Pattern[bytes]:
     """Return the expression of any number of lines, given that of the members after the quantities."""
+    # Greedy, not possessive: around a group with alternatives, a possessive quantifier fails before Python 3.11.5.
     return re.compile(rb'(?:\{"iteration": (?:0|[1-9][0-9]{0,17}+)%b%b\}\n)*' % (_QUANTITIES, later))
 
 
-_LINES = _lines_with(rb"(?:%b%b)*" % (_LATER, _NUMBER))
+# An expression is compiled for the members of a line, which takes seconds for 100,000 of them.
+_LINES = _lines_with(rb"(?:%b%b){0,99}" % (_LATER, _NUMBER))
 
 
 def _lines_like(line: bytes) -> re.Pattern[bytes]:

@@ -74,6 +74,15 @@ def test_the_lines_of_a_run_need_no_json() -> None:
     assert [value.hex() for (value,) in points.values.tolist()] == hexes
 
 
+def test_only_lines_of_few_members_need_no_json() -> None:
+    quantities = ", ".join(f'"{name}": 0.5, "{name}_hex": "0x1.0000000000000p-1"' for name in metrics_file.QUANTITIES)
+    few, many = (f'{{"iteration": 2, {quantities}{members * """, "n": 1"""}}}\n'.encode() for members in (50, 5000))
+    lines = list[bytes]()
+    for text in (few, many):
+        metrics_file.read_points([text], read_line=lambda _, data: lines.append(data))
+    assert lines == [many]
+
+
 def test_a_repeat_after_an_unusable_record_is_not_named_first() -> None:
     line = '{"iteration": 2, "loss": 4.5, "loss_hex": "0x1.2000000000000p+2"}\n'
     usual = line.replace("}", ', "grad_norm": 0.0, "grad_norm_hex": "0x0.0p+0", "lr": 0.0, "lr_hex": "0x0.0p+0"}')
