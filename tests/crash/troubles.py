@@ -142,7 +142,7 @@ def flipped_bit(told: dict[str, Any]) -> Actions:
         def flip(*_: object) -> None:
             hook.remove()
             (tensor,) = [found for found in run.state.shards() if found.spec.name == told["tensor"]]
-            tensor.local.detach().view(torch.int32).view(-1)[-1] ^= 1
+            tensor.local.detach().view(torch.int32).view(-1)[-1] ^= 1 << 10  # a later step may round off the lowest
 
         hook = run.state.parts[-1].optimizer.register_step_post_hook(flip)
 
