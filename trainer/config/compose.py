@@ -5,14 +5,16 @@ Only this module uses Hydra and OmegaConf.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -90,7 +92,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def compose_command() -> DictConfig | None:
     """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
     refuse_flags(sys.argv[1:])
-    parser = get_args_parser()
+    parser = command_parser()
     options, unknown = parser.parse_known_args()
     if unknown:
         _refuse_options(unknown)
@@ -98,7 +100,7 @@ def compose_command() -> DictConfig | None:
     words = options.overrides
     quoted = dict(zip(words, readable(words), strict=True))
     sys.argv[1:] = [quoted.get(word, word) for word in sys.argv[1:]]  # which Hydra reads
-    arguments = get_args_parser().parse_args()
+    arguments = command_parser().parse_args()
     if sys.argv[1:] == arguments.overrides:  # no option of Hydra, whose command would compose twice, to know its mode
         return _composed(arguments.overrides)
     if arguments.multirun or arguments.experimental_rerun is not None:
@@ -112,10 +114,37 @@ def compose_command() -> DictConfig | None:
     command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(configs.append)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        _reported(command, arguments.overrides)
+        with _help_as_text():
+            _reported(command, arguments.overrides)
     except BrokenPipeError:  # the reader of `--help` has seen enough
         sys.stdout = None
     return configs[0] if configs else None
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return Hydra's parser of a command line."""
+    with _help_as_text():
+        return get_args_parser()
+
+
+@contextmanager
+def _help_as_text() -> Iterator[None]:
+    """Give each option a text for its help while Hydra makes its parser.
+
+    Hydra 1.3.8 gives `--shell-completion` an object, on which argparse raises a ValueError from Python 3.14 on.
+    """
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+        if not isinstance(options.get("help", ""), str):
+            options["help"] = "Install or uninstall shell completion"
+        return add_argument(parser, *names, **options)
+
+    argparse.ArgumentParser.add_argument = add  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del argparse.ArgumentParser.add_argument  # the method of its base again
 
 
 def _refuse_options(words: Sequence[str]) -> None:
@@ -138,7 +167,7 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
     The command's keys keep its values, and so do sections whose group it names.
     """
     _refuse_unknown_keys(raw)
-    arguments, section = get_args_parser().parse_args(), raw.checkpoint
+    arguments, section = command_parser().parse_args(), raw.checkpoint
     named_keys = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
     load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
     is_whole = arguments.config_name or arguments.config_path or named_keys & {"model", "experiment"}

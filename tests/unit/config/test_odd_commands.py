@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from trainer.config.checks import loose_threads, unused_keys, validate
-from trainer.config.compose import compose
+from trainer.config.compose import command_parser, compose
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
 from trainer.run.dry_run import report
@@ -338,6 +339,13 @@ def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
     assert line.endswith("not used: checkpoint.max_checkpoint_keep=2")
     assert unused_keys(compose(["checkpoint.save=null"])) == []
     assert unused_keys(compose(["experiment=demo"])) == []
+
+
+def test_the_help_of_every_option_is_text() -> None:
+    parser = command_parser()
+    assert all(isinstance(action.help, str) for action in parser._actions)
+    assert "--shell-completion" in parser.format_help()
+    assert argparse.ArgumentParser.add_argument is argparse._ActionsContainer.add_argument
 
 
 @pytest.mark.parametrize(
