@@ -44,8 +44,8 @@ class StorePath(PosixPath):
         return reader_of(self.url.root)
 
     def __str__(self) -> str:
-        """Return the URL."""
-        return str(self.url)
+        """Return the URL; nothing for the last of `parents`, which has no part."""
+        return str(self.url) if self.parts else ""
 
     def __fspath__(self) -> str:
         """Raise a TypeError: no file system has this path."""
