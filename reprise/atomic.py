@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from reprise.paths import exists, folders_below, is_dir, lexists
+
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 
 
@@ -107,15 +109,15 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
-        if not os.path.lexists(partial):
+        if not lexists(partial):
             return
-        if partial.is_dir():
-            for folder in (*(child for child in partial.rglob("*") if child.is_dir()), partial):
+        if is_dir(partial):
+            for folder in (*folders_below(partial), partial):
                 files.sync_folder(folder)
-        if not replaces and os.path.lexists(path):
+        if not replaces and lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         # A rename replaces a file or an empty folder; a folder with content is moved aside first.
-        old = partial.with_suffix(".replaced") if partial.is_dir() and path.is_dir() and any(path.iterdir()) else None
+        old = partial.with_suffix(".replaced") if is_dir(partial) and is_dir(path) and any(path.iterdir()) else None
         if old is not None:
             files.rename(path, old)
         files.rename(partial, path)
@@ -124,7 +126,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
             files.remove_tree(old)
     finally:
         with contextlib.suppress(OSError):  # the error that led here matters more
-            if partial.is_dir():
+            if is_dir(partial):
                 files.remove_tree(partial)
             else:
                 files.remove_file(partial)
@@ -135,7 +137,7 @@ def make_folders(files: FileCalls, path: Path) -> None:
 
     Otherwise a power failure could remove the folder together with files synced in it.
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [folder for folder in (path, *path.parents) if not exists(folder)]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         files.sync_folder(folder.parent)

@@ -20,6 +20,7 @@ from reprise.commit.piece_tables import PieceTables
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
+from reprise.paths import is_symlink
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import InDoubt, OwnedFolder, SavedIterations
@@ -161,7 +162,7 @@ class Checkpointer:
             return
         checkpoint, self._saved.damaged = restored.checkpoint, restored.damaged
         folder = self._owned.folder.iteration(checkpoint.iteration)
-        if not folder.is_symlink() and checkpoint.path.resolve() == folder.resolve():
+        if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
             is_verified = restored.is_verified and self._local is None
             self._saved.loaded(checkpoint.iteration, checkpoint.has_optimizer, is_verified=is_verified)
 

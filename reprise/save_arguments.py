@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
-from reprise.regular_file import is_url
+from reprise.paths import exists, is_url
 from reprise.storage.folder import iteration_name
 
 
@@ -101,7 +101,7 @@ def check_vacant(folder: str | Path, iteration: int) -> None:
     """
     check_target(folder, iteration)
     path = Path(folder) / iteration_name(iteration)
-    if path.exists():
+    if exists(path):
         fix = "Save another iteration, or with overwrite=True, which keeps this one as `.superseded-k`."
         raise CheckpointError("The iteration is there already", where=path, fix=fix)
 

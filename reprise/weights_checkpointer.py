@@ -14,6 +14,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.errors import TrainerError
 from reprise.format.layout import TensorSpec, build_layout
 from reprise.loading.reader import open_checkpoint
+from reprise.paths import is_symlink
 from reprise.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
@@ -134,7 +135,7 @@ class WeightsCheckpointer:
                 tensors = open_checkpoint(path, self._folder.files).manifest.tensors
                 older = retained.setdefault(named_iteration(path.name), [])
                 leaving = path.with_name(f".{path.name}.{self._nonce}.deleting")
-                if tensors not in older or path.is_symlink() or not self._folder.hide(path, leaving):
+                if tensors not in older or is_symlink(path) or not self._folder.hide(path, leaving):
                     older.append(tensors)
                     continue
                 self._folder.files.remove_tree(leaving)

@@ -118,7 +118,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY = "reprise"
 LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.lazy", f"{LIBRARY}.regular_file"),
+    (f"{LIBRARY}.errors", f"{LIBRARY}.lazy", f"{LIBRARY}.paths"),
+    (f"{LIBRARY}.atomic",),
     (f"{LIBRARY}.storage",),
     (f"{LIBRARY}.json_file",),
     (f"{LIBRARY}.format",),
@@ -211,7 +212,7 @@ PATH_CALLS = re.compile(
 # store, the memory of a host, and a file that a caller hands over.
 TOUCHES_PATHS = (
     "reprise.atomic",
-    "reprise.regular_file",
+    "reprise.paths",
     "reprise.storage.files",
     "reprise.storage.holds",
     "reprise.storage.lock",
@@ -220,6 +221,11 @@ TOUCHES_PATHS = (
     "reprise.saving.column_sharing",
     "reprise.nested.folder_files",
 )
+
+# Questions that `reprise.paths` asks in place of pathlib, and who asks pathlib: a path of a store answers them itself,
+# and the command finds its packages before it imports the library.
+QUESTIONS = ("exists", "is_dir", "is_file", "is_symlink")
+ASKS_PATHLIB = ("reprise.paths", "reprise.stores.path", "reprise.__main__", "scripts")
 
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -537,6 +543,21 @@ def paths_are_touched_by_stores(sources: Sequence[Source]) -> list[str]:
     return found
 
 
+def failures_are_no_answers(sources: Sequence[Source]) -> list[str]:
+    """A file system that fails is not taken for one without the file, as newer Pythons do in pathlib."""
+    found = []
+    for source in sources:
+        if any(is_or_in(source.module, owner) for owner in ASKS_PATHLIB):
+            continue
+        for node in source.nodes:
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            is_question = node.func.attr in QUESTIONS and not node.args and not node.keywords
+            if is_question or (node.func.attr == "glob" and ast.unparse(node.func) != "glob.glob"):
+                found.append(f"{source.module}:{node.lineno} asks pathlib with {node.func.attr}")
+    return found
+
+
 def sizes(sources: Sequence[Source]) -> list[str]:
     """Modules and functions are short."""
     found = []
@@ -846,6 +867,7 @@ RULES: tuple[Rule, ...] = (
     foreign_imports,
     stores_are_handed_down,
     paths_are_touched_by_stores,
+    failures_are_no_answers,
     sizes,
     median_size,
     annotations,
@@ -966,6 +988,8 @@ BROKEN = [
     (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "open('x')\n", "calls open beside Files"),
     (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "os.stat(path)\n", "calls os.stat beside Files"),
     (paths_are_touched_by_stores, "reprise.saving.plan", _DOC + "(a / b).read_bytes()\n", "read_bytes beside Files"),
+    (failures_are_no_answers, "trainer.start.base", _DOC + "(a / b).is_dir()\n", "asks pathlib with is_dir"),
+    (failures_are_no_answers, "trainer.start.base", _DOC + "list(a.glob('*'))\n", "asks pathlib with glob"),
     (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "601 lines"),
     (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),

@@ -16,7 +16,7 @@ from reprise.errors import TrainerError
 from reprise.format.lineage import Lineage
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.json_file import Json
-from reprise.regular_file import read_regular
+from reprise.paths import read_regular
 from reprise.storage.folder import WEIGHTS, iteration_name, iteration_of
 
 MIRROR = "mirror.json"

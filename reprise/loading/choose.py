@@ -19,6 +19,7 @@ from reprise.loading.reader import (
     open_checkpoint,
     read_places,
 )
+from reprise.paths import exists, is_dir
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.patience import OLDER, Patience, unreadable
@@ -68,12 +69,12 @@ class LoadSource:
     def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
         """Return the source for a path given by a user: a run's own folder, its checkpoint folder or an iteration."""
         inner = path / "checkpoints"
-        return LoadSource(inner if inner.is_dir() else path, terms=terms)
+        return LoadSource(inner if is_dir(inner) else path, terms=terms)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
     """Return the error for a missing path, or a path to no folder."""
-    if path.exists():
+    if exists(path):
         return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
     return CheckpointError(f"There is no {kind}", where=path, fix=fix)
 
@@ -322,9 +323,9 @@ class Chooser:
 
     def _find_shared(self) -> list[Path]:
         path = self._source.path
-        if not path.is_dir():
+        if not is_dir(path):
             raise no_folder(path, kind="checkpoint folder", fix=f"Correct {self._source.terms.path}.")
-        if (path / MANIFEST).exists() or is_iteration_name(path.name):
+        if exists(path / MANIFEST) or is_iteration_name(path.name):
             if self._source.iteration is not None:
                 raise CheckpointError(
                     "An iteration was requested from a folder that is itself one iteration",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
+from reprise.paths import exists, is_dir, is_symlink
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.stores.location import files_of, location
@@ -29,8 +30,8 @@ def has_no_checkpoint(path: Path, files: Files) -> bool:
     Raises:
         OSError: if the folder cannot be listed.
     """
-    if not (path.is_symlink() or path.exists()):
+    if not (is_symlink(path) or exists(path)):
         return True
     checkpoints = CheckpointFolder(path, files_of(path, files))
-    is_checkpoint = (path / MANIFEST).exists()
-    return path.is_dir() and not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()
+    is_checkpoint = exists(path / MANIFEST)
+    return is_dir(path) and not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()

@@ -22,6 +22,7 @@ from reprise.format.layout import MOST_ELEMENTS, Place, TensorSpec, header_place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest, digest_of
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
 from reprise.json_file import Json
+from reprise.paths import exists, is_file, matching
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.patience import failed_read, is_damage, unreadable
@@ -225,7 +226,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     """Check a file's size and, unless it is a tensor file, its digest; return the content of other files."""
     path = root / name
     try:
-        if not path.exists():
+        if not exists(path):
             path = host_file.path_of(root, name)
         _refuse_links(root, name, files)
         size = files.size(path)
@@ -432,7 +433,7 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
     entry = checkpoint.manifest.files.get(name)
     if entry is None or name not in checkpoint.lacking:
         return None if entry is None else checkpoint.path / name
-    for folder in sorted(checkpoint.path.parent.glob("iter_*"), reverse=True):
+    for folder in reversed(matching(checkpoint.path.parent, "iter_*")):
         path = folder / name
         if iteration_of(folder) is None or folder == checkpoint.path:
             continue
@@ -459,7 +460,7 @@ def misleading_files(checkpoint: Checkpoint) -> list[str]:
     for name in _MISLEADING:
         path = checkpoint.path / name
         try:
-            if name not in checkpoint.manifest.files and path.is_file():
+            if name not in checkpoint.manifest.files and is_file(path):
                 names.append(name)
         except OSError as error:
             raise unreadable(error, where=path) from error

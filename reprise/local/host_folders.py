@@ -27,6 +27,7 @@ from reprise.local.fetch import Fetcher
 from reprise.local.pieces import damaged_pieces
 from reprise.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
 from reprise.local.survey import Candidate, PartSummary, Transfer, assign, candidates, describe
+from reprise.paths import exists
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.shared_folder import on_this_host
 
@@ -279,7 +280,7 @@ class HostFolders:
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
         is_damaged = False
-        if self.leads and (path / HOST).exists():
+        if self.leads and exists(path / HOST):
             try:
                 is_damaged = self._give_up_damaged(path)
             except (TrainerError, OSError) as error:

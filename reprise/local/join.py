@@ -28,6 +28,7 @@ from reprise.loading.reader import (
 from reprise.local.pieces import PieceWriter
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.local.survey import candidates
+from reprise.paths import exists
 from reprise.storage.files import MOST_OPEN, Files, cannot_write
 from reprise.storage.folder import CheckpointFolder, is_iteration_name
 
@@ -56,7 +57,7 @@ def open_parts(path: Path, files: Files) -> list[Checkpoint]:
     Raises:
         CheckpointError: if `path` is a damaged checkpoint, or of no single host.
     """
-    if is_iteration_name(path.name) or (path / MANIFEST).exists():
+    if is_iteration_name(path.name) or exists(path / MANIFEST):
         return [_open_part(path, files)]
     folder, checkpoints = CheckpointFolder(path, files), list[Checkpoint]()
     for iteration in folder.committed():

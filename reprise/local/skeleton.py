@@ -16,7 +16,7 @@ from reprise.format.host_file import HostFile
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.reader import Checkpoint, open_tensor_file, read_header
-from reprise.regular_file import read_regular
+from reprise.paths import read_regular
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import failed_read

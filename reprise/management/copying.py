@@ -14,6 +14,7 @@ from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.paths import exists, folders_below
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.stores.checkpoint_files import CheckpointFiles
@@ -103,7 +104,7 @@ class _Copy:
 
     def _is_there(self) -> bool:
         """Return whether the target has the checkpoint; refuse another checkpoint of its name."""
-        if not (self._target / MANIFEST).exists():
+        if not exists(self._target / MANIFEST):
             if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
@@ -147,7 +148,7 @@ class _Copy:
         for name, size in sorted(self._files.sizes.items()):
             path = partial / name
             make_folders(files, path.parent)
-            if not path.exists() or path.stat().st_size != size:
+            if not exists(path) or path.stat().st_size != size:
                 self._fetch(name, size, path)
         files.write_whole(partial / MANIFEST, self._manifest)
         try:
@@ -156,7 +157,7 @@ class _Copy:
         except CheckpointError:
             files.remove_tree(partial)  # a file of a copy that was cut off may be the damage: the next begins anew
             raise
-        for folder in (*(child for child in partial.rglob("*") if child.is_dir()), partial):
+        for folder in (*folders_below(partial), partial):
             files.sync_folder(folder)
         files.rename(partial, self._target)
         files.sync_folder(self._target.parent)

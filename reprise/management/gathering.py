@@ -14,6 +14,7 @@ from reprise.loading.reader import Checkpoint, read_places
 from reprise.local.join import join, newest_complete, open_parts
 from reprise.management.paths import TERMS
 from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.paths import exists, is_dir
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms
 from reprise.storage.lock import FolderLock
@@ -73,7 +74,7 @@ def gather(
     """
     parts = list[Checkpoint]()
     for path in map(Path, hosts):
-        if not path.is_dir():
+        if not is_dir(path):
             raise no_folder(path)
         parts += open_parts(LoadSource.named(path).path, FILE_SYSTEM)
     parts = newest_complete(parts, iteration)
@@ -108,7 +109,7 @@ def _join(parts: list[Checkpoint], out: CheckpointFolder, progress: ProgressCall
 def _refuse_host_folder(out: CheckpointFolder) -> None:
     """Refuse a folder of local checkpoints: a run would take a whole checkpoint there for damaged."""
     for iteration in out.committed():
-        if (out.iteration(iteration) / HOST).exists():
+        if exists(out.iteration(iteration) / HOST):
             raise CheckpointError(
                 "The output is the folder of a host",
                 where=out.iteration(iteration) / HOST,

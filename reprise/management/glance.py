@@ -15,6 +15,7 @@ from reprise.json_file import Json
 from reprise.loading.reader import check_state, read_content
 from reprise.management.paths import checkpoints_in
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
+from reprise.paths import is_symlink
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, is_iteration_name, iteration_of, named_iteration
 from reprise.storage.holds import HOLD, is_held
@@ -51,7 +52,7 @@ def newest(paths: Iterable[Path], count: int | None) -> list[Path]:
         return list(paths)
     links, by_folder = list[Path](), defaultdict[Path, list[Path]](list)
     for path in paths:
-        (links if path.is_symlink() else by_folder[path.parent]).append(path)
+        (links if is_symlink(path) else by_folder[path.parent]).append(path)
     return links + [path for found in by_folder.values() for path in heapq.nlargest(count, found, key=_age_rank)]
 
 

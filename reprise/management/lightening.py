@@ -21,7 +21,7 @@ from reprise.loading.reader import Checkpoint, open_checkpoint, read_file, read_
 from reprise.management.listing import is_whole
 from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.management.pruning import locked
-from reprise.regular_file import read_regular
+from reprise.paths import read_regular
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder, FolderTerms
 from reprise.storage.lock import FolderLock

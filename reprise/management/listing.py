@@ -13,6 +13,7 @@ from reprise.management.glance import StateParser, glance, newest, trees_in
 from reprise.management.host_share import missing_everywhere, share_of
 from reprise.management.paths import checkpoint_folder, refuse_link
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
+from reprise.paths import exists, is_file, is_symlink
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, shown_name
 from reprise.storage.holds import is_held
@@ -70,7 +71,7 @@ def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary,
         CheckpointStatus.WHOLE,
         None,
         is_pinned=is_held(path),
-        is_link=path.is_symlink(),
+        is_link=is_symlink(path),
         is_superseded=iteration_of(path) is None,
     )
     checkpoint: Checkpoint | None = None
@@ -89,13 +90,13 @@ def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary,
 
 def size_of(path: Path, files: Files) -> int:
     """Return the size of a checkpoint's files in bytes; in the folder of a host, their size on the disk."""
-    if (path / HOST).exists():  # most of its files may be holes
+    if exists(path / HOST):  # most of its files may be holes
         return files.allocated_bytes(path)
-    paths = () if path.is_symlink() else path.rglob("*")
-    return sum(file.lstat().st_size for file in paths if file.is_file())
+    paths = () if is_symlink(path) else path.rglob("*")
+    return sum(file.lstat().st_size for file in paths if is_file(file))
 
 
 def _written_at(path: Path) -> float:
     """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes it."""
     manifest = path / MANIFEST
-    return (manifest if manifest.exists() else path).lstat().st_mtime
+    return (manifest if exists(manifest) else path).lstat().st_mtime

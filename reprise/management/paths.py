@@ -7,6 +7,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.paths import is_dir, is_symlink
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
 from reprise.stores.location import files_of, location
@@ -20,7 +21,7 @@ def checkpoint_folder(path: Path) -> Path:
     Raises:
         CheckpointError: if there is no such folder.
     """
-    if not path.is_dir():
+    if not is_dir(path):
         raise no_folder(path)
     return LoadSource.named(path).path
 
@@ -78,15 +79,15 @@ def refuse_link(path: Path) -> None:
     Raises:
         CheckpointError: if `path` is a link.
     """
-    if path.is_symlink():
+    if is_symlink(path):
         raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
 
 
 def _iterations(folder: Path) -> list[Path]:
     iterations = (path for path in folder.iterdir() if is_iteration_name(path.name))
     weights = folder / WEIGHTS
-    light_saves = _iterations(weights) if weights.is_dir() and not weights.is_symlink() else []
-    return [*sorted(path for path in iterations if path.is_dir() or path.is_symlink()), *light_saves]
+    light_saves = _iterations(weights) if is_dir(weights) and not is_symlink(weights) else []
+    return [*sorted(path for path in iterations if is_dir(path) or is_symlink(path)), *light_saves]
 
 
 def _no_checkpoint(folder: Path) -> CheckpointError:

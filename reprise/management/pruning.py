@@ -13,6 +13,7 @@ from reprise.format.names import HOST, MANIFEST
 from reprise.loading.choose import committed_in
 from reprise.management.listing import is_whole, size_of
 from reprise.management.paths import TERMS, checkpoint_folder
+from reprise.paths import exists
 from reprise.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
@@ -150,7 +151,7 @@ def _require_whole(folder: CheckpointFolder, retained: Sequence[int]) -> None:
     """Refuse to delete checkpoints where none of the others is whole."""
     paths = [folder.iteration(iteration) for iteration in retained]
     if not any(is_whole(path, folder.files) for path in paths):
-        is_of_host = any((path / HOST).exists() for path in paths)
+        is_of_host = any(exists(path / HOST) for path in paths)
         raise CheckpointError(
             "None of the checkpoints that would stay is whole",
             where=folder.root,

@@ -14,6 +14,7 @@ from torch import nn
 from reprise.format.layout import TensorKind
 from reprise.nested.stored_names import MODEL
 from reprise.nested.tree import Tree
+from reprise.paths import exists
 from reprise.tensors.live import canonical_name
 
 _WRAPPER = "module."  # of DistributedDataParallel, in the names of its parameters
@@ -113,7 +114,7 @@ def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm | None:
 
 def _save_embedding_layers(base: str | None) -> str | bool:
     """Return PEFT's option to store resized embeddings where no hub has to be asked for their first size."""
-    return "auto" if not base or Path(base, "config.json").exists() else False
+    return "auto" if not base or exists(Path(base, "config.json")) else False
 
 
 def _adapter_config(model: Any, config: Any) -> bytes:

@@ -13,6 +13,7 @@ from reprise.format import manifest
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.json_file import Document
+from reprise.paths import exists
 from reprise.policy import Retention
 from reprise.saving.owned_folder import require_room
 from reprise.storage.folder import CheckpointFolder
@@ -68,7 +69,7 @@ def _write(
     lock: FolderLock,
 ) -> None:
     target, partial, files = attempt.folder.iteration(attempt.iteration), attempt.partial, attempt.folder.files
-    if target.exists():
+    if exists(target):
         raise CheckpointError(
             "The iteration is there already", where=target, fix="Move it away, or name another folder."
         )

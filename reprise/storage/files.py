@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from reprise.atomic import FileCalls
 from reprise.errors import CheckpointError
+from reprise.paths import is_dir, lexists
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class Files(FileCalls):
 
     def exists(self, path: Path) -> bool:
         """Return whether there is anything of this name; a link counts, whatever it points to."""
-        return os.path.lexists(path)
+        return lexists(path)
 
     def folders(self, path: Path) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the name and the status of each folder in a folder, without links and what is deleted meanwhile."""
@@ -256,7 +257,7 @@ def cannot_write(
         fix, detail = "Make room there", detail or describe_free_space(files, path.parent)
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
-    if error.errno == errno.ENOENT and where.parent.is_dir():  # as in /proc, which takes no folders from users
+    if error.errno == errno.ENOENT and is_dir(where.parent):  # as in /proc, which takes no folders from users
         verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
     return CheckpointError(
         f"{what} cannot be {verb}: {reason}", where=where, found=detail, fix=f"{fix}, or name {another}."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from reprise.atomic import temporary_of
 from reprise.errors import CheckpointError
-from reprise.regular_file import read_regular
+from reprise.paths import is_dir, is_file, is_symlink, matching, read_regular
 from reprise.storage.files import Files, cannot_write
 from reprise.storage.holds import is_held
 
@@ -69,7 +69,7 @@ def shown_name(path: Path) -> str:
 
 def kind_of(path: Path) -> str:
     """Return in words the kind of a path other than a folder."""
-    return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
+    return f"a link to {os.readlink(path)}" if is_symlink(path) else "a file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,14 @@ class CheckpointFolder:
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
-        if not self.root.is_dir():
+        if not is_dir(self.root):
             return []
-        iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        iterations = (iteration_of(path) for path in self.root.iterdir() if is_dir(path) and not is_symlink(path))
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def stamps(self) -> dict[int, Stamp]:
         """Return the stamp of the folder of each committed iteration, from the root alone; equal for no two folders."""
-        if not self.root.is_dir():
+        if not is_dir(self.root):
             return {}
         statuses = ((_iteration_in(name), status) for name, status in self.files.folders(self.root))
         # A freed inode is used again.
@@ -119,9 +119,9 @@ class CheckpointFolder:
 
         The target of a link may be written by another run, and may be invisible on another host.
         """
-        if not self.root.is_dir():
+        if not is_dir(self.root):
             return []
-        iterations = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
+        iterations = (iteration_of(path) for path in self.root.iterdir() if is_symlink(path) or not is_dir(path))
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
@@ -150,12 +150,12 @@ class CheckpointFolder:
 
     def superseded(self) -> list[Path]:
         """Return the folders of iterations overtaken by another branch of the run."""
-        names = sorted(self.root.glob(f"{_SUPERSEDED}*"))
+        names = matching(self.root, f"{_SUPERSEDED}*")
         return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
 
     def partials(self) -> list[tuple[int, str]]:
         """Return the iteration and the attempt of each partial folder."""
-        matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if path.is_dir())
+        matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if is_dir(path))
         return [(int(match[1]), match[2]) for match in matches if match]
 
     def commit(self, iteration: int, attempt: str, *, replaces: bool = False) -> bool:
@@ -266,13 +266,13 @@ class CheckpointFolder:
 
         A held leftover stays. So does a leftover whose removal fails, which is logged.
         """
-        if not self.root.is_dir():
+        if not is_dir(self.root):
             return []
         paths = sorted(self.root.iterdir())
-        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+        folders = [path for path in paths if is_dir(path) and not is_symlink(path)]
         settled = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
         leftovers = [path for path in settled if not is_held(path)]
-        leftovers += [path for path in paths if _MARK.fullmatch(path.name) and path.is_file()]
+        leftovers += [path for path in paths if _MARK.fullmatch(path.name) and is_file(path)]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
             self._report_lost(max(committed))
@@ -344,7 +344,7 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> bool:
         try:
-            if path.is_dir():
+            if is_dir(path):
                 self.files.remove_tree(path)
             else:
                 self.files.remove_file(path)
@@ -356,7 +356,7 @@ class CheckpointFolder:
     def _report_lost(self, newest: int) -> None:
         """Log a tracker ahead of the newest checkpoint; a superseded checkpoint was renamed on purpose."""
         tracked = self.tracker()
-        if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
+        if tracked is None or tracked <= newest or matching(self.root, f"{iteration_name(tracked)}.superseded-*"):
             return
         _log.warning(
             "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed, or are not visible here",

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reprise.regular_file import read_regular
+from reprise.paths import read_regular
 
 HOLD = "hold"
 HEARTBEAT_S = 15.0

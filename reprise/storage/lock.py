@@ -19,7 +19,7 @@ from pathlib import Path
 
 from reprise.atomic import make_folders
 from reprise.errors import LockError
-from reprise.regular_file import read_regular
+from reprise.paths import exists, read_regular
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class FolderLock:
             self._shown.wait()
         if self._showing_error is not None:
             raise self._showing_error
-        if self._descriptor is not None and not self._path.exists():
+        if self._descriptor is not None and not exists(self._path):
             lost, self._descriptor = self._descriptor, self._take()
             _close(lost)
             os.fsync(self._descriptor)

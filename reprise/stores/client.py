@@ -21,6 +21,7 @@ from typing import Any
 import obstore
 from obstore import exceptions, store
 
+from reprise.paths import exists
 from reprise.stores.url import StoreUrl
 
 # The grid of an upload: parts of 8 MiB, or larger where a file would have more than MOST_PARTS of them. S3 and R2 take
@@ -204,7 +205,7 @@ def _needs_profile() -> bool:
     folder = Path.home() / ".aws"
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"))
     is_in_environment = "AWS_ACCESS_KEY_ID" in os.environ and "AWS_PROFILE" not in os.environ
-    return not is_in_environment and ("AWS_PROFILE" in os.environ or file.exists())
+    return not is_in_environment and ("AWS_PROFILE" in os.environ or exists(file))
 
 
 def _profile_credentials() -> Any:

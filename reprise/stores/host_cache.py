@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from reprise.paths import matching
+
 CELL_BYTES = 64 << 10  # a read that begins or ends within a cell fetches up to this much more
 _PREFIX = f"reprise-store-{os.getuid()}-"
 _USERS = "users.lock"
@@ -141,7 +143,7 @@ def _join(folder: Path) -> int:
 
 def _sweep(root: Path, current: Path) -> None:
     """Remove the folders of killed loads, other than that of this load."""
-    for folder in root.glob(f"{_PREFIX}*"):
+    for folder in matching(root, f"{_PREFIX}*"):
         if folder == current:
             continue
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, LockError, TrainerError
 from reprise.format.mirror_record import MirrorRule
+from reprise.paths import is_dir
 from reprise.storage.lock import FolderLock
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import STALL_S, MirrorPass
@@ -200,8 +201,8 @@ def _locked(folder: Path, *, is_local: bool) -> Iterator[None]:
 
 def _checkpoints_of(run: Path, *, is_awaited: bool) -> Path:
     """Return the checkpoint folder of a run: `run` itself, or `checkpoints` in it."""
-    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if not is_awaited and not folder.is_dir():
+    folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
+    if not is_awaited and not is_dir(folder):
         raise CheckpointError("There is no such folder", where=run)
     return folder
 

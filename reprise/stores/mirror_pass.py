@@ -27,6 +27,7 @@ from reprise.format.mirror_record import (
     read_record,
 )
 from reprise.format.names import HOST, MANIFEST, STATE, STILL_MIRRORED
+from reprise.paths import exists, matching
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.storage.lock import is_locked
@@ -214,7 +215,7 @@ class MirrorPass:
         return self._sources[name][1]
 
     def _send(self, name: str, path: Path, files: CheckpointFiles) -> None:
-        if self._pool is None and (path / HOST).exists():
+        if self._pool is None and exists(path / HOST):
             self._give_up(name, files.digest, f"it is the part of one host. {_OF_PARTS}")
             return
         try:
@@ -404,7 +405,7 @@ class MirrorPass:
         if self._is_of_branch_given_up(name, entry):
             return True
         path = self._root / name
-        for superseded in path.parent.glob(f"{path.name}.superseded-*"):
+        for superseded in matching(path.parent, f"{path.name}.superseded-*"):
             try:
                 if LocalSource(superseded).files.digest == entry.digest:
                     return True

@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST
-from reprise.regular_file import open_regular, read_regular
+from reprise.paths import open_regular, read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, shares
 from reprise.stores.client import StoreClient, StoredObject
 from reprise.stores.holds import is_held

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.files import is_store_url, is_url, location
+from reprise.files import is_dir, is_store_url, is_url, location
 
 
 def positive(text: str) -> int:
@@ -64,6 +64,6 @@ def any_path(text: str) -> Path:
 
 def existing_folder(text: str) -> Path:
     """Return the path of an existing folder; argparse refuses others."""
-    if not (path := local_path(text)).is_dir():
+    if not is_dir(path := local_path(text)):
         raise argparse.ArgumentTypeError(f"there is no folder {path}")
     return path

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM, is_url
+from reprise.files import FILE_SYSTEM, exists, is_url
 from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
@@ -97,7 +97,7 @@ def list_run(options: argparse.Namespace) -> int:
 def _print_goodput(run: Path, *, name: str) -> None:
     """Print where the time of a run went; nothing without a log. A log that takes seconds to read is only named."""
     log = run_folder(run) / METRICS_FILE
-    if is_url(str(run)) or not log.exists():
+    if is_url(str(run)) or not exists(log):
         return
     if (log_bytes := log.stat().st_size) > _LONG_LOG_BYTES:
         print(f"{name}goodput: `reprise report {run}` reads the {log_bytes / 1e6:.0f} MB of {METRICS_FILE}")

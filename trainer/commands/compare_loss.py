@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import DataError, TrainerError
+from reprise.files import exists, is_dir, is_file
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
@@ -187,7 +188,7 @@ class _LogPairs:
 def _is_log_folder(path: str | Path) -> bool:
     """Return whether a path is a folder of logs, and not the folder of a run."""
     folder = Path(path)
-    return folder.is_dir() and not any((folder / name).exists() for name in (METRICS_FILE, LLMC_LOG))
+    return is_dir(folder) and not any(exists(folder / name) for name in (METRICS_FILE, LLMC_LOG))
 
 
 def _pair_logs(base: str | Path, test: str | Path) -> _LogPairs:
@@ -220,7 +221,7 @@ def _dtype_in_name(path: str | Path) -> str | None:
 
 def _logs(folder: Path) -> dict[str, Path]:
     try:
-        return {path.name: path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
+        return {path.name: path for path in folder.iterdir() if path.suffix in _SUFFIXES and is_file(path)}
     except OSError as error:
         raise DataError("Cannot read a folder of logs", where=folder, found=error.strerror) from error
 

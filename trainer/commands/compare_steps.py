@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import reprise
 from reprise.errors import DataError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM
+from reprise.files import FILE_SYSTEM, exists
 from reprise.json_file import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
 from trainer.compare.points import Point
@@ -120,7 +120,7 @@ def compare_steps(
     """
     from trainer.training.replay import read_run
 
-    are_records = [(path / RECORDS.format(0)).exists() for path in (a, b)]
+    are_records = [exists(path / RECORDS.format(0)) for path in (a, b)]
     if all(are_records):
         records = read_record(a), read_record(b)
         if records[0].parts.keys().isdisjoint(records[1].parts):

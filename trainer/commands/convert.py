@@ -16,7 +16,7 @@ import torch
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import files_of
+from reprise.files import exists, files_of, is_file
 from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
@@ -104,7 +104,7 @@ def _import_options(options: argparse.Namespace) -> ImportOptions:
 
 def _read_names(path: Path) -> list[str]:
     """Return the lines of a text file, without empty ones."""
-    if not path.is_file() or path.stat().st_size > _MOST_BYTES_OF_NAMES:
+    if not is_file(path) or path.stat().st_size > _MOST_BYTES_OF_NAMES:
         raise ConfigError(
             "A list of names cannot be read", where=path, expected="a text file with one name a line", found=_kind(path)
         )
@@ -112,9 +112,9 @@ def _read_names(path: Path) -> list[str]:
 
 
 def _kind(path: Path) -> str:
-    if path.is_file():
+    if is_file(path):
         return f"{path.stat().st_size} B"
-    return "no regular file" if path.exists() else "no such file"
+    return "no regular file" if exists(path) else "no such file"
 
 
 def bring_out(options: argparse.Namespace) -> int:

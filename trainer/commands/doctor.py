@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from reprise.channel import Hosts, find_hosts
 from reprise.errors import TrainerError, count_of
-from reprise.files import FILE_SYSTEM, Files, describe_free_space, is_store_url, why_unseen
+from reprise.files import FILE_SYSTEM, Files, describe_free_space, exists, is_store_url, why_unseen
 from reprise.folder import CheckpointFolder, FolderLock
 from reprise.live_tensors import map_memory
 from reprise.savers import SharedMemory, probe_store
@@ -272,7 +272,7 @@ def _rename(files: Files, scratch: Path) -> tuple[str, str]:
     files.write_whole(scratch / "old", b"old")
     files.rename(scratch / "b" / "file", scratch / "old")
     files.sync_folder(scratch)
-    is_so = (scratch / "old").read_bytes() == b"new" and not (scratch / "a").exists()
+    is_so = (scratch / "old").read_bytes() == b"new" and not exists(scratch / "a")
     return (FINE if is_so else BAD), "of folders and over files, made durable"
 
 

@@ -32,7 +32,7 @@ from types import FrameType
 
 from reprise import json_file
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import FILE_SYSTEM, files_of, is_store_url, is_stored, read_regular
+from reprise.files import FILE_SYSTEM, exists, files_of, is_dir, is_file, is_store_url, is_stored, read_regular
 from reprise.folder import (
     OPTIMIZER_DROPPED,
     STATE,
@@ -91,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _follow(options: argparse.Namespace, command: Sequence[str], runner: Commands) -> int:
     run: Path = options.run
     poll_s = options.poll_seconds if options.poll_seconds is not None else _STORE_S if is_stored(run) else _FOLDER_S
-    if not is_stored(run) and run.name == "checkpoints" and (run.parent / METRICS_FILE).exists():
+    if not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS_FILE):
         run = run.parent
-    if options.once and not run.is_dir():
+    if options.once and not is_dir(run):
         raise no_folder(run, kind="run")
-    if not run.is_dir():
+    if not is_dir(run):
         _log.info("waiting for %s", run)
-    while not run.is_dir():
+    while not is_dir(run):
         if runner.is_stopped:
             return FINE
         runner.pause(poll_s)
@@ -281,7 +281,7 @@ class Follower:
             checkpoint = open_checkpoint(path, files_of(path))
         except TrainerError as error:
             self._digests.pop(path.name, None)
-            if path.exists():  # else retention was faster
+            if exists(path):  # else retention was faster
                 self._problem(path, f"cannot be opened: {error}")
             return None
         self._problems.pop(path.name, None)
@@ -346,7 +346,7 @@ class Follower:
         except (TrainerError, LookupError, TypeError, AttributeError):  # of a program that has no last iteration
             return False
         if is_stored(folder.root):
-            return is_at_end and not (folder.root / STILL_MIRRORED).is_file()
+            return is_at_end and not is_file(folder.root / STILL_MIRRORED)
         return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
 
     def _problem(self, path: Path, problem: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import files_of
+from reprise.files import exists, files_of
 from reprise.folder import MANIFEST
 from reprise.reading import find_accessory, open_checkpoint
 from trainer.commands.arguments import amount, any_path, local_path, natural, positive
@@ -57,7 +57,7 @@ def _text(options: argparse.Namespace) -> str:
 def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder:
     """Return the encoder of `tokenizer`, or of the model's folder, or of bytes where the vocabulary is theirs."""
     tokenizer_file = _own_tokenizer(folder) if tokenizer is None else None
-    if tokenizer_file is not None and tokenizer_file.exists():
+    if tokenizer_file is not None and exists(tokenizer_file):
         return open_encoder(tokenizer_file)
     if tokenizer is None and (tokenizer_file is None or model.vocab_size != bytes_encoder().vocab_size):
         raise ConfigError(
@@ -72,7 +72,7 @@ def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder
 
 def _own_tokenizer(folder: Path) -> Path | None:
     """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
-    if not (folder / MANIFEST).exists():
+    if not exists(folder / MANIFEST):
         return folder / _TOKENIZER
     checkpoint = open_checkpoint(folder, files_of(folder), may_lack=True)
     return find_accessory(checkpoint, _TOKENIZER) if _TOKENIZER in checkpoint.lacking else folder / _TOKENIZER

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import DataError, LockError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM, read_regular
+from reprise.files import FILE_SYSTEM, exists, read_regular
 from reprise.json_file import Json
 from trainer.commands.arguments import amount, existing_folder
 from trainer.config.compose import read_resolved
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
     """Publish what the command line names, and return the exit status."""
-    if not options.follow and not (options.run / METRICS).exists():
+    if not options.follow and not exists(options.run / METRICS):
         raise DataError("The folder is not that of a run", where=options.run, expected=METRICS)
     tracker = load_tracker(options.to)
     name = options.name or options.run.resolve().name

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.files import read_regular
+from reprise.files import exists, is_dir, matching, read_regular
 from reprise.json_file import Json, integer
 from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
 from trainer.compare.text_table import format_table
@@ -45,7 +45,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
     if folder is None:
         return metrics
-    for file in sorted([*folder.glob(f"{FOLLOW}.jsonl"), *folder.glob(f"{FOLLOW}.*.jsonl")]):
+    for file in sorted([*matching(folder, f"{FOLLOW}.jsonl"), *matching(folder, f"{FOLLOW}.*.jsonl")]):
         prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
         for name, series in _metrics(_records(file)).items():
             metrics[f"{prefix}: {name}" if prefix else name] = series
@@ -72,7 +72,7 @@ def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
 def _run_folder(source: str | Path) -> Path | None:
     """Return the folder of a run, given it or its metrics.jsonl; None for any other file."""
     path = Path(source)
-    if path.is_dir():
+    if is_dir(path):
         return path
     return path.parent if path.name == METRICS_FILE else None
 
@@ -113,7 +113,7 @@ def _branches(record: Json) -> list[tuple[object, int]]:
 def _valid_losses(path: Path) -> Series:
     losses = {
         record["iteration"]: record["valid_loss"]
-        for _, record in (_records(path) if path.exists() else [])
+        for _, record in (_records(path) if exists(path) else [])
         if record.get("event") == "evaluation"
     }
     return {iteration: loss for iteration, loss in losses.items() if isinstance(loss, int | float)}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from reprise.errors import DataError
-from reprise.files import SMALL_BYTES, open_regular, read_regular
+from reprise.files import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
 from reprise.json_file import MAX_INTEGER, integer
 from trainer.compare.points import QUANTITIES, Point, Reading
 
@@ -142,14 +142,14 @@ def _end_with_parent() -> None:
 
 def _size_of(path: str) -> int:
     file = run_file(path)
-    return file.stat().st_size if file.is_file() else 0
+    return file.stat().st_size if is_file(file) else 0
 
 
 def run_file(path: str | Path) -> Path:
     """Return the file of a run: of a folder its metrics.jsonl, or llm.c's main.log if there is only that."""
     path = Path(path)
-    file = path / METRICS_FILE if path.is_dir() else path
-    return path / LLMC_LOG if path.is_dir() and not file.exists() and (path / LLMC_LOG).exists() else file
+    file = path / METRICS_FILE if is_dir(path) else path
+    return path / LLMC_LOG if is_dir(path) and not exists(file) and exists(path / LLMC_LOG) else file
 
 
 def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprise.errors import DataError, count_of
+from reprise.files import matching
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +154,7 @@ def read_record(folder: Path) -> StepRecord:
         DataError: if it has none, or a rank's are incomplete.
     """
     headers, parts = list[dict[str, Any]](), dict[StepPlace, list[StepPart]]()
-    for rank in range(len(list(folder.glob(RECORDS.format("*"))))):
+    for rank in range(len(matching(folder, RECORDS.format("*")))):
         path = folder / RECORDS.format(rank)
         try:
             lines = [json.loads(line) for line in path.read_text().splitlines()]

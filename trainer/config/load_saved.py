@@ -15,8 +15,10 @@ from reprise.files import (
     PatientFiles,
     atomic_output,
     cannot_write,
+    exists,
     failed_read,
     files_of,
+    is_file,
     is_stored,
 )
 from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
@@ -109,7 +111,7 @@ def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path, files: Files) ->
     """
     path = run / f"tokenizer.{checkpoint.manifest.files[TOKENIZER].digest}.json"
     try:
-        if not path.exists():
+        if not exists(path):
             run.mkdir(parents=True, exist_ok=True)
             with atomic_output(path, files, replaces=True) as partial:
                 files.write_whole(partial, read_content(tokenizer, checkpoint.files))
@@ -121,7 +123,7 @@ def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path, files: Files) ->
 def _exists(load: Path, save: Path, files: Files) -> bool:
     """Return whether there is a path to load; False for a store that is away, if the run has checkpoints of its own."""
     try:
-        return load.exists()
+        return exists(load)
     except OSError:
         if is_stored(load) and CheckpointFolder(save, files).committed():
             return False
@@ -130,7 +132,7 @@ def _exists(load: Path, save: Path, files: Files) -> bool:
 
 def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
     path = LoadSource.named(load).path
-    if (path / MANIFEST).is_file() or is_iteration_name(path.name):
+    if is_file(path / MANIFEST) or is_iteration_name(path.name):
         return open_checkpoint(path, files, may_lack=True)
     folder = CheckpointFolder(path, files)
     for number in reversed(folder.committed()):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from reprise.files import is_dir, matching
 from trainer.config.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -57,9 +58,9 @@ def keys() -> list[str]:
 def groups() -> Iterator[tuple[str, list[str]]]:
     """Yield the groups of the configuration and their choices, the default in bold."""
     top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
-    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in CONFIGS.iterdir() if is_dir(path)):
         default = re.search(rf"^  - {folder.name}: (\w+)", top, flags=re.M)
-        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        names = [path.stem for path in matching(folder, "*.yaml")]
         yield folder.name, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
 
 

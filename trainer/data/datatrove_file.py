@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import open_regular, read_regular
+from reprise.files import lexists, open_regular, read_regular
 from trainer.data.document_index import DocumentIndex, damaged, unreadable
 from trainer.data.token_file import TokenFile
 
@@ -66,7 +66,7 @@ def open_datatrove_file(path: Path) -> TokenFile:
         DataError: a file cannot be read, the tokens do not fit their index or their description, or have loss masks.
     """
     index = _open_index(path)
-    if os.path.lexists(f"{path}.loss"):
+    if lexists(Path(f"{path}.loss")):
         raise DataError(
             "Loss masks lie beside a file of tokens, and would be ignored",
             where=f"{path}.loss",

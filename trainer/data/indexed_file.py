@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import FileCalls, atomic_output, open_regular
+from reprise.files import FileCalls, atomic_output, is_file, open_regular
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, unreadable
 from trainer.data.text import find_files
 from trainer.data.token_file import TokenArray, TokenFile
@@ -103,7 +103,7 @@ def find_indexed(pattern: str) -> list[Path]:
         DataError: there is none, or something else matches.
     """
     of_prefix = Path(f"{Path(pattern).expanduser()}.bin")
-    if of_prefix.is_file():
+    if is_file(of_prefix):
         return [of_prefix]
     matches = find_files(pattern)
     unpaired = [path for path in matches if path.suffix != ".bin"]

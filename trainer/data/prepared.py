@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError, count_of
-from reprise.files import FileCalls, atomic_output
+from reprise.files import FileCalls, atomic_output, is_dir, lexists
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,
@@ -197,9 +197,9 @@ def check_file_tokens(file_tokens: int) -> None:
 
 
 def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
-    if not os.path.lexists(folder):
+    if not lexists(folder):
         return
-    if not folder.is_dir():
+    if not is_dir(folder):
         raise DataError("A file has the name of the folder to make", where=folder, fix="Name another folder.")
     names = sorted(path.name for path in folder.iterdir())
     foreign = [name for name in names if not _OURS.fullmatch(name)]

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import files_of, is_stored, read_regular
+from reprise.files import files_of, is_file, is_stored, read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
@@ -188,10 +188,10 @@ def find_files(pattern: str) -> list[Path]:
     """
     expanded = Path(pattern).expanduser()
     # A name that happens to hold glob characters still names itself.
-    if expanded.is_file():
+    if is_file(expanded):
         return [expanded]
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if is_file(path)]
     if not files:
         entries = "a folder, pipe or device" if len(paths) == 1 else f"{len(paths)} folders, pipes or devices"
         raise DataError(
@@ -234,7 +234,7 @@ def stdlib_sources(root: Path) -> list[TextSource]:
         folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
         for name in names:
             path = Path(folder, name)
-            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIXES) and path.is_file():
+            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIXES) and is_file(path):
                 paths.append(path)
     if not paths:
         raise DataError(

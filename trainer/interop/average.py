@@ -12,7 +12,7 @@ import torch
 
 from reprise import savers
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.files import Files
+from reprise.files import Files, is_dir
 from reprise.folder import INDEX, INTERIM, STATE, WEIGHTS, CheckpointFolder
 from reprise.json_file import Document, Json
 from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, WrittenPiece, build_layout
@@ -140,7 +140,7 @@ def _add(sums: torch.Tensor, values: torch.Tensor, factor: float) -> None:
 
 def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Checkpoint]:
     """Return the checkpoints to merge, from the oldest on."""
-    if not run.is_dir():
+    if not is_dir(run):
         raise no_folder(run)
     folder = CheckpointFolder(LoadSource.named(run).path, files)
     if out.resolve() in (path.resolve() for path in (run, folder.root, folder.root / WEIGHTS)):

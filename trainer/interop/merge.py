@@ -15,7 +15,7 @@ from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files
+from reprise.files import Files, is_file
 from reprise.folder import STATE
 from reprise.reading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
 from trainer.interop.hf.config import differences
@@ -85,7 +85,7 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         digest: of the base of their training; of a run, the base is the iteration with this digest.
     """
     plain = base_of(model)
-    if path.is_file():
+    if is_file(path):
         file = llmc.open_file(path, files)
         differences(file.model, plain, where=path, kind="file")
         identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}

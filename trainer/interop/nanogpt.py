@@ -20,6 +20,7 @@ from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
+from reprise.files import is_dir
 from reprise.json_file import integer, shown, step_count
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions
@@ -91,7 +92,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             where=path,
             fix="If you know who wrote it, add --trust-pickle: no class in it is imported and no code is run.",
         )
-    file = path / "ckpt.pt" if path.is_dir() else path
+    file = path / "ckpt.pt" if is_dir(path) else path
     table = open_torch_file(file)
     weights = _weights(_table(table, "model", file), file)
     model = _model(_table(table, "model_args", file), weights, where=file)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.files import Files, atomic_output, cannot_write, describe_free_space
+from reprise.files import Files, atomic_output, cannot_write, describe_free_space, exists, is_dir, is_symlink
 
 
 @contextmanager
@@ -27,9 +27,9 @@ def new_output(out: Path, files: Files) -> Iterator[Path]:
 
 
 def _check_free(out: Path) -> None:
-    if out.exists() or out.is_symlink():
+    if exists(out) or is_symlink(out):
         raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
-    if not out.parent.is_dir():
+    if not is_dir(out.parent):
         raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
+from reprise.files import is_file
 from reprise.folder import ADAPTERS
 from reprise.layout import torch_dtype, whole
 from reprise.live_tensors import LiveTensor
@@ -32,7 +33,7 @@ TOKENIZER_FILES = (
 
 def tokenizer_files_in(folder: Path) -> dict[str, Path]:
     """Return the tokenizer files in a folder, by name."""
-    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return {name: folder / name for name in TOKENIZER_FILES if is_file(folder / name)}
 
 
 @dataclass(frozen=True, slots=True)

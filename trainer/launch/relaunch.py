@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.files import replace_file
+from reprise.files import exists, replace_file
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json
 
@@ -113,7 +113,7 @@ def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> Non
 
 
 def _read(path: Path) -> Json | None:
-    if not path.exists():
+    if not exists(path):
         return None
     record = json_file.read(path)
     names, began_at = record.get("launches"), record.get("began_at")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reprise.files import Files, open_regular, read_regular, replace_file, temporary_of
+from reprise.files import Files, exists, open_regular, read_regular, replace_file, temporary_of
 from reprise.json_file import dumps
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     Returns:
         The training iterations whose lines stay, of the last part of the file.
     """
-    if not path.exists():
+    if not exists(path):
         return set()
     side, last_cut = _last_side_file(path)
     moved = _moved_lines(path)
@@ -177,7 +177,7 @@ def _moved_path(path: Path) -> Path:
 def _moved_lines(path: Path) -> list[bytes]:
     """Return the lines that a killed cut in place was moving."""
     moved = _moved_path(path)
-    return [line for line in _LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if moved.exists() else []
+    return [line for line in _LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if exists(moved) else []
 
 
 def newest_side_file(path: Path) -> str | None:
@@ -196,7 +196,7 @@ def _last_side_file(path: Path) -> tuple[Path, list[bytes]]:
 def _last_number(path: Path) -> int:
     """Return the number of the newest side file, 0 if none is there."""
     number = 0
-    while _side_path(path, number + 1).exists():
+    while exists(_side_path(path, number + 1)):
         number += 1
     return number
 
@@ -212,7 +212,7 @@ def _number_of(side: Path) -> int:
 def last_recorded_iteration(path: Path) -> int | None:
     """Return the last iteration recorded in `path`, or None."""
     last: int | None = None
-    for line in _backward(path) if path.exists() else ():
+    for line in _backward(path) if exists(path) else ():
         number, event = _parsed(line)
         if number is not None:
             last = max(number, last or number)
@@ -224,7 +224,7 @@ def last_recorded_iteration(path: Path) -> int | None:
 def last_saved_iteration(path: Path) -> int | None:
     """Return the newest iteration saved according to `path`, in the shared folder or on hosts, or None."""
     last: int | None = None
-    for line in _backward(path) if path.exists() else ():
+    for line in _backward(path) if exists(path) else ():
         if last is None and b"save" not in line:
             continue
         number, event = _parsed(line)

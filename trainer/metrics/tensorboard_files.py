@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from reprise.files import Files, open_regular, temporary_of
+from reprise.files import Files, matching, open_regular, temporary_of
 
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in
 # TensorFlow's lib/io/record_writer.h. Only the first checksum is looked at: TensorBoard's function for them is slow.
@@ -45,7 +45,7 @@ def cut_events(folder: Path, iteration: int, *, files: Files, but: str | None = 
     Raises:
         OSError: the folder cannot be read or written.
     """
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    for path in matching(folder, "events.out.tfevents.*"):
         files.remove_file(temporary_of(path))  # of a former version
         with os.fdopen(open_regular(path), "rb") as file:
             if not _is_ours(file.read(_FIRST_BYTES)):
@@ -106,7 +106,7 @@ def put_before(folder: Path, second: int, files: Files) -> None:
     Raises:
         OSError: the folder cannot be read or written.
     """
-    names = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
+    names = [path.name for path in matching(folder, "events.out.tfevents.*")]
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     for last, match in zip(range(second - len(matches), second), matches, strict=True):
         if int(match[2]) > last:

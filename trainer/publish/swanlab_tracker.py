@@ -11,6 +11,7 @@ import requests
 import swanlab
 from swanlab.exceptions import AuthenticationError
 
+from reprise.files import matching
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 # SwanLab would describe the process that publishes, not the run.
@@ -55,6 +56,6 @@ class SwanlabTracker(Tracker):
         is_local, written = self._run.mode in ("local", "offline"), Path(self._run.dir)
         self._run.finish()
         self._run = None
-        for folder in self._folder.glob("run-*") if is_local else ():
+        for folder in matching(self._folder, "run-*") if is_local else ():
             if folder.resolve() not in (written.resolve(), *written.resolve().parents):
                 shutil.rmtree(folder)

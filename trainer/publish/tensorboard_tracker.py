@@ -14,7 +14,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as create_
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from reprise.files import read_regular, replace_file
+from reprise.files import matching, read_regular, replace_file
 from trainer.metrics.tensorboard_files import complete_records
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
@@ -31,7 +31,7 @@ class TensorboardTracker(Tracker):
     def open(self, run: RemoteRun) -> int:
         folder = run.folder / run.id
         folder.mkdir(exist_ok=True)
-        path = next(iter(sorted(folder.glob("events.out.tfevents.*"))), None)
+        path = next(iter(matching(folder, "events.out.tfevents.*")), None)
         if path is None:
             path = folder / _EVENTS.format(int(time.time()))
             replace_file(run.files, path, _head(run))

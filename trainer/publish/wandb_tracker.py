@@ -17,7 +17,7 @@ import wandb
 from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
-from reprise.files import read_regular
+from reprise.files import matching, read_regular
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 # The file of a run is framed as LevelDB's log: after the file's head, blocks of 32 KiB with parts of records, each
@@ -43,7 +43,7 @@ class WandbTracker(Tracker):
         if self._run is not None:
             self.close()
         place = Path(os.environ.get("WANDB_DIR") or run.folder)
-        files = sorted(place.glob(f"*wandb/*run-*-{run.id}/run-{run.id}.wandb"))
+        files = matching(place, f"*wandb/*run-*-{run.id}/run-{run.id}.wandb")
         _await_writers(files)
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True, silent=True

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
-from reprise.files import read_regular
+from reprise.files import exists, is_dir, matching, read_regular
 from reprise.json_file import Json
 from trainer.compare.points import Reading
 from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
@@ -146,9 +146,9 @@ class History:
 def run_folder(path: str | Path) -> Path:
     """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
     path = Path(path)
-    if not path.is_dir():
+    if not is_dir(path):
         return path.parent
-    is_of_checkpoints = not (path / METRICS_FILE).exists() and (path.parent / METRICS_FILE).exists()
+    is_of_checkpoints = not exists(path / METRICS_FILE) and exists(path.parent / METRICS_FILE)
     return path.parent if is_of_checkpoints else path
 
 
@@ -165,7 +165,7 @@ def read_history(path: str | Path) -> History:
     log = _read_log(folder / METRICS_FILE)
     if not log.columns.iteration.size:
         raise DataError("There is no iteration in the log of a run", where=folder / METRICS_FILE)
-    sides = sorted(folder.glob(f"{Path(METRICS_FILE).stem}.abandoned-*.jsonl"))
+    sides = matching(folder, f"{Path(METRICS_FILE).stem}.abandoned-*.jsonl")
     abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
     records = _launch_records(folder / LAUNCHES)
     return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
@@ -258,7 +258,7 @@ def _parsed(lines: Sequence[str], source: str, *, skips: bool) -> list[Json]:
 
 
 def _launch_records(path: Path) -> list[Json]:
-    if not path.exists():
+    if not exists(path):
         return []
     records, _ = parse_records(read_regular(path).decode(errors="replace"), source=str(path))
     return [record for _, record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]

@@ -13,6 +13,7 @@ import numpy
 import reprise
 from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
+from reprise.files import is_file
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
@@ -148,7 +149,7 @@ def _end_of(launch: LaunchSpan, reached: int, *, is_running: bool) -> tuple[str,
 def is_locked(folder: Path) -> bool:
     """Return whether a run may write to a folder: it holds the lock, or was killed with it."""
     locks = (folder / "lock", folder / "checkpoints" / "lock")
-    return any(lock.is_file() and lock.stat().st_size > 0 for lock in locks)
+    return any(is_file(lock) and lock.stat().st_size > 0 for lock in locks)
 
 
 def first_iteration(launch: LaunchSpan) -> int:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from reprise.errors import TrainerError
+from reprise.files import matching
 from trainer.report.history import run_folder
 
 HOST = "127.0.0.1"
@@ -46,7 +47,7 @@ class ReportServer(HTTPServer):
         Raises:
             TrainerError: if a run cannot be read.
         """
-        files = sorted(path for run in self._runs for path in run_folder(run).glob("*.jsonl"))
+        files = sorted(path for run in self._runs for path in matching(run_folder(run), "*.jsonl"))
         state = [(str(path), path.stat().st_size) for path in files]
         if state != self._state:
             self._page, self._state = self._make_page().encode(), state

@@ -10,6 +10,7 @@ from pathlib import Path
 from models.adapters import saved_tensors
 from models.families import parameter_count
 from reprise.errors import ConfigError, OutOfMemoryError, TrainerError, count_of
+from reprise.files import exists
 from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
@@ -78,7 +79,7 @@ def require_host_memory(config: Config, world_size: int, local_world_size: int) 
         ConfigError: naming both sizes.
     """
     device = config.train.device
-    if device in ACCELERATORS or (device == "auto" and any(node.exists() for node in _GPU_NODES)):
+    if device in ACCELERATORS or (device == "auto" and any(exists(node) for node in _GPU_NODES)):
         return
     available = host_bytes(_text(Path("/proc/meminfo")), _text(Path("/sys/fs/cgroup/memory.max")))
     if available is not None:

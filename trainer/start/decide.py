@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Patience, cannot_write, failed_read, files_of, is_stored, location
+from reprise.files import Patience, cannot_write, exists, failed_read, files_of, is_file, is_stored, location
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource
@@ -116,21 +116,21 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
     if is_stored(path):
         return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
     refuse_megatron(path)
-    if (path / ADAPTERS).is_file() and not (path / MANIFEST).exists():
+    if is_file(path / ADAPTERS) and not exists(path / MANIFEST):
         raise MismatchError(
             "Adapters in PEFT's form alone neither continue a run nor are a base",
             where=path,
             found=f"{ADAPTERS} without {MANIFEST}",
             fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
         )
-    if not with_weights and (path.is_file() or is_folder(path)):
+    if not with_weights and (is_file(path) or is_folder(path)):
         raise MismatchError(
             "Adapters continue from a checkpoint of adapters",
             where=path,
             found="weights of another program",
             fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
         )
-    if path.is_file() and (form := foreign(path)) is not None:
+    if is_file(path) and (form := foreign(path)) is not None:
         raise CheckpointError(
             "A run cannot start from a file of this format",
             where=path,
@@ -139,8 +139,8 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
             fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
             "`reprise convert import` reads other formats.",
         )
-    if path.is_file() or is_folder(path):
-        kind = WeightsKind.file if path.is_file() else WeightsKind.folder
+    if is_file(path) or is_folder(path):
+        kind = WeightsKind.file if is_file(path) else WeightsKind.folder
         return {"kind": kind.value, "path": str(path)}
     return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from reprise import json_file
 from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
-from reprise.files import Files, atomic_output, cannot_write, failed_read, is_damage, read_regular
+from reprise.files import Files, atomic_output, cannot_write, failed_read, is_damage, is_dir, is_file, read_regular
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import (
@@ -90,7 +90,7 @@ def _host_table(path: Path, folders: HostFolders) -> Json:
     table: Json = {"run": _record(_read(path)), "saved": []}
     if folders.leads:
         folder = folders.folder
-        if folder.root.is_dir() and (folder.committed() or folder.partials() or folder.superseded()):
+        if is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded()):
             recorded = [_read(folder.root / RUN_FILE), _newest_saved(folder)]
             table["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
     return table
@@ -246,7 +246,7 @@ def _write(folder: Path, lineage: Lineage, files: Files, another: str = RUN.anot
     """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
     path, data = folder / RUN_FILE, lineage.to_bytes()
     try:
-        if path.is_file() and path.read_bytes() == data:
+        if is_file(path) and path.read_bytes() == data:
             return
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_output(path, files, replaces=True) as partial:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, TrainerError, count_of
-from reprise.files import Files, read_regular
+from reprise.files import Files, is_dir, read_regular
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
@@ -113,7 +113,7 @@ def _first_iteration(folder: Path) -> int | None:
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:
     """Return the checkpoints of a run with the optimizer's state before an iteration, from the oldest on."""
     inner = folder / "checkpoints"
-    checkpoints, saved = CheckpointFolder(inner if inner.is_dir() else save, files), dict[int, Path | None]()
+    checkpoints, saved = CheckpointFolder(inner if is_dir(inner) else save, files), dict[int, Path | None]()
     for iteration in checkpoints.committed():
         path = checkpoints.iteration(iteration)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, NonFiniteError, TrainerError
-from reprise.files import read_regular
+from reprise.files import exists, read_regular
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
 from trainer.compare.read import parse_records
@@ -102,7 +102,7 @@ def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind 
     iteration, _, saved = newest_before(saves, cluster.channel, f"unfinished/{cluster.nonce}", None)
 
     def find() -> Json | None:
-        if not path.exists():
+        if not exists(path):
             return None
         lines = [line for _, line in parse_records(read_regular(path).decode(errors="replace"), source=str(path))[0]]
         rewinds = [line for line in lines if line.get("event") == "rewind"]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from reprise.errors import CheckpointError, count_of
-from reprise.files import is_file_name
+from reprise.files import is_dir, is_file, is_file_name, matching
 from reprise.json_file import shown
 from reprise.layout import Box, intersect, relative
 from trainer.interop.dcp.metadata import read_metadata, unsound
@@ -138,7 +138,7 @@ def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> 
         CheckpointError: if `path` is not such a folder, `trust_pickle` is not set, or anything is missing or damaged.
     """
     file = path / METADATA
-    if not file.is_file():
+    if not is_file(file):
         raise _no_folder(path)
     if not trust_pickle:
         raise CheckpointError(
@@ -158,9 +158,9 @@ def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> 
 
 
 def _no_folder(path: Path) -> CheckpointError:
-    if not path.is_dir():
+    if not is_dir(path):
         return CheckpointError("There is no folder to import", where=path, fix="Correct the path.")
-    below = sorted(child.name for child in path.iterdir() if (child / METADATA).is_file())
+    below = sorted(child.name for child in path.iterdir() if is_file(child / METADATA))
     if len(below) == 1:
         return CheckpointError(
             "A folder is no DCP checkpoint, it holds one", where=path, found=below[0], fix=f"Name {path / below[0]}."
@@ -170,9 +170,9 @@ def _no_folder(path: Path) -> CheckpointError:
             "A folder holds several DCP checkpoints", where=path, found=", ".join(below), fix="Name one of them."
         )
     fix = None
-    if any(path.glob("__*.metadata")):
+    if matching(path, "__*.metadata"):
         fix = "It was written by ranks on their own (use_collectives=False); save it again with collectives."
-    elif any(path.glob("*.safetensors")):
+    elif matching(path, "*.safetensors"):
         fix = "It holds safetensors files: import it as `hf`."
     return CheckpointError("A folder is no DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
 
@@ -191,7 +191,7 @@ def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
             ends[name] = max(ends.get(name, 0), offset + length)
             totals[name] = totals.get(name, 0) + length
     for name, end in ends.items():
-        if not (path / name).is_file():
+        if not is_file(path / name):
             yield f"{name}: no such file"
         elif (path / name).stat().st_size < end:
             yield f"{name}: {(path / name).stat().st_size} B, expected at least {end} B"

@@ -12,6 +12,7 @@ import torch
 
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.files import is_file
 from reprise.json_file import shown, step_count
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
@@ -43,7 +44,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     folder = open_folder(path, trust_pickle=options.trusts_pickle)
     config = path / CONFIG
     model = options.config.model
-    if config.is_file():
+    if is_file(config):
         model = read_model(json_file.read(config), where=config)
         require_layers(model, len(folder.tensors), where=config)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())

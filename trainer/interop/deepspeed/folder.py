@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.files import is_file_name
+from reprise.files import is_dir, is_file, is_file_name
 from reprise.json_file import shown
 from reprise.reading import no_folder
 from trainer.interop.torch_file import open_torch_file
@@ -106,15 +106,15 @@ def tag_of(path: Path) -> Path:
         CheckpointError: if it is not there.
         MismatchError: if there is only a universal checkpoint.
     """
-    if not path.is_dir():
+    if not is_dir(path):
         raise no_folder(path)
     latest = path / "latest"
-    if not latest.is_file():
-        if (path / "latest_universal").is_file():
+    if not is_file(latest):
+        if is_file(path / "latest_universal"):
             raise _not_imported(path, "a universal checkpoint")
         return path
     tag = latest.read_bytes().decode("utf-8", "replace").strip()
-    if not is_file_name(tag) or not (path / tag).is_dir():
+    if not is_file_name(tag) or not is_dir(path / tag):
         raise CheckpointError("The newest tag of a folder is not there", where=latest, found=shown(tag))
     return path / tag
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.files import is_file
 from reprise.json_file import integer, shown
 from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Unsharded, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, check_complete, take
@@ -64,7 +65,7 @@ class _Rank:
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder of a tag is of Megatron-DeepSpeed, whose model files hold Megatron's arguments."""
     file = folder / _FIRST
-    return file.is_file() and "num_layers" in _arguments(open_torch_file(file, PlainObject, is_checked=False))
+    return is_file(file) and "num_layers" in _arguments(open_torch_file(file, PlainObject, is_checked=False))
 
 
 def read_megatron(folder: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:

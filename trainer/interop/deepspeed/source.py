@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
+from reprise.files import is_file
 from reprise.json_file import shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Unsharded, locate
@@ -101,7 +102,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 def _model(saved: DeepSpeedCheckpoint, options: ImportOptions) -> ModelConfig:
     path = saved.path.parent / CONFIG
-    if not path.is_file():
+    if not is_file(path):
         return options.config.model
     _log.info(f"the model is that of {path}")
     model = read_model(json_file.read(path), where=path)

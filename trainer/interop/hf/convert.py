@@ -13,6 +13,7 @@ from pathlib import Path
 from models.adapters import model_documents
 from reprise import json_file
 from reprise.errors import CheckpointError
+from reprise.files import is_dir, is_file
 from reprise.folder import INDEX
 from reprise.json_file import Json
 from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index, stored_dtype
@@ -91,11 +92,11 @@ def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
     """Return the tokenizer files to copy by their new names; a file of another name is a `tokenizer.json`."""
-    if path.is_dir():
+    if is_dir(path):
         paths = tokenizer_files_in(path)
     else:
         name = path.name if path.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
-        paths = {name: path} if path.is_file() else {}
+        paths = {name: path} if is_file(path) else {}
     if not paths:
         raise CheckpointError("There is no tokenizer", where=path, expected=" or ".join(TOKENIZER_FILES))
     return paths

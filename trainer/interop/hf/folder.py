@@ -11,7 +11,7 @@ from models import families
 from models.config import ModelConfig, StoredTensor
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files
+from reprise.files import Files, exists, is_dir, is_file, matching
 from reprise.folder import INDEX, MANIFEST, is_iteration_name
 from reprise.json_file import shown
 from reprise.layout import Place, StoredDtype, TensorKind
@@ -50,8 +50,8 @@ class HfFolder:
 
 def is_folder(path: Path) -> bool:
     """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
-    is_ours = (path / MANIFEST).exists() or is_iteration_name(path.name)
-    return not is_ours and (path / CONFIG).is_file()
+    is_ours = exists(path / MANIFEST) or is_iteration_name(path.name)
+    return not is_ours and is_file(path / CONFIG)
 
 
 def open_folder(path: Path, files: Files) -> HfFolder:
@@ -61,13 +61,13 @@ def open_folder(path: Path, files: Files) -> HfFolder:
         MismatchError: for an unsupported model.
         CheckpointError: for missing, pickled or malformed files.
     """
-    if not (path / CONFIG).is_file():
+    if not is_file(path / CONFIG):
         raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
     model = read_model(json_file.read(path / CONFIG), where=path / CONFIG)
     index = path / INDEX
-    if index.exists():
+    if exists(index):
         weight_map = _weight_map(index)
-    elif (path / _SINGLE).exists():
+    elif exists(path / _SINGLE):
         weight_map = {}
     else:
         raise _no_tensors(path)
@@ -93,7 +93,7 @@ def other_files_notes(path: Path) -> list[str]:
     """Return log lines on a trainer's other files in the folder, which loading the weights ignores."""
     summaries = list[str]()
     for patterns, what in _BESIDE:
-        names = sorted(child.name for pattern in patterns for child in path.glob(pattern))
+        names = sorted(child.name for pattern in patterns for child in matching(path, pattern))
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             summaries.append(f"{names[0]}{more} ({what})")
@@ -103,7 +103,7 @@ def other_files_notes(path: Path) -> list[str]:
             f"not carried from {path}: {', '.join(summaries)}; a run begins with the weights alone, at iteration 0 "
             "and with zero moments"
         )
-    if steps := sorted(child.name for child in path.glob(_DEEPSPEED) if child.is_dir()):
+    if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
         lines.append(
             f"not carried from {path}: {', '.join(steps)} (DeepSpeed's checkpoint); `reprise convert import deepspeed` "
             "imports its moments"
@@ -177,7 +177,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _no_tensors(path: Path) -> CheckpointError:
-    pickled = [name for name in _PICKLED if (path / name).exists()]
+    pickled = [name for name in _PICKLED if exists(path / name)]
     if not pickled:
         return CheckpointError(
             "A folder holds no tensors", where=path, expected=f"{_SINGLE} or {INDEX}", fix="Name another one."

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.files import is_dir, is_file
 from reprise.json_file import integer, shown
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
@@ -69,7 +70,7 @@ class _Rank:
 
 def is_legacy(path: Path) -> bool:
     """Return whether a folder holds an iteration in the format `torch`."""
-    return path.is_dir() and any(_RANK.match(child.name) for child in path.iterdir())
+    return is_dir(path) and any(_RANK.match(child.name) for child in path.iterdir())
 
 
 def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
@@ -130,7 +131,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return the ranks of each stage, by tensor-parallel rank."""
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
     # Before May 2023, a rank of the distributed optimizer had a folder of its own beside that of the model.
-    of_data_ranks = {name for name in names if (path / name / _OF_DATA_RANK).is_file()}
+    of_data_ranks = {name for name in names if is_file(path / name / _OF_DATA_RANK)}
     folders = [name for name in names if name not in of_data_ranks]
     if beyond := [name for name in folders if not _RANK.fullmatch(name)]:
         raise MismatchError(
@@ -173,7 +174,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
 
 def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
-    if not file.is_file() and (folder / _SPLIT).is_file():
+    if not is_file(file) and is_file(folder / _SPLIT):
         file = folder / _SPLIT
     table = open_torch_file(file, PlainObject)
     numbered = {match[1]: value for key, value in table.items() if (match := _CHUNK.fullmatch(str(key)))}
@@ -186,7 +187,7 @@ def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool)
         )
     ordered = sorted(numbered.items(), key=lambda one: int(one[0] or 0))
     chunks = [stage_of(value, where=file) for _, value in ordered]
-    has_flat = with_optimizer and (folder / _FLAT).is_file()
+    has_flat = with_optimizer and is_file(folder / _FLAT)
     flat = open_torch_file(folder / _FLAT, PlainObject) if has_flat else None
     names = sorted(name for name in of_data_ranks if re.fullmatch(rf"{folder.name}_\d\d\d", name))
     count = _arguments(table).get("data_parallel_size")

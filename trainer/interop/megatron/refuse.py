@@ -6,6 +6,7 @@ from pathlib import Path
 
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
+from reprise.files import is_dir, is_file, matching
 from reprise.json_file import shown
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
@@ -20,7 +21,7 @@ def refuse_megatron(path: Path) -> None:
     Raises:
         MismatchError: if it is a Megatron checkpoint, with the command of the import.
     """
-    if not path.is_dir():
+    if not is_dir(path):
         return
     form_of_folder = _form(path)
     below = {} if form_of_folder else {child.name: form for child in sorted(path.iterdir()) if (form := _form(child))}
@@ -38,13 +39,13 @@ def refuse_megatron(path: Path) -> None:
 
 def _form(path: Path) -> str | None:
     """Return the form of a Megatron checkpoint; None for any other folder."""
-    if (path / _METADATA).is_file():
+    if is_file(path / _METADATA):
         try:
             backend = json_file.read(path / _METADATA).get(_BACKEND)
         except CheckpointError:
             backend = None
         if isinstance(backend, str):
             return f"megatron.core.dist_checkpointing, {_BACKEND} {shown(backend)} in {_METADATA}"
-    if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _LEGACY):
+    if is_dir(path) and any(matching(path, pattern) for pattern in _LEGACY):
         return "Megatron-LM's format `torch`, a folder mp_rank_* for each rank"
     return None

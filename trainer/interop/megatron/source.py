@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.files import is_dir, is_file
 from reprise.reading import no_folder
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.megatron import export
@@ -54,11 +55,11 @@ def newest(path: Path) -> Path:
     Raises:
         CheckpointError: if there is no such folder.
     """
-    if not path.is_dir():
+    if not is_dir(path):
         raise no_folder(path)
     tracker = path / TRACKER
-    if not tracker.is_file():
-        if not (path / METADATA).is_file() and not is_legacy(path):
+    if not is_file(tracker):
+        if not is_file(path / METADATA) and not is_legacy(path):
             raise MismatchError(
                 "A folder holds no Megatron checkpoint",
                 where=path,
@@ -70,7 +71,7 @@ def newest(path: Path) -> Path:
         return path
     text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()
     name = text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
-    if name is None or not (path / name).is_dir():
+    if name is None or not is_dir(path / name):
         raise CheckpointError(
             "The newest iteration of a Megatron folder is not there",
             where=tracker,

@@ -21,6 +21,7 @@ import torch
 
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.files import is_file
 from reprise.json_file import integer, shown, step_count
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, require_moments
@@ -92,7 +93,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
 
 def _common(dcp: DcpFolder) -> Mapping[str, Any]:
     """Return what is not sharded: the iteration, the arguments and the optimizer's settings."""
-    if (dcp.path / COMMON).is_file():
+    if is_file(dcp.path / COMMON):
         return open_torch_file(dcp.path / COMMON, PlainObject)
     if _COMMON_OBJECT not in dcp.values:
         raise CheckpointError(

@@ -47,6 +47,13 @@ def test_a_missing_folder_holds_nothing(tmp_path: Path) -> None:
     assert folder.tracker() is None
 
 
+def test_a_folder_that_cannot_be_looked_at_does_not_hold_nothing(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / ("x" * 300), Files())
+    for look in (folder.committed, folder.stamps, folder.non_folders, folder.superseded):
+        with pytest.raises(OSError, match="too long"):
+            look()
+
+
 def test_sweep_removes_leftovers_and_nothing_similar(tmp_path: Path) -> None:
     leftovers = {".iter_0000001.n-1.partial", ".iter_0000002.a.b-3.deleting", ".iter_10000000.n-1.partial"}
     similar = {

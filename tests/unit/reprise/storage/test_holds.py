@@ -95,10 +95,10 @@ def test_files_of_similar_names_protect_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: object) -> list[str]:
+    def fail(path: Path) -> list[Path]:
         raise PermissionError(13, "denied")
 
-    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(Path, "iterdir", fail)
     assert is_held(tmp_path)
 
 

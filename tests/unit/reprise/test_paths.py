@@ -1,4 +1,4 @@
-"""What a user names as a file and is none: every command refuses it at once, in bounded time and memory."""
+"""A failing file system is no missing file; and what is named as a file and is none is refused at once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from reprise.errors import DataError, TrainerError
-from reprise.regular_file import read_regular
+from reprise.paths import exists, folders_below, is_dir, is_file, is_symlink, lexists, matching, read_regular
 from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.metrics.run_log import RunLog
 
+QUESTIONS = (exists, lexists, is_dir, is_file, is_symlink)
+TOO_LONG = "x" * 300  # a name that no file system takes: a failure also for a user who may do everything
 RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'
 
 
@@ -51,6 +53,51 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     else:
         path.symlink_to("/dev/zero")
     return path
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_failure_is_not_the_answer_no(tmp_path: Path, question: Callable[[Path], bool]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    missing = ["missing", "file/below", "loop/below", "a\0b"]
+    assert not any(question(tmp_path / name) for name in missing)
+    with pytest.raises(OSError, match="too long"):
+        question(tmp_path / TOO_LONG)
+
+
+def test_a_link_counts_as_its_target_unless_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for target in ("folder", "file", "gone"):
+        (tmp_path / f"to_{target}").symlink_to(target)
+    answers = {path.name: [question(path) for question in QUESTIONS] for path in tmp_path.iterdir()}
+    assert answers == {
+        "folder": [True, True, True, False, False],
+        "file": [True, True, False, True, False],
+        "to_folder": [True, True, True, False, True],
+        "to_file": [True, True, False, True, True],
+        "to_gone": [False, True, False, False, True],
+    }
+
+
+def test_patterns_match_names_at_each_depth_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/inner/run-2.x", "a/run-1.x", "c.x", "run-3.x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "to_b").symlink_to("b")
+    assert matching(tmp_path, "*.x") == [tmp_path / "c.x", tmp_path / "run-3.x"]
+    assert matching(tmp_path, "?/run-*.x") == [tmp_path / "a/run-1.x"]
+    assert matching(tmp_path / "missing", "*") == matching(tmp_path / "c.x", "*") == []
+    assert sorted(folders_below(tmp_path)) == [tmp_path / "a", tmp_path / "b", tmp_path / "b/inner"]
+
+    def fail(path: object) -> list[str]:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(os, "scandir", fail)
+    for listing in (lambda: matching(tmp_path, "*.x"), lambda: folders_below(tmp_path)):
+        with pytest.raises(OSError, match="the disk fails"):
+            listing()
 
 
 def test_a_regular_file_is_read_whole_also_through_a_link(tmp_path: Path) -> None:
