@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from reprise.commit.channel import StoreChannel
@@ -208,15 +209,20 @@ class Restorer:
         _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
 
     def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
-        title = f"loading iteration {checkpoint.iteration}"
-        line = ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors))
+        start = time.monotonic()
+
+        @cache
+        def line() -> ProgressLine:  # made by a load of more than a second
+            title = f"loading iteration {checkpoint.iteration}"
+            return ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors), start=start)
+
         return fill(
             checkpoint,
             read_places(checkpoint),
             tensors,
             verify=verify,
             threads=self._files.reading_threads,
-            progress=lambda done, _: line.at(done),
+            progress=lambda done, _: line().at(done),
         )
 
     def _agree(self, problem: TrainerError | None) -> None:

@@ -17,11 +17,14 @@ class ProgressLine:
 
     Args:
         title: the operation, such as "saving iteration 10".
+        start: the clock's seconds at which it began; None for now.
     """
 
-    def __init__(self, title: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, title: str, total_bytes: int, *, start: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._title, self._total_bytes, self._clock = title, total_bytes, clock
-        self._start = self._said = clock()
+        self._start = self._said = clock() if start is None else start
         self._done_bytes = 0
         self._lock = threading.Lock()
 

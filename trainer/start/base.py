@@ -67,8 +67,9 @@ def _source(section: CheckpointSection, choice: Json) -> TensorSource:
     if choice["kind"] != "checkpoint":
         return weights_of(choice)
     if section.base is not None:
-        return Checkpoints(LoadSource(path, terms=terms.BASE))
-    return Checkpoints(LoadSource(path, None if choice.get("is_exact") else section.ckpt_step, terms.LOAD))
+        return Checkpoints(LoadSource(path, terms=terms.BASE), loads_weights_alone=True)
+    source = LoadSource(path, None if choice.get("is_exact") else section.ckpt_step, terms.LOAD)
+    return Checkpoints(source, loads_weights_alone=True)
 
 
 def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:

@@ -87,7 +87,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     source: TensorSource = InitialValues()
     if choice.get("kind") in (_OWN, "checkpoint"):
         folder = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
-        source = Checkpoints(folder, is_own)
+        source = Checkpoints(folder, section.loads_weights_alone, is_own)
     elif choice:
         source = weights_of(choice)
     if not isinstance(source, Checkpoints):

@@ -129,15 +129,17 @@ class Checkpoints:
     """A checkpoint of ours, or the newest valid checkpoint of a run.
 
     Args:
+        loads_weights_alone: whether the state of the optimizer stays out, and tables may have other sizes.
         is_own: whether they are this run's; local checkpoints are candidates then as well.
     """
 
     source: LoadSource
+    loads_weights_alone: bool
     is_own: bool = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
-        filling = _FittedLoad(run, part) if part.section.loads_weights_alone else _ExactLoad(run, part)
+        filling = _FittedLoad(run, part) if self.loads_weights_alone else _ExactLoad(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
