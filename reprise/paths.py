@@ -81,7 +81,7 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     """
     paths = [folder]
     for part in pattern.split("/"):
-        paths = [child for path in paths for child in _children(path) if fnmatch.fnmatchcase(child.name, part)]
+        paths = [child for path in paths for child in _children(path, part)]
     return sorted(paths)
 
 
@@ -159,8 +159,10 @@ def _mode(path: Path, *, follows_links: bool = True) -> int:
         raise
 
 
-def _children(folder: Path) -> list[Path]:
+def _children(folder: Path, pattern: str) -> list[Path]:
     try:
-        return list(folder.iterdir())
+        if _is_of_system(folder):  # no path is made of the other names
+            return [folder / name for name in fnmatch.filter(os.listdir(folder), pattern)]
+        return [child for child in folder.iterdir() if fnmatch.fnmatchcase(child.name, pattern)]
     except (FileNotFoundError, NotADirectoryError):
         return []
