@@ -21,7 +21,6 @@ _MOST_NAME_BYTES = 255  # of the usual file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
-_SYSTEM_PATH = type(Path())
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
 
 
@@ -143,20 +142,23 @@ def is_url(text: str) -> bool:
 
 
 def _is_of_system(path: Path) -> bool:
-    """Return whether a path is one of this system; another, of a store, answers for itself."""
-    return type(path) is _SYSTEM_PATH
+    """Return whether a path asks the system for its status; one of another kind, of a store, answers for itself."""
+    return type(path).stat is Path.stat
 
 
 def _mode(path: Path, *, follows_links: bool = True) -> int:
     """Return the type and the permissions of what lies at a path; 0 where nothing is there."""
     try:
         return path.stat(follow_symlinks=follows_links).st_mode
-    except ValueError:  # a name that no file can have
-        return 0
-    except OSError as error:
-        if error.errno in _NOT_THERE:
+    except (OSError, ValueError) as error:
+        if _is_missing(error):
             return 0
         raise
+
+
+def _is_missing(error: OSError | ValueError) -> bool:
+    """Return whether an error says that nothing has a name, or that no file can have it, as one with a null byte."""
+    return not isinstance(error, OSError) or error.errno in _NOT_THERE
 
 
 def _children(folder: Path, pattern: str) -> list[Path]:
@@ -164,5 +166,7 @@ def _children(folder: Path, pattern: str) -> list[Path]:
         if _is_of_system(folder):  # no path is made of the other names
             return [folder / name for name in fnmatch.filter(os.listdir(folder), pattern)]
         return [child for child in folder.iterdir() if fnmatch.fnmatchcase(child.name, pattern)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    except (OSError, ValueError) as error:
+        if _is_missing(error):
+            return []
+        raise

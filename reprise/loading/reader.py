@@ -433,7 +433,12 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
     entry = checkpoint.manifest.files.get(name)
     if entry is None or name not in checkpoint.lacking:
         return None if entry is None else checkpoint.path / name
-    for folder in reversed(matching(checkpoint.path.parent, "iter_*")):
+    try:
+        folders = matching(checkpoint.path.parent, "iter_*")
+    except OSError as error:
+        _log.warning(f"no other checkpoint is looked at for {name}: {error}")
+        return None
+    for folder in reversed(folders):
         path = folder / name
         if iteration_of(folder) is None or folder == checkpoint.path:
             continue

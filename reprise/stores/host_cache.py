@@ -143,7 +143,10 @@ def _join(folder: Path) -> int:
 
 def _sweep(root: Path, current: Path) -> None:
     """Remove the folders of killed loads, other than that of this load."""
-    for folder in matching(root, f"{_PREFIX}*"):
+    folders = list[Path]()
+    with contextlib.suppress(OSError):  # the folder of all users' temporary files may show no names
+        folders = matching(root, f"{_PREFIX}*")
+    for folder in folders:
         if folder == current:
             continue
         with contextlib.suppress(OSError):

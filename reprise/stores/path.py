@@ -97,10 +97,6 @@ class StorePath(PosixPath):
                 path.is_listed_folder = is_there
         return iter([*(path for path in paths if path.is_listed_folder), *(self / name for name in objects)])
 
-    def glob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
-        """Yield what is directly below and fits a pattern without slashes."""
-        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
-
     def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the objects below whose names fit a pattern."""
         start = len(self.url.key) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from pathlib import Path
@@ -107,10 +109,19 @@ def test_a_broken_file_is_found_and_the_older_iteration_loaded(
             shutil.rmtree(copy)
 
 
+def deny(path: object) -> list[str]:
+    raise PermissionError(errno.EACCES, "denied")
+
+
 @pytest.mark.parametrize("name", sorted(ACCESSORIES))
 @pytest.mark.parametrize("content", [None, b"", b"{}"])
 def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
-    run: Path, tmp_path: Path, name: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+    run: Path,
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy = Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
     path = copy / "iter_0000006" / name
@@ -125,6 +136,9 @@ def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
     checkpoint = open_checkpoint(path.parent, Files(), may_lack=True)
     assert list(checkpoint.lacking) == [name]
     assert find_accessory(checkpoint, name) == copy / "iter_0000004" / name
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", deny)
+        assert find_accessory(checkpoint, name) is None
     for folder in copy.glob("iter_*"):
         (folder / name).unlink(missing_ok=True)
     assert find_accessory(checkpoint, name) is None

@@ -43,7 +43,8 @@ class WandbTracker(Tracker):
         if self._run is not None:
             self.close()
         place = Path(os.environ.get("WANDB_DIR") or run.folder)
-        files = matching(place, f"*wandb/*run-*-{run.id}/run-{run.id}.wandb")
+        folders = [folder for folder in matching(place, "*wandb") if os.access(folder, os.R_OK | os.X_OK)]
+        files = [file for folder in folders for file in matching(folder, f"*run-*-{run.id}/run-{run.id}.wandb")]
         _await_writers(files)
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True, silent=True

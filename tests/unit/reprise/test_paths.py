@@ -8,7 +8,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 
@@ -55,9 +55,15 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+class OtherPath(PosixPath):
+    """A path of the system whose class is a user's."""
+
+
+@pytest.mark.parametrize("kind", [Path, OtherPath])
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_failure_is_not_the_answer_no(tmp_path: Path, question: Callable[[Path], bool]) -> None:
+def test_a_failure_is_not_the_answer_no(tmp_path: Path, question: Callable[[Path], bool], kind: type[Path]) -> None:
     (tmp_path / "file").touch()
+    tmp_path = kind(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     missing = ["missing", "file/below", "loop/below", "a\0b"]
     assert not any(question(tmp_path / name) for name in missing)
@@ -65,7 +71,9 @@ def test_a_failure_is_not_the_answer_no(tmp_path: Path, question: Callable[[Path
         question(tmp_path / TOO_LONG)
 
 
-def test_a_link_counts_as_its_target_unless_it_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Path, OtherPath])
+def test_a_link_counts_as_its_target_unless_it_is_asked_for(tmp_path: Path, kind: type[Path]) -> None:
+    tmp_path = kind(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     for target in ("folder", "file", "gone"):
@@ -87,7 +95,9 @@ def test_patterns_match_names_at_each_depth_or_fail(tmp_path: Path, monkeypatch:
     (tmp_path / "to_b").symlink_to("b")
     assert matching(tmp_path, "*.x") == [tmp_path / "c.x", tmp_path / "run-3.x"]
     assert matching(tmp_path, "?/run-*.x") == [tmp_path / "a/run-1.x"]
-    assert matching(tmp_path / "missing", "*") == matching(tmp_path / "c.x", "*") == []
+    assert (
+        matching(tmp_path / "missing", "*") == matching(tmp_path / "c.x", "*") == matching(tmp_path / "a\0b", "*") == []
+    )
     assert sorted(folders_below(tmp_path)) == [tmp_path / "a", tmp_path / "b", tmp_path / "b/inner"]
 
     def fail(path: object) -> list[str]:

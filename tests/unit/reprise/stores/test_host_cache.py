@@ -111,6 +111,16 @@ def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_all_users_that_shows_no_names_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object) -> list[str]:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    cache, fetched = HostCache("a", tmp_path), Fetched()
+    assert read(cache, fetched, 0, 100) == CONTENT[:100]
+    cache.close()
+
+
 def test_a_folder_that_a_sweep_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, sweeps = fcntl.flock, [tmp_path]
 
