@@ -129,16 +129,17 @@ def command_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _help_as_text() -> Iterator[None]:
-    """Give each option a text for its help while Hydra makes its parser.
+    """Show argparse a text as the help of each option while Hydra makes its parser.
 
-    Hydra 1.3.8 gives `--shell-completion` an object, on which argparse raises a ValueError from Python 3.14 on.
+    The help of `--shell-completion` is an object in Hydra 1.3.8, and argparse raises a ValueError on it from Python
+    3.14 on. The option has the object again afterwards: Hydra formats it, not argparse.
     """
     add_argument = argparse.ArgumentParser.add_argument
 
     def add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
-        if not isinstance(options.get("help", ""), str):
-            options["help"] = "Install or uninstall shell completion"
-        return add_argument(parser, *names, **options)
+        action = add_argument(parser, *names, **{**options, "help": ""})
+        action.help = options.get("help")
+        return action
 
     argparse.ArgumentParser.add_argument = add  # type: ignore[method-assign,assignment]
     try:
