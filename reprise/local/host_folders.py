@@ -280,9 +280,9 @@ class HostFolders:
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
         is_damaged = False
-        if self.leads and exists(path / HOST):
+        if self.leads:
             try:
-                is_damaged = self._give_up_damaged(path)
+                is_damaged = exists(path / HOST) and self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
                 _log.error("%s cannot be checked: %s", path, error)
         verdicts = self._channel.gather(self._key("damaged"), json.dumps(is_damaged).encode())

@@ -57,11 +57,16 @@ class Holder:
 
 
 def is_locked(folder: Path, name: str = "lock") -> bool:
-    """Return whether a job has the lock of a folder, or has died with it: a job that ends leaves the file empty."""
+    """Return whether a job has the lock of a folder, or has died with it: a job that ends leaves the file empty.
+
+    True where the file cannot be looked at now.
+    """
     try:
         return (folder / name).stat().st_size > 0
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
 
 
 class FolderLock:

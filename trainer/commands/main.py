@@ -13,6 +13,7 @@ from reprise import __version__
 from trainer.config.suggest import closest
 
 _FINE, _NOT_INSTALLED, _WRONG_USE = 0, 1, 2
+_UNUSABLE = 2  # as in the commands
 _INTERRUPTED = 128 + signal.SIGINT  # the status that shells give
 
 
@@ -98,6 +99,11 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"reprise {name}: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"reprise {name}: {error}", file=sys.stderr)
+        return _UNUSABLE
     return status
 
 

@@ -184,12 +184,13 @@ def find_files(pattern: str) -> list[Path]:
     """Return the regular files matching a path or a glob (``**`` allowed), sorted, each once.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or a folder cannot be listed.
     """
     expanded = Path(pattern).expanduser()
     # A name that happens to hold glob characters still names itself.
     if is_file(expanded):
         return [expanded]
+    _require_listable(expanded)
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if is_file(path)]
     if not files:
@@ -202,6 +203,32 @@ def find_files(pattern: str) -> list[Path]:
             fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
     return files
+
+
+def _require_listable(pattern: Path) -> None:
+    """Raise a DataError for a folder that a glob would pass over: its files would be missing without a word."""
+    for depth, part in enumerate(pattern.parts):
+        if glob.has_magic(part):
+            ends = depth + 1 if part == "**" else depth
+            for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
+                _list(folder)
+
+
+def _list(folder: str) -> None:
+    try:
+        with os.scandir(folder):
+            pass
+    except OSError as error:
+        raise _unlistable(error) from error
+
+
+def _unlistable(error: OSError) -> DataError:
+    return DataError(
+        "A folder cannot be listed",
+        where=error.filename,
+        found=error.strerror,
+        fix="Correct its permissions, or name the files without it.",
+    )
 
 
 def text_sources(pattern: str) -> list[TextSource]:
@@ -227,10 +254,14 @@ def stdlib_sources(root: Path) -> list[TextSource]:
         root: the folder of the library, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or a folder cannot be listed.
     """
+
+    def fail(error: OSError) -> None:
+        raise _unlistable(error) from error
+
     paths = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
         for name in names:
             path = Path(folder, name)

@@ -5,7 +5,6 @@ Each target has its rule of when it is due. A target absent from the configurati
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 
 from models import families
 from reprise.errors import TrainerError
-from reprise.files import Files, is_stored, location
+from reprise.files import Files, is_dir, is_stored, location
 from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
 from reprise.folder import named_iteration as folder_iteration
 from reprise.json_file import Document
@@ -352,10 +351,17 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
         targets.append(_local_target(section, Path(section.local.dir), cluster, files))
     if section.save is not None:
         is_asked = bool(section.save_weights_interval or section.save_steps)
-        weights = Path(section.save) / WEIGHTS  # `isdir` is False where it cannot be read
-        if cluster.channel.from_first("weights/there", lambda: os.path.isdir(weights)) or is_asked:
+        weights = Path(section.save) / WEIGHTS
+        if cluster.channel.from_first("weights/there", lambda: _is_readable_folder(weights)) or is_asked:
             targets.append(_weights_target(config, cluster, files))
     return Saves(tuple(targets), files)
+
+
+def _is_readable_folder(path: Path) -> bool:
+    try:
+        return is_dir(path)
+    except PermissionError:
+        return False
 
 
 def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, files: Files) -> LocalTarget:

@@ -127,6 +127,14 @@ def test_a_command_of_a_command_is_named_in_full(words: tuple[str, ...], capsys:
     assert capsys.readouterr().out.startswith(f"usage: reprise {' '.join(words)} ")
 
 
+@pytest.mark.parametrize("words", [("compare-loss",), ("compare-steps",), ("report",)])
+def test_a_file_that_no_system_takes_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "x" * 300, "y" * 300]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"reprise {words[0]}: ")
+    assert "too long" in line
+
+
 def test_train_is_the_program_of_python_m_trainer() -> None:
     helped = run("train", "--help")
     assert helped.returncode == 0, helped.stderr

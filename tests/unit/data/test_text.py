@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import sysconfig
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from reprise.errors import DataError
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.section import DataKind, DataSection, SampleCut, problems
-from trainer.data.text import TextSource, split_documents, stdlib_sources
+from trainer.data.text import TextSource, find_files, split_documents, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
 
 
@@ -372,3 +373,24 @@ def test_a_larger_vocabulary_is_kept_and_a_smaller_one_refused(tmp_path: Path) -
 )
 def test_problems_name_the_keys_at_fault(section: DataSection, keys: list[str]) -> None:
     assert [problem.split("=")[0] for problem in problems(section)] == keys
+
+
+@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "a?/[0-9]*.txt"])
+def test_a_folder_that_cannot_be_listed_is_no_smaller_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    for name in ("a1", "a2"):
+        write_texts(tmp_path / name, 3)
+    listed = os.scandir
+    assert len(find_files(str(tmp_path / pattern))) == 6
+
+    def scandir(path: str) -> object:
+        if str(path).rstrip("/").endswith("a2"):
+            raise OSError(errno.EIO, "the disk fails", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"A folder cannot be listed \(.*a2/\), found the disk fails"):
+        find_files(str(tmp_path / pattern))
+    with pytest.raises(DataError, match=r"A folder cannot be listed \(.*a2\), found the disk fails"):
+        stdlib_sources(tmp_path)

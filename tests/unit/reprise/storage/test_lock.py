@@ -21,7 +21,7 @@ import pytest
 
 from reprise.errors import LockError
 from reprise.storage import lock as lock_module
-from reprise.storage.lock import STALE_S, FolderLock
+from reprise.storage.lock import STALE_S, FolderLock, is_locked
 from tests.fakes import JOIN_S, run_ranks
 
 HOLDER = """
@@ -374,3 +374,9 @@ def test_a_lock_that_cannot_be_synced_lets_nothing_commit(tmp_path: Path, monkey
     with pytest.raises(OSError, match="Input/output error"):
         lock.check()
     lock.release()
+
+
+def test_a_lock_that_cannot_be_looked_at_may_be_held(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    assert not is_locked(tmp_path / "missing")
+    assert is_locked(tmp_path / ("x" * 300))
