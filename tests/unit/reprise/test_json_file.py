@@ -77,7 +77,8 @@ def test_what_nests_as_deep_as_may_be_comes_back() -> None:
         (b'{"a": 1e999}', "out of the range of a float"),
         (b'{"a": "\\ud800"}', "surrogates"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nests deeper than 64"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
+        # The second from Python 3.14 on.
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion|Stack overflow"),
     ],
 )
 def test_parse_refuses_what_is_no_standard_json_object(data: bytes, why: str) -> None:

@@ -95,9 +95,7 @@ def test_patterns_match_names_at_each_depth_or_fail(tmp_path: Path, monkeypatch:
     (tmp_path / "to_b").symlink_to("b")
     assert matching(tmp_path, "*.x") == [tmp_path / "c.x", tmp_path / "run-3.x"]
     assert matching(tmp_path, "?/run-*.x") == [tmp_path / "a/run-1.x"]
-    assert (
-        matching(tmp_path / "missing", "*") == matching(tmp_path / "c.x", "*") == matching(tmp_path / "a\0b", "*") == []
-    )
+    assert not any(matching(tmp_path / name, "*") for name in ("missing", "c.x", "a\0b"))
     assert sorted(folders_below(tmp_path)) == [tmp_path / "a", tmp_path / "b", tmp_path / "b/inner"]
 
     def fail(path: object) -> list[str]:
