@@ -212,7 +212,7 @@ class Restorer:
         start = time.monotonic()
 
         @cache
-        def line() -> ProgressLine:  # made by a load of more than a second
+        def line() -> ProgressLine:  # made only by a load of more than a second
             title = f"loading iteration {checkpoint.iteration}"
             return ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors), start=start)
 
