@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import NoReturn
 
 from reprise.errors import TrainerError
 from trainer.launch.environment import Environment
+
+# Errors that a defect of this program can cause, so that their traceback is of use.
+_OF_PROGRAMS = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EBADF, errno.EINVAL)
 
 # torchrun looks ten times a second for a rank that has ended, then ends the others with SIGTERM.
 _TURN_S = 1.0
@@ -53,9 +57,12 @@ def exit_with_error(
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of a TrainerError, the traceback of any other error."""
+    """Return the message of a TrainerError or of a failing file system, the traceback of any other error."""
     if isinstance(error, TrainerError):
         return f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename is not None and error.errno not in _OF_PROGRAMS:
+        name, reason = type(error).__name__, f"{error.strerror} (errno {error.errno})"
+        return f"{name}: The file system fails ({error.filename}), found {reason}. Mend it, or name another path."
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted before the first iteration. Nothing was saved."
     return "".join(traceback.format_exception(error)).rstrip()

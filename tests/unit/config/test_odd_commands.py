@@ -326,6 +326,13 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failing_file_system_is_one_message(tmp_path: Path) -> None:
+    ended = run(tmp_path, "model=gpt2_tiny", f"checkpoint.load={'x' * 300}")
+    (line,) = ended.stderr.splitlines()
+    assert re.fullmatch(r"OSError: The file system fails \(x+/checkpoints\), found File name too long .*", line)
+    assert ended.returncode == 1
+
+
 def test_threads_that_follow_the_cores_are_named() -> None:
     lanes = ["parallel.invariant_ranks=2", "train.micro_batch_size=1"]
     (line,) = loose_threads(compose(lanes))

@@ -40,6 +40,12 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (TrainerError("It failed", fix="Mend it."), 1, "TrainerError: It failed. Mend it."),
         (KeyboardInterrupt(), 130, "Interrupted before the first iteration. Nothing was saved."),
         (ValueError("a defect"), 1, "ValueError: a defect"),
+        (FileNotFoundError(2, "none", "a"), 1, "FileNotFoundError: [Errno 2] none: 'a'"),
+        (
+            OSError(5, "I/O error", "a/b"),
+            1,
+            "OSError: The file system fails (a/b), found I/O error (errno 5). Mend it, or name another path.",
+        ),
     ],
 )
 def test_torchrun_reports_the_message(
