@@ -112,8 +112,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
         if not lexists(partial):
             return
         if is_dir(partial):
-            for folder in (*folders_below(partial), partial):
-                files.sync_folder(folder)
+            sync_folders(files, partial)
         if not replaces and lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         # A rename replaces a file or an empty folder; a folder with content is moved aside first.
@@ -130,6 +129,12 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
                 files.remove_tree(partial)
             else:
                 files.remove_file(partial)
+
+
+def sync_folders(files: FileCalls, folder: Path) -> None:
+    """Make the names in a folder and in the folders below it durable."""
+    for inner in (*folders_below(folder), folder):
+        files.sync_folder(inner)
 
 
 def make_folders(files: FileCalls, path: Path) -> None:

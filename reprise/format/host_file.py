@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.json_file import integer
-from reprise.paths import exists, is_symlink, read_regular
+from reprise.paths import exists, lexists, read_regular
 
 FORMAT = "reprise-host/1"
 # A folder that lacks pieces has the configuration of its model or adapters under another name: transformers and PEFT
@@ -99,7 +99,7 @@ def stored_name(name: str, *, is_whole: bool) -> str:
 def path_of(folder: Path, name: str) -> Path:
     """Return the path of a file of the manifest in a folder, perhaps of a host."""
     path, of_part = folder / name, folder / stored_name(name, is_whole=False)
-    return path if path == of_part or is_symlink(path) or exists(path) or not exists(of_part) else of_part
+    return path if path == of_part or lexists(path) or not exists(of_part) else of_part
 
 
 def from_bytes(data: bytes, *, where: object) -> HostFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
-from reprise.paths import exists, is_dir, is_symlink
+from reprise.paths import exists, is_dir, lexists
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.stores.location import files_of, location
@@ -30,7 +30,7 @@ def has_no_checkpoint(path: Path, files: Files) -> bool:
     Raises:
         OSError: if the folder cannot be listed.
     """
-    if not (is_symlink(path) or exists(path)):
+    if not lexists(path):
         return True
     checkpoints = CheckpointFolder(path, files_of(path, files))
     is_checkpoint = exists(path / MANIFEST)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.atomic import make_folders
+from reprise.atomic import make_folders, sync_folders
 from reprise.errors import CheckpointError
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.paths import exists, folders_below
+from reprise.paths import exists
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.stores.checkpoint_files import CheckpointFiles
@@ -157,8 +157,7 @@ class _Copy:
         except CheckpointError:
             files.remove_tree(partial)  # a file of a copy that was cut off may be the damage: the next begins anew
             raise
-        for folder in (*folders_below(partial), partial):
-            files.sync_folder(folder)
+        sync_folders(files, partial)
         files.rename(partial, self._target)
         files.sync_folder(self._target.parent)
 

@@ -60,7 +60,7 @@ def groups() -> Iterator[tuple[str, list[str]]]:
     top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
     for folder in sorted(path for path in CONFIGS.iterdir() if is_dir(path)):
         default = re.search(rf"^  - {folder.name}: (\w+)", top, flags=re.M)
-        names = [path.stem for path in matching(folder, "*.yaml")]
+        names = sorted(path.stem for path in matching(folder, "*.yaml"))
         yield folder.name, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
 
 

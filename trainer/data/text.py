@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import xxhash
@@ -208,27 +209,23 @@ def find_files(pattern: str) -> list[Path]:
 def _require_listable(pattern: Path) -> None:
     """Raise a DataError for a folder that a glob would pass over: its files would be missing without a word."""
     for depth, part in enumerate(pattern.parts):
-        if glob.has_magic(part):
-            ends = depth + 1 if part == "**" else depth
-            for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
-                _list(folder)
+        if not glob.has_magic(part):
+            continue
+        ends = depth + 1 if part == "**" else depth
+        for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                _refuse_folder(error)
 
 
-def _list(folder: str) -> None:
-    try:
-        with os.scandir(folder):
-            pass
-    except OSError as error:
-        raise _unlistable(error) from error
-
-
-def _unlistable(error: OSError) -> DataError:
-    return DataError(
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise DataError(
         "A folder cannot be listed",
         where=error.filename,
         found=error.strerror,
         fix="Correct its permissions, or name the files without it.",
-    )
+    ) from error
 
 
 def text_sources(pattern: str) -> list[TextSource]:
@@ -256,12 +253,8 @@ def stdlib_sources(root: Path) -> list[TextSource]:
     Raises:
         DataError: there is none, or a folder cannot be listed.
     """
-
-    def fail(error: OSError) -> None:
-        raise _unlistable(error) from error
-
     paths = []
-    for folder, folders, names in os.walk(root, onerror=fail):
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
         folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
         for name in names:
             path = Path(folder, name)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.files import Files, atomic_output, cannot_write, describe_free_space, exists, is_dir, is_symlink
+from reprise.files import Files, atomic_output, cannot_write, describe_free_space, is_dir, lexists
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def new_output(out: Path, files: Files) -> Iterator[Path]:
 
 
 def _check_free(out: Path) -> None:
-    if exists(out) or is_symlink(out):
+    if lexists(out):
         raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
     if not is_dir(out.parent):
         raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")

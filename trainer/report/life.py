@@ -13,7 +13,7 @@ import numpy
 import reprise
 from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
-from reprise.files import is_file
+from reprise.folder import is_locked
 from reprise.json_file import Json
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
@@ -131,7 +131,7 @@ def _launch_events(history: History) -> Iterator[LifeEvent]:
         yield LifeEvent(launch.began, "launch", after, ", ".join([*texts, begin]))
         reached = last_iteration(history, launch)
         is_last = number == len(history.launches)
-        yield LifeEvent(launch.ended, *_end_of(launch, reached, is_running=is_last and is_locked(history.folder)))
+        yield LifeEvent(launch.ended, *_end_of(launch, reached, is_running=is_last and is_in_use(history.folder)))
 
 
 def _end_of(launch: LaunchSpan, reached: int, *, is_running: bool) -> tuple[str, int, str]:
@@ -146,10 +146,9 @@ def _end_of(launch: LaunchSpan, reached: int, *, is_running: bool) -> tuple[str,
     return "kill", reached, f"killed {lasted}"
 
 
-def is_locked(folder: Path) -> bool:
+def is_in_use(folder: Path) -> bool:
     """Return whether a run may write to a folder: it holds the lock, or was killed with it."""
-    locks = (folder / "lock", folder / "checkpoints" / "lock")
-    return any(is_file(lock) and lock.stat().st_size > 0 for lock in locks)
+    return any(map(is_locked, (folder, folder / "checkpoints")))
 
 
 def first_iteration(launch: LaunchSpan) -> int:
