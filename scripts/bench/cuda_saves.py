@@ -114,19 +114,21 @@ def _cost(saving: Saving, begin: Callable[[int], Begun]) -> Figures:
         handle = optimizer.register_step_pre_hook(lambda *_, begun=begun: begun[0].hold())
         saving.device.synchronize()
         saving.device.reset_peak()
-        start = time.perf_counter()
-        begun.append(begin(number))
-        returned_s = time.perf_counter() - start
-        step()
-        saving.device.synchronize()
-        first_s = time.perf_counter() - start
-        for _ in range(following - 1):
+        try:
+            start = time.perf_counter()
+            begun.append(begin(number))
+            returned_s = time.perf_counter() - start
             step()
-        saving.device.synchronize()
-        total_s = time.perf_counter() - start
-        begun[0].settle()
-        durable_s = time.perf_counter() - start
-        handle.remove()
+            saving.device.synchronize()
+            first_s = time.perf_counter() - start
+            for _ in range(following - 1):
+                step()
+            saving.device.synchronize()
+            total_s = time.perf_counter() - start
+            begun[0].settle()
+            durable_s = time.perf_counter() - start
+        finally:
+            handle.remove()
         prefix = "first_" if number == 1 else ""
         figures |= {
             f"{prefix}stall_s": first_s - quiet_s,
@@ -182,6 +184,10 @@ def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
         use_pinned_memory=is_on, use_shared_memory=is_process, use_async_staging=is_on, use_non_blocking_copy=is_on
     )
     stager = DefaultStager(options)
+    state_stager = stager._state_dict_stager
+    close = state_stager.close
+    # torch 2.11 closes it after every save, and fails in the next one; torch 2.13 keeps it, with its pinned memory.
+    state_stager.close = lambda: None  # type: ignore[method-assign]
 
     def begin(number: int) -> Begun:
         path = saving.folder / "dcp"
@@ -206,6 +212,7 @@ def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
         return _cost(saving, begin)
     finally:
         stager.close()
+        close()  # type: ignore[no-untyped-call]
         shutil.rmtree(saving.folder / "dcp", ignore_errors=True)
         if is_process:
             leave()

@@ -48,7 +48,7 @@ def test_nccl_refuses_two_ranks_on_one_device(tmp_path: Path) -> None:
     """The reason why the test above takes gloo; a release of nccl that does not refuse is recorded."""
     ended = call_on_ranks(
         one_device.train_over_nccl,
-        [f"run.dir={tmp_path / 'run'}", "model=gpt2_tiny", *TINY, "train.train_iters=2", "train.device=cuda"],
+        [f"run.dir={tmp_path / 'run'}", "model=gpt2_tiny", *TINY, "train.train_iters=4", "train.device=cuda"],
         folder=tmp_path / "ranks",
         ranks=2,
         timeout_s=min(120.0, most_s(torch.device("cuda"))),
