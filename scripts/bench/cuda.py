@@ -29,7 +29,7 @@ from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSid
 from scripts.bench.cuda_saves import save_sides
 from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, step_sides
 from scripts.bench.cuda_steps import OURS as STEP_OURS
-from scripts.bench.cuda_variants import LOSS_VARIANTS, STEP_VARIANTS
+from scripts.bench.cuda_variants import VARIANTS
 from trainer.commands.arguments import existing_folder
 from trainer.config.compose import compose
 from trainer.launch import process_group as launch
@@ -73,9 +73,6 @@ GROUPS: Mapping[str, Group] = {
     "step gpt2_124m": Group("step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 160, 2e9, sides=_GOAL_SIDES),
     "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 240, 26e9, 50e9, 40e9),
     "step gpt2_1558m": Group("step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 60, 240, 26e9, sides=_GOAL_SIDES),
-    "variants gpt2_124m": Group(
-        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 120, 2e9, sides=LOSS_VARIANTS, rows="step gpt2_124m"
-    ),
     "step llama3_1b": Group("step", ("model=llama3_1b",), "llama3_tiny", 4, 5, 60, 120, 21e9, sides=_ALL_SIDES),
     "transformers gpt2_124m": Group(
         "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 90, 2e9, sides=(TRANSFORMERS,), rows="step gpt2_124m"
@@ -83,8 +80,8 @@ GROUPS: Mapping[str, Group] = {
     "transformers gpt2_1558m": Group(
         "step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 90, 180, 26e9, sides=(TRANSFORMERS,), rows="step gpt2_1558m"
     ),
-    "more variants gpt2_124m": Group(
-        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 160, 2e9, sides=STEP_VARIANTS, rows="step gpt2_124m"
+    "variants gpt2_124m": Group(
+        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 160, 2e9, sides=VARIANTS, rows="step gpt2_124m"
     ),
     "step llama3_8b, 8 layers": Group(
         "step", ("model=llama3_8b", "model.n_layer=8"), "llama3_tiny", 2, 3, 60, 90, 46e9, sides=_ALL_SIDES

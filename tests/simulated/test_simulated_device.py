@@ -88,13 +88,13 @@ def test_offloaded_averages_have_the_bits_of_those_on_the_device(tmp_path: Path,
     assert losses[0] == losses[1] != []
 
 
-STEPS = "variants gpt2_124m;more variants gpt2_124m;transformers gpt2_124m"
+STEPS = "variants gpt2_124m;transformers gpt2_124m"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("groups", "sides"),
-    [("step gpt2_124m;save gpt2_1558m", 8), (STEPS, 8)],
+    [("step gpt2_124m;save gpt2_1558m", 8), (STEPS, 6)],
     ids=["step and save", "variants of the step"],
 )
 def test_the_benchmarks_of_a_device_run_on_it(

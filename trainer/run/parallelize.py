@@ -195,7 +195,8 @@ def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, to
 
         return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
     if mesh is None:
-        return token_loss
+        # One kernel each way over the logits, the largest activation, without their copies in float32.
+        return torch.compile(token_loss) if config.train.compile else token_loss
     from trainer.parallel import tensor
 
     return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=config.model.padded_vocab_size)

@@ -18,7 +18,7 @@ from models.config import Family
 from scripts.bench import cuda as bench_cuda
 from scripts.bench import cuda_saves, cuda_steps, cuda_table
 from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
-from scripts.bench.cuda_variants import DROPOUT, RECOMPUTE, SELECTIVE, UNSEEDED, UNWAITED, VARIANTS, variant
+from scripts.bench.cuda_variants import DROPOUT, RECOMPUTE, SELECTIVE, UNSEEDED, VARIANTS, variant
 from trainer.config.compose import compose
 from trainer.launch import process_group as launch
 
@@ -81,10 +81,6 @@ def test_variants_of_the_step_have_its_loss(model: str) -> None:
         losses.append([step() for _ in range(3)])
     found = dict(zip(names, losses[1:], strict=True))
     assert losses[0] not in (found.pop(DROPOUT, None), found.pop(UNSEEDED, None))
-    late = found.pop(UNWAITED)
-    assert math.isnan(late[0])
-    for each in (*found.values(), [*late[1:], losses[0][2]]):
-        assert each == pytest.approx(losses[0], rel=5e-3)  # sums of bfloat16 in another order
     assert found[RECOMPUTE] == found[SELECTIVE] == losses[0]
 
 
