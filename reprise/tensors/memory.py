@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 # While one call populates, no thread of the process can map memory: a training step that allocates 50 MB waits for it.
 # Beside 768 MiB in one call an mmap took as long as that call, 0.09 to 2 s; beside 8 MiB at a time, at most 2 ms.
 _POPULATE_BYTES = 8 << 20
+_POPULATE_THREADS = 8
 _HUGE_BYTES = 2 << 20  # a huge page of x86-64, and of arm64 with small pages of 4 KiB
 
 
@@ -43,6 +46,7 @@ class Arena:
         self._used = 0
         self._is_pinned = is_pinned and total_bytes > 0
         if self._is_pinned:
+            _populate_with_threads(self._memory)
             pin(self._memory)
 
     def take(self, size: int, *, offset: int) -> Bytes | None:
@@ -79,6 +83,18 @@ def populate(memory: Bytes) -> None:
     for at in reversed(range(0, memory.nbytes, _POPULATE_BYTES)):
         part = memory[at : at + _POPULATE_BYTES]
         _libc.madvise(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(part.nbytes), _MADV_POPULATE_WRITE)
+
+
+def _populate_with_threads(memory: Bytes) -> None:
+    """Populate the pages of a mapping to be pinned.
+
+    The device runs nothing new while memory is being pinned: 5.6 s for 19 GB on an H200's host, 0.4 s if the pages are
+    there. A thread populates them in 3.2 s, eight in 0.8 s, and the device goes on meanwhile.
+    """
+    threads = min(_POPULATE_THREADS, len(os.sched_getaffinity(0)))
+    parts = (memory[at : at + _POPULATE_BYTES] for at in range(0, memory.nbytes, _POPULATE_BYTES))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(populate, parts))
 
 
 def map_memory(total_bytes: int) -> Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.layout import PAGE_BYTES
-from reprise.tensors.memory import Arena, HostMemory, map_like_file, map_memory
+from reprise.tensors.memory import Arena, Bytes, HostMemory, map_like_file, map_memory
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)), max_size=12)
 
@@ -89,3 +90,18 @@ def test_a_copy_needs_no_attribute_that_numpy_imports(monkeypatch: pytest.Monkey
     target = np.zeros(40, dtype=np.uint8)
     HostMemory(source, is_private=True).copy_to(target, 30)
     assert target.tolist() == list(range(30, 70))
+
+
+def test_memory_has_its_pages_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning makes them itself otherwise, and the device runs nothing new meanwhile."""
+    pages_there = []
+
+    def pin(mapping: Bytes) -> None:
+        flags = np.zeros(-(-mapping.nbytes // PAGE_BYTES), np.uint8)
+        address, size = ctypes.c_void_p(mapping.ctypes.data), ctypes.c_size_t(mapping.nbytes)
+        assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(flags.ctypes.data)) == 0
+        pages_there.append(bool(flags.all()))
+
+    monkeypatch.setattr("reprise.tensors.memory.pin", pin)
+    Arena(40 << 20, is_pinned=True)
+    assert pages_there == [True]
