@@ -411,11 +411,22 @@ class Source:
         fitting = [n for n in names if self.module == n or (n != root and self.module.startswith(n + "."))]
         return max(fitting, key=len, default="")
 
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        for node in self.nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
+    @cached_property
+    def import_names(self) -> list[tuple[str, str]]:
+        """Return every imported name with its dots and, of `from a import b`, the package `a`, else the name itself."""
+        names = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names += [(alias.name, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names]
+        return names
+
+    @cached_property
     def imports(self) -> set[str]:
         """Return the dotted names this module imports; of `from a import b` both `a` and `a.b`."""
         found = set()
@@ -442,15 +453,8 @@ def read_sources(*folders: str) -> list[Source]:
 
 def imported_modules(source: Source, known: set[str]) -> set[str]:
     """Return the project's own modules that a source imports; importing a name from a package means the package."""
-    found = set()
-    for node in source.nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full in known else str(node.module))
-    return (found & known) - {source.module}
+    modules = {full if full in known else package for full, package in source.import_names}
+    return (modules & known) - {source.module}
 
 
 def is_or_in(name: str, package: str) -> bool:
@@ -512,7 +516,7 @@ def foreign_imports(sources: Sequence[Source]) -> list[str]:
     """models, trainer/data and reprise stand on few legs; some libraries have one door."""
     found = []
     for source in sources:
-        for name in sorted(source.imports()):
+        for name in sorted(source.imports):
             if name.startswith("."):
                 found.append(f"{source.module} has a relative import: {name}")
             for package, allowed in ALLOWED.items():
@@ -534,7 +538,7 @@ def stores_are_handed_down(sources: Sequence[Source]) -> list[str]:
             continue
         if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Files" for n in source.nodes):
             complaints.append(f"{source.module} makes a store, in place of taking one")
-        is_named = any(imported.endswith(f".{name}") for imported in source.imports())
+        is_named = any(imported.endswith(f".{name}") for imported in source.imports)
         if is_named and not any(is_or_in(source.module, place) for place in CHOOSES_STORE):
             complaints.append(f"{source.module} chooses the store of this machine, in place of taking one")
     return complaints
@@ -576,7 +580,7 @@ def sizes(sources: Sequence[Source]) -> list[str]:
         lines = len(source.text.splitlines())
         if lines > MAX_MODULE_LINES:
             found.append(f"{source.module} has {lines} lines")
-        for function in source.functions():
+        for function in source.functions:
             length = (function.end_lineno or 0) - function.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 found.append(f"{source.module}.{function.name} has {length} lines")
@@ -593,7 +597,7 @@ def annotations(sources: Sequence[Source]) -> list[str]:
     """Every function says what it takes and returns."""
     found = []
     for source in sources:
-        for function in source.functions():
+        for function in source.functions:
             spec = function.args
             arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
             bare = [a.arg for a in arguments if a and a.annotation is None and a.arg not in ("self", "cls")]
@@ -639,30 +643,34 @@ def _is_explained(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -
 
 def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
     """No pickle in any of its forms, and nothing that turns data into code."""
+    return [line for source in sources for line in code_run_by(source)]
+
+
+@cache
+def code_run_by(source: Source) -> list[str]:
     found = []
-    for source in sources:
-        for name in sorted(source.imports()):
-            if (source.module, name) in ADMITS_BY_NAME:
-                continue
-            if name.split(".")[0] in PICKLING_MODULES or name in ("torch.save", "torch.load"):
-                found.append(f"{source.module} imports {name}")
-            if name.split(".")[-1] in PICKLING_CALLS:
-                found.append(f"{source.module} imports {name}, which pickles")
-        for node in source.nodes:
-            match node:
-                case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
-                    listed = MEASURED_AS_A_PEER | WRITTEN_FOR_OTHERS
-                    if (source.module, f"torch.{name}") in listed:
-                        continue
-                    found.append(f"{source.module}:{node.lineno} uses torch.{node.attr}")
-                case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" | "Unpickler" as name):
-                    found.append(f"{source.module}:{node.lineno} uses pickle.{name}")
-                case ast.Attribute(attr=name) if name in PICKLING_CALLS:
-                    found.append(f"{source.module}:{node.lineno} uses {name}, which pickles")
-                case ast.Call(func=ast.Name(id=name)) if name in CODE_RUNNERS:
-                    found.append(f"{source.module}:{node.lineno} calls {name}")
-                case ast.keyword(arg="allow_pickle"):
-                    found.append(f"{source.module}:{node.lineno} sets allow_pickle")
+    for name in sorted(source.imports):
+        if (source.module, name) in ADMITS_BY_NAME:
+            continue
+        if name.split(".")[0] in PICKLING_MODULES or name in ("torch.save", "torch.load"):
+            found.append(f"{source.module} imports {name}")
+        if name.split(".")[-1] in PICKLING_CALLS:
+            found.append(f"{source.module} imports {name}, which pickles")
+    for node in source.nodes:
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
+                listed = MEASURED_AS_A_PEER | WRITTEN_FOR_OTHERS
+                if (source.module, f"torch.{name}") in listed:
+                    continue
+                found.append(f"{source.module}:{node.lineno} uses torch.{node.attr}")
+            case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" | "Unpickler" as name):
+                found.append(f"{source.module}:{node.lineno} uses pickle.{name}")
+            case ast.Attribute(attr=name) if name in PICKLING_CALLS:
+                found.append(f"{source.module}:{node.lineno} uses {name}, which pickles")
+            case ast.Call(func=ast.Name(id=name)) if name in CODE_RUNNERS:
+                found.append(f"{source.module}:{node.lineno} calls {name}")
+            case ast.keyword(arg="allow_pickle"):
+                found.append(f"{source.module}:{node.lineno} sets allow_pickle")
     return found
 
 
@@ -722,17 +730,21 @@ def unique_classes(sources: Sequence[Source]) -> list[str]:
 
 def retired_words(sources: Sequence[Source]) -> list[str]:
     """Nothing is named with a word that has given way to the field's."""
+    return [line for source in sources for line in retired_words_of(source)]
+
+
+@cache
+def retired_words_of(source: Source) -> list[str]:
     found = []
-    for source in sources:
-        names = {*defined_names(source), source.module.split(".")[-1]}
-        classes = {node.name.lstrip("_") for node in source.nodes if isinstance(node, ast.ClassDef)}
-        for name in sorted(names):
-            spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-            for word, better in RETIRED.items():
-                if re.search(rf"(?<![a-z0-9]){word}s?(?![a-z0-9])", spelled):
-                    found.append(f"{source.module} names {name}: {word} has given way to {better}")
-        for name in sorted(classes & RETIRED_CLASSES.keys()):
-            found.append(f"{source.module} names a class {name}, which has given way to {RETIRED_CLASSES[name]}")
+    names = {*defined_names(source), source.module.split(".")[-1]}
+    classes = {node.name.lstrip("_") for node in source.nodes if isinstance(node, ast.ClassDef)}
+    for name in sorted(names):
+        spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        for word, better in RETIRED.items():
+            if re.search(rf"(?<![a-z0-9]){word}s?(?![a-z0-9])", spelled):
+                found.append(f"{source.module} names {name}: {word} has given way to {better}")
+    for name in sorted(classes & RETIRED_CLASSES.keys()):
+        found.append(f"{source.module} names a class {name}, which has given way to {RETIRED_CLASSES[name]}")
     return found
 
 
@@ -751,7 +763,7 @@ def short_test_names(sources: Sequence[Source]) -> list[str]:
     return [
         f"{source.module}.{function.name} has {len(function.name)} letters"
         for source in sources
-        for function in source.functions()
+        for function in source.functions
         if function.name.startswith("test_") and len(function.name) > MAX_TEST_NAME
     ]
 
@@ -811,9 +823,7 @@ def nouns(sources: Sequence[Source]) -> list[str]:
     for source in sources:
         package = source.module.partition(".")[0]
         allowed = {"self", "cls", "_"} | NOUNS_BY_MODULE.get(source.module, set())
-        for function in source.functions():
-            names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-            names |= {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for names in local_names(source):
             totals[package] += len(names - allowed)
             if members := sorted((names - allowed) & VAGUE_NAMES):
                 vague[package].setdefault(source.module, []).extend(members)
@@ -826,6 +836,19 @@ def nouns(sources: Sequence[Source]) -> list[str]:
     return complaints
 
 
+@cache
+def local_names(source: Source) -> list[set[str]]:
+    """Return the names that each function gives: of its variables and its arguments."""
+    names_by_function = []
+    for function in source.functions:
+        names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names_by_function.append(
+            names | {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        )
+    return names_by_function
+
+
+@cache
 def docstrings_of(source: Source) -> str:
     """Return all docstrings of a source, one after another."""
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -1140,7 +1163,7 @@ def test_a_cycle_of_imports_is_named() -> None:
 
 def unused_dependencies(requirements: Sequence[str], sources: Sequence[Source], tools: str) -> list[str]:
     """Return the requirements that no source imports and that are no word of `tools`."""
-    imported = {name for source in sources for name in source.imports()}
+    imported = {name for source in sources for name in source.imports}
     found = []
     for requirement in requirements:
         name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
