@@ -46,7 +46,9 @@ def build(folder: Path) -> Path:
     """
     package, library = Path(torch.__file__).parent, folder / "device.so"
     include = package / "include"
-    command = [_COMPILER, "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(_SOURCE), "-o", str(library)]
+    # As torch itself is built: without NDEBUG its headers have assertions, one of which is wrong in torch 2.11.
+    command = [_COMPILER, "-O1", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-w"]
+    command += [str(_SOURCE), "-o", str(library)]
     command += [
         f"-I{include}",
         f"-I{include / 'torch/csrc/api/include'}",
@@ -152,6 +154,7 @@ def _module() -> ModuleType:
         synchronize=lambda device=None: torch.accelerator.synchronize(_index(device)),
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _lazy_init=lambda: None,  # without it torch 2.11 takes the device for one never used, and does not wait for it
         _is_in_bad_fork=lambda: False,
         manual_seed_all=torch.default_generator.manual_seed,
         default_generators=[torch.default_generator] * DEVICES,  # whose kernels these are
