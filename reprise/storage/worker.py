@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -116,7 +117,9 @@ class Stopped(Exception):
 def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int) -> None:
     """Run calls on this thread and on at most `threads - 1` more, wait for all, and raise the first error.
 
-    A single call needs no thread. `Stopped` is raised only if there is no other error.
+    A single call needs no thread, and this thread runs what is left where another cannot be started: the system has no
+    more, or the main thread has ended under Python 3.12.0 to 3.12.2. `Stopped` is raised only if there is no other
+    error.
     """
     jobs = [Job(call) for call in calls]
     helpers = max(0, min(threads, len(jobs)) - 1)
@@ -124,8 +127,9 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
     for job in (*jobs, *[None] * (helpers + 1)):
         queue.put(job)
     pool = Worker(name, threads=helpers)
-    for _ in range(helpers):
-        pool.submit(partial(Job.run_from, queue))
+    with contextlib.suppress(RuntimeError):
+        for _ in range(helpers):
+            pool.submit(partial(Job.run_from, queue))
     Job.run_from(queue)
     errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
     pool.close()

@@ -12,7 +12,13 @@ from tests.harness import curve, tensor_files
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("model.n_layer=2", "model.n_embd=48", "model.intermediate_size=96", "train.seq_length=64", "logging.tensorboard=false")
+SMALL = (
+    "model.n_layer=2",
+    "model.n_embd=48",
+    "model.intermediate_size=96",
+    "train.seq_length=64",
+    "logging.tensorboard=false",
+)
 LAST = "checkpoints/iter_0000100"
 
 

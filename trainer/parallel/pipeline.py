@@ -169,7 +169,8 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         inputs = self._form.split(windows)
-        arguments = (inputs.tokens,) if self._is_first else ()
+        # Evaluation with torch 2.11 refuses inputs with other strides than those of `_input`.
+        arguments = (inputs.tokens.contiguous(),) if self._is_first else ()
         extra = extra | inputs.keywords()
         if self._is_last:
             call(*arguments, target=inputs.targets, losses=losses, return_outputs=False, **extra)

@@ -85,7 +85,15 @@ def committed(folder: Path) -> dict[str, torch.Tensor]:
     return again
 
 
-@pytest.mark.parametrize("program", ["save_and_end", "save_after_the_main_thread"])
+_LATE = pytest.param(
+    "save_after_the_main_thread",
+    marks=pytest.mark.skipif(
+        (3, 12) <= sys.version_info < (3, 12, 3), reason="this Python starts no thread after the main thread has ended"
+    ),
+)
+
+
+@pytest.mark.parametrize("program", ["save_and_end", _LATE])
 def test_a_save_ends_before_its_program(tmp_path: Path, program: str) -> None:
     ended = run(program, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

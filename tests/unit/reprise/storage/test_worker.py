@@ -94,5 +94,20 @@ def test_a_single_call_needs_no_thread() -> None:
     assert threads == [threading.current_thread()]
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    start, started, ended = threading.Thread.start, list[threading.Thread](), list[int]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run_together([partial(ended.append, number) for number in range(5)], name="test", threads=4)
+    assert sorted(ended) == [0, 1, 2, 3, 4]
+
+
 def assert_met(barrier: threading.Barrier) -> None:
     barrier.wait(JOIN_S)
