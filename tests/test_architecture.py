@@ -417,7 +417,7 @@ class Source:
 
     @cached_property
     def import_names(self) -> list[tuple[str, str]]:
-        """Return every imported name with its dots and, of `from a import b`, the package `a`, else the name itself."""
+        """Return each imported name in full, and the module it comes from."""
         names = []
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -838,7 +838,7 @@ def nouns(sources: Sequence[Source]) -> list[str]:
 
 @cache
 def local_names(source: Source) -> list[set[str]]:
-    """Return the names that each function gives: of its variables and its arguments."""
+    """Return the names that each function assigns, and those of its arguments."""
     names_by_function = []
     for function in source.functions:
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

@@ -78,7 +78,7 @@ class Writer:
 
         Args:
             chunks: the extents of each file, in the order of writing.
-            beside: calls to run beside the writes, each on a thread of its own.
+            beside: calls to run beside the writes, each on a thread of its own if the system has one.
             unsynced: takes the files, for the caller to sync; None syncs here.
 
         Raises:

@@ -84,7 +84,10 @@ def _nothing() -> None:
 
 
 class Worker:
-    """Runs jobs in turn on daemon threads, started with the first job; the program's exit does not wait for them."""
+    """Runs jobs in turn on daemon threads; the program's exit does not wait for them.
+
+    Each of the first jobs starts one.
+    """
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._name, self._count = name, threads
@@ -93,7 +96,7 @@ class Worker:
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
-        while len(self._threads) < self._count:
+        if len(self._threads) < self._count:
             thread = threading.Thread(target=Job.run_from, args=(self._queue,), name=self._name, daemon=True)
             thread.start()  # the system may refuse it
             self._threads.append(thread)
@@ -117,9 +120,9 @@ class Stopped(Exception):
 def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int) -> None:
     """Run calls on this thread and on at most `threads - 1` more, wait for all, and raise the first error.
 
-    A single call needs no thread, and this thread runs what is left where another cannot be started: the system has no
-    more, or the main thread has ended under Python 3.12.0 to 3.12.2. `Stopped` is raised only if there is no other
-    error.
+    A single call needs no thread. The threads that are there run the calls where no other can be started: the system
+    refuses it, and Python 3.12.0 to 3.12.2 does once the main thread has ended. `Stopped` is raised only if there is no
+    other error.
     """
     jobs = [Job(call) for call in calls]
     helpers = max(0, min(threads, len(jobs)) - 1)

@@ -95,7 +95,7 @@ def test_compiled_blocks_train_and_resume_bitwise(runs: dict[tuple[int, int], Pa
     overrides = [*COMMON, "train.compile=true"]
     ended = launch(tmp_path / "compiled", overrides, timeout_s=240.0)
     assert ended.ok, ended.text
-    assert "compiling the transformer blocks: the first iteration may take minutes" in ended.text
+    assert "compiling the model: the first iteration may take minutes" in ended.text
     # Other kernels, other rounding.
     assert losses(tmp_path / "compiled") == pytest.approx(losses(runs[1, 1]), abs=1e-4)
     shutil.copytree(tmp_path / "compiled", tmp_path / "resumed")

@@ -172,9 +172,10 @@ def test_qwen3_and_muon_have_the_bits_of_one_rank(train: Train, case: Case) -> N
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("model", ["gpt2", "llama3"])
-def test_compiled_blocks_have_the_bits_of_one_rank(train: Train, model: str) -> None:
+@pytest.mark.parametrize("name", ["dp2 zero3", "pp2"])
+def test_compiled_models_have_the_bits_of_one_rank(train: Train, model: str, name: str) -> None:
     overrides = (*overrides_of(model, "bfloat16", iterations=4), "train.compile=true", "model.n_layer=2")
-    (case,) = (case for case in EVERY if case.name == "dp2 zero3")
+    (case,) = (case for case in EVERY if case.name == name)
     assert train(case, *overrides) == train(ALONE, *overrides)
 
 

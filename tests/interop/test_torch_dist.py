@@ -382,7 +382,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, where: str) -> None:
     bomb, path = _Bomb(tmp_path / "boom"), write(tmp_path / "saved", state_of("gpt2"), Way(dp=2), form)
     if where == "metadata":
         metadata = _metadata(path)
-        metadata.all_local_plans = [bomb]  # as megatron-core's
+        metadata.all_local_plans = [bomb]  # as megatron-core sets it
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
     elif where == "settings":
         _replace_value(path, "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1", [bomb])

@@ -67,7 +67,7 @@ class TrainSection:
         clip_grad: upper bound of the gradient's L2 norm; 0 disables it.
         seed: seed of initial weights, order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32.
-        compile: compile each transformer block with torch.compile, and without tensor parallelism the loss.
+        compile: compile each transformer block and, without tensor parallelism, the loss with torch.compile.
         deterministic: restrict torch to deterministic kernels; a CPU's always are.
         threads: compute threads of a rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else a share of
             cores.

@@ -138,7 +138,7 @@ class Pipeline:
 
         self._on_logits = capture
         try:
-            self.evaluate(window.expand(self._samples, -1))
+            self.evaluate(window.repeat(self._samples, 1))
         finally:
             self._on_logits = None
         return captured[0] if captured else None

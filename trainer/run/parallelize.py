@@ -195,7 +195,7 @@ def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, to
 
         return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
     if mesh is None:
-        # One kernel each way over the logits, the largest activation, without their copies in float32.
+        # A compiled loss makes no float32 copies of the logits, the largest activation.
         return torch.compile(token_loss) if config.train.compile else token_loss
     from trainer.parallel import tensor
 

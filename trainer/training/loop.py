@@ -55,7 +55,7 @@ def train(run: Run) -> Rewind | None:
     for log in run.logs if _goes_on(run) else ():
         log.started(run.start_times)
         if settings.compile:
-            _log.info("compiling the transformer blocks: the first iteration may take minutes")
+            _log.info("compiling the model: the first iteration may take minutes")
     if _goes_on(run):  # what the interruption has kept from one of the folders
         _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation

@@ -1,11 +1,16 @@
-"""Which layers a pipeline stage holds."""
+"""Which layers a pipeline stage holds, and the tokens that a schedule gets."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.pipeline import divide_layers
+from trainer.data.documents import WindowForm
+from trainer.parallel.pipeline import Pipeline, divide_layers
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
@@ -21,3 +26,17 @@ def test_stages_in_the_middle_hold_more_than_the_ends_do() -> None:
     assert [len(share) for share in divide_layers(126, 16)] == [7, *[8] * 14, 7]
     assert [len(share) for share in divide_layers(5, 2)] == [3, 2]
     assert [len(share) for share in divide_layers(5, 4)] == [1, 2, 1, 1]
+
+
+def test_a_schedule_gets_tokens_without_gaps() -> None:
+    """torch 2.11 compares their strides with those of the input that a stage was made with."""
+    calls: list[torch.Tensor] = []
+
+    def step(tokens: torch.Tensor, **_: Any) -> None:
+        calls.append(tokens)
+
+    first = SimpleNamespace(_form=WindowForm(False, is_padded=False), _is_first=True, _is_last=False)
+    windows = torch.arange(34).view(2, 17)
+    assert Pipeline._run(first, step, windows, {}) == []  # type: ignore[arg-type]
+    assert calls[0].equal(windows[:, :-1])
+    assert calls[0].stride() == (16, 1)

@@ -104,8 +104,14 @@ def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyP
         started.append(thread)
         start(thread)
 
+    def call(number: int) -> None:
+        if number < 1 + most:  # on as many threads as there are
+            assert_met(barrier)
+        ended.append(number)
+
+    barrier = threading.Barrier(1 + most)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    run_together([partial(ended.append, number) for number in range(5)], name="test", threads=4)
+    run_together([partial(call, number) for number in range(5)], name="test", threads=4)
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 

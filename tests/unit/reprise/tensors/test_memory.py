@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_memory_has_its_pages_before_it_is_pinned(monkeypatch: pytest.MonkeyPatc
     pages_there = []
 
     def pin(mapping: Bytes) -> None:
-        flags = np.zeros(-(-mapping.nbytes // PAGE_BYTES), np.uint8)
+        flags = np.zeros(-(-mapping.nbytes // mmap.PAGESIZE), np.uint8)
         address, size = ctypes.c_void_p(mapping.ctypes.data), ctypes.c_size_t(mapping.nbytes)
         assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(flags.ctypes.data)) == 0
         pages_there.append(bool(flags.all()))
