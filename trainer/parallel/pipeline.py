@@ -22,6 +22,7 @@ from reprise.live_tensors import local_of
 from trainer.data.documents import WindowForm
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
@@ -118,7 +119,10 @@ class Pipeline:
             windows: int64 [samples of this coordinate, seq_length + 1], a multiple of the micro batch size.
             keys: int64 [micro batches], the dropout keys.
         """
-        return self._run(self._schedule_of(windows).step, windows, {"dropout_key": keys})
+        schedule = self._schedule_of(windows)
+        for stage in self._stages:
+            _require_gradients(stage)
+        return self._run(schedule.step, windows, {"dropout_key": keys})
 
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
         """Return the loss of each micro batch on the last stage, else []. Windows have the shape of training."""
@@ -177,6 +181,14 @@ class Pipeline:
         else:
             call(*arguments, return_outputs=False, **extra)
         return [local_of(loss) for loss in losses]
+
+
+def _require_gradients(stage: PipelineStage) -> None:
+    """Let received activations have gradients; with torch 2.11 they have none if an evaluation came first."""
+    for infos in stage.args_recv_info.values():
+        for info in infos:
+            if isinstance(buffer := getattr(info, "buffer", None), torch.Tensor):
+                buffer.requires_grad_()
 
 
 def _input(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
