@@ -423,20 +423,14 @@ class Source:
             if isinstance(node, ast.Import):
                 names += [(alias.name, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                names += [(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names]
+                base = "." * node.level + (node.module or "")
+                names += [(f"{base}.{alias.name}", base) for alias in node.names]
         return names
 
     @cached_property
     def imports(self) -> set[str]:
         """Return the dotted names this module imports; of `from a import b` both `a` and `a.b`."""
-        found = set()
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                base = "." * node.level + (node.module or "")
-                found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-        return found
+        return {name for names in self.import_names for name in names}
 
 
 Rule = Callable[[Sequence[Source]], list[str]]

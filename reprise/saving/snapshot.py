@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from reprise.format.layout import PAGE_BYTES
 from reprise.policy import SavePolicy
 from reprise.saving.plan import Chunk, ChunkPart, Plan, make_plan
 from reprise.saving.replica_digests import ReplicaDigests
-from reprise.storage.worker import Worker
+from reprise.storage.worker import Worker, run_together
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Bytes, Memory
 
@@ -177,15 +178,7 @@ class Snapshot:
             return
         early = [c for c in self._chunks if self._is_on_device(c) or (copies_first and not self._is_private(c))]
         threads = torch.get_num_threads() if copies_first else 1  # the caller waits, and needs none of its own
-        copying = Worker("checkpoint-copies", threads=threads - 1)
-        share = deque(early)
-        jobs = [copying.submit(lambda: self._stage_all(share)) for _ in range(threads - 1)]
-        try:
-            self._stage_all(share)
-        finally:
-            for job in jobs:
-                job.wait()
-            copying.close()
+        run_together([partial(self._stage_all, deque(early))] * threads, name="checkpoint-copies", threads=threads)
 
     def _stage_all(self, share: deque[Chunk]) -> None:
         """Copy chunks to the arena until none is left, or the arena is full. Any thread."""

@@ -119,14 +119,14 @@ class Pipeline:
             windows: int64 [samples of this coordinate, seq_length + 1], a multiple of the micro batch size.
             keys: int64 [micro batches], the dropout keys.
         """
-        schedule = self._schedule_of(windows)
-        for stage in self._stages:
-            _require_gradients(stage)
-        return self._run(schedule.step, windows, {"dropout_key": keys})
+        return self._run(self._schedule_of(windows).step, windows, {"dropout_key": keys})
 
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
         """Return the loss of each micro batch on the last stage, else []. Windows have the shape of training."""
-        return self._run(self._schedule_of(windows).eval, windows, {})
+        losses = self._run(self._schedule_of(windows).eval, windows, {})
+        for stage in self._stages:
+            _require_gradients(stage)
+        return losses
 
     def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
         """Return the logits [1, local rows] at position `at` of a window on the last stage, else None.
@@ -184,7 +184,7 @@ class Pipeline:
 
 
 def _require_gradients(stage: PipelineStage) -> None:
-    """Let received activations have gradients; with torch 2.11 they have none if an evaluation came first."""
+    """Let a later step send gradients of received activations: torch 2.11 has none of what an evaluation prepared."""
     for infos in stage.args_recv_info.values():
         for info in infos:
             if isinstance(buffer := getattr(info, "buffer", None), torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, and the tokens that a schedule gets."""
+"""Which layers a pipeline stage holds, and what a schedule gets and leaves."""
 
 from __future__ import annotations
 
@@ -40,3 +40,16 @@ def test_a_schedule_gets_tokens_without_gaps() -> None:
     assert Pipeline._run(first, step, windows, {}) == []  # type: ignore[arg-type]
     assert calls[0].equal(windows[:, :-1])
     assert calls[0].stride() == (16, 1)
+
+
+def test_an_evaluation_leaves_what_a_step_sends_gradients_of() -> None:
+    """torch 2.11 prepares a stage for evaluation alone where the first batch of a size is evaluated."""
+    received = torch.zeros(3)
+    infos = {0: (SimpleNamespace(buffer=received), SimpleNamespace(buffer=None), SimpleNamespace())}
+    pipeline = SimpleNamespace(
+        _stages=[SimpleNamespace(args_recv_info=infos)],
+        _schedule_of=lambda windows: SimpleNamespace(eval=None),
+        _run=lambda call, windows, extra: [],
+    )
+    assert Pipeline.evaluate(pipeline, torch.arange(34).view(2, 17)) == []  # type: ignore[arg-type]
+    assert received.requires_grad
