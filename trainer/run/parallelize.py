@@ -285,6 +285,7 @@ def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | 
     """
     if embedding_group is None:
         return
+    state.finish_averages()
     digest = xxhash.xxh3_64()
     for part in state.parts:
         for parameter in tied_parameters(part.model):

@@ -83,7 +83,7 @@ class TrainerState:
             CheckpointError: for a trainable parameter without optimizer state.
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
-        self._finish_averages()
+        self.finish_averages()
         for part in self.parts:
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
@@ -97,7 +97,8 @@ class TrainerState:
                 if tensor.spec.kind is TensorKind.MODEL:
                     yield tensor
 
-    def _finish_averages(self) -> None:
+    def finish_averages(self) -> None:
+        """Wait until the moving averages are those of the last step."""
         for part in self.parts if self.averages else ():
             finish_move(part.optimizer)
 
@@ -126,7 +127,7 @@ class TrainerState:
             syncs: see `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
-        self._finish_averages()
+        self.finish_averages()
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
