@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -28,7 +30,7 @@ from yaml import YAMLError
 from reprise.errors import ConfigError
 from reprise.files import SMALL_BYTES, Files, location, read_regular
 from trainer.config.megatron_flags import refuse_flags
-from trainer.config.options import CONFIGS, keys
+from trainer.config.options import CONFIGS, keys, null_mappings
 from trainer.config.overrides import escape, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
@@ -46,6 +48,25 @@ _LIKE_A_KEY = 0.75  # least ratio of equal characters of an option and a key
 _ENVIRONMENT = "# from environment variables: "
 
 ConfigStore.instance().store(name="schema", node=Config)
+_apply_overrides = ConfigLoaderImpl._apply_overrides_to_config
+
+
+def _apply_to_null_mappings(overrides: list[Override], raw: DictConfig) -> None:
+    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it.
+
+    OmegaConf 2.3 merges nothing into null: `model.rope_scaling.factor=4` would end with an AssertionError.
+    """
+    named = [
+        override.key_or_group if isinstance(override._value, dict) else override.key_or_group.rpartition(".")[0]
+        for override in overrides
+    ]
+    for key, mapping in null_mappings():
+        if key in named and OmegaConf.select(raw, key) is None:
+            OmegaConf.update(raw, key, mapping(), merge=False)
+    _apply_overrides(overrides, raw)
+
+
+ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_to_null_mappings)  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True, slots=True)

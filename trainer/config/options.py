@@ -55,6 +55,19 @@ def keys() -> list[str]:
     return [name for section in sections() for name in (section.name, *(row.key for row in section.rows))]
 
 
+def null_mappings(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the keys of mappings that are null unless they are set, with their sections of the schema."""
+    hints = get_type_hints(section)
+    for field in fields(section):
+        key, kinds = f"{prefix}{field.name}", get_args(hints[field.name]) or (hints[field.name],)
+        for kind in kinds:
+            if not isinstance(kind, type) or not is_dataclass(kind):
+                continue
+            if field.default is None:
+                yield key, kind
+            yield from null_mappings(kind, f"{key}.")
+
+
 def groups() -> Iterator[tuple[str, list[str]]]:
     """Yield the groups of the configuration and their choices, the default in bold."""
     top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from models.config import RopeScaling
 from reprise.errors import ConfigError
 from trainer.config.compose import compose
 from trainer.config.overrides import escape, readable, text_value
@@ -93,3 +94,15 @@ def test_bytes_that_are_no_text_are_refused() -> None:
 def test_an_escaped_text_is_never_resolved(text: str) -> None:
     value = {"key": escape([text, {"inner": text}])}
     assert OmegaConf.to_object(OmegaConf.create(value)) == {"key": [text, {"inner": text}]}
+
+
+@pytest.mark.parametrize("word", ["model.rope_scaling.factor=4", "model.rope_scaling={factor: 4}"])
+def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
+    assert compose(["model=llama3_tiny", word]).model.rope_scaling == RopeScaling(factor=4.0)
+    assert compose(["model=llama3_tiny", "model.rope_scaling.high_freq_factor=3", word]).model.rope_scaling == (
+        RopeScaling(factor=4.0, high_freq_factor=3.0)
+    )
+    assert compose(["model=llama3_1b", word]).model.rope_scaling == RopeScaling(factor=4.0)
+    assert compose(["model=llama3_tiny", word, "model.rope_scaling=null"]).model.rope_scaling is None
+    with pytest.raises(ConfigError, match=r"Did you mean model\.rope_scaling\.factor"):
+        compose(["model=llama3_tiny", word.replace("factor", "fator")])
