@@ -1,4 +1,7 @@
-"""A start with `checkpoint.load=none` over an older run, killed before it trains: a plain start begins afresh too."""
+"""Starts that are killed before they save: a plain start begins afresh too.
+
+Of `checkpoint.load=none` over an older run, before it trains; of a new run, after iterations.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ BASE = (
     "checkpoint.async_save=false",
 )
 FRESH = (*BASE, "train.seed=7")
+ONE_SAVE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=3")
 LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=1", "checkpoint.local.keep=4")
 
 
@@ -102,6 +106,23 @@ def test_a_killed_fresh_start_of_a_host_begins_again(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_kill_at_every_call_of_a_fresh_start(tmp_path: Path) -> None:
     kill_at(tmp_path, (), None)
+
+
+@pytest.mark.parametrize("where", [(), LOCAL, ("checkpoint.save_weights_interval=1",)], ids=["", "local", "weights"])
+def test_a_run_killed_before_its_first_save_begins_again(tmp_path: Path, where: tuple[str, ...]) -> None:
+    overrides = [*ONE_SAVE, *where, *([f"checkpoint.local.dir={tmp_path}/host"] if where == LOCAL else [])]
+    overrides = [text.replace("local.save_interval=1", "local.save_interval=3") for text in overrides]
+    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
+    run_ok(unbroken, ONE_SAVE)
+    assert launch(run, overrides, kill_after=2).statuses == (-9,)
+    assert [row[0] for row in curve(run)] == [1, 2]
+    again = run_ok(run, overrides)
+    assert "the run ended at iteration 2, before its first save: it begins again" in again.text
+    assert curve(run) == curve(unbroken)
+    saved = next(path for folder in (run / "checkpoints", tmp_path / "host") for path in folder.glob(iteration_name(4)))
+    assert tensor_files(saved) == tensor_files(unbroken / "checkpoints" / iteration_name(4))
+    aside = (run / "metrics.abandoned-1.jsonl").read_text().splitlines()
+    assert [row["iteration"] for row in map(json.loads, aside) if "loss" in row] == [1, 2]
 
 
 def test_what_a_fresh_start_has_saved_is_not_given_up(tmp_path: Path) -> None:

@@ -311,8 +311,6 @@ def arguments_of(case: Case, folder: Path) -> list[str]:
         found.append(f"checkpoint.local.dir={folder / 'local'}")
     if case.base is not None:
         found += [f"checkpoint.load={_base(case.base)}", "checkpoint.finetune=true"]
-    if not any(folder.glob("run/checkpoints/iter_*")) and not any(folder.glob("local/iter_*")):
-        found += ["checkpoint.load=none"] if case.base is None else []  # killed before its first save, it starts over
     # Hydra's grammar needs the quotes around a value with blanks.
     return [f'{key}="{value}"' if " " in value else text for text in found for key, _, value in [text.partition("=")]]
 

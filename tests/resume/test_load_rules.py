@@ -111,7 +111,7 @@ def test_a_run_is_named_by_its_own_folder(run: Path, tmp_path: Path) -> None:
     assert names(run)[-2:] == ["iter_0000008.superseded-1", "iter_0000010"]
 
 
-def test_recorded_iterations_alone_are_no_fresh_start(run: Path) -> None:
+def test_recorded_saves_alone_are_no_fresh_start(run: Path) -> None:
     for number in (2, 4, 6, 8):
         shutil.rmtree(iteration(run, number))
     message = refuse(run, *BASE)

@@ -97,8 +97,8 @@ class LoadKeys:
     """The checkpoint from which a run starts.
 
     Args:
-        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where nothing was saved or
-            logged; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or, with
+        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where no save was
+            logged either; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or, with
             `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue from
             the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``, brings its
             configuration.

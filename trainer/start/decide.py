@@ -249,15 +249,19 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
 
 
 def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
-    """Refuse a fresh start if the records or the tracker show earlier checkpoints."""
+    """Refuse a fresh start beside the records of saves, a tracker, or iterations of a run that saves nothing.
+
+    Iterations before a first save are trained again: that run has no checkpoint to lose.
+    """
     metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
     url = config.checkpoint.mirror
     mirror = f"go on from the mirror with checkpoint.load={url}, " if url else ""
-    last = last_recorded_iteration(metrics)
+    trained, saved = last_recorded_iteration(metrics), last_saved_iteration(metrics)
     tracked = None if shared is None else shared.tracker()
-    if last is not None:
+    if saved is not None or (trained is not None and not saves.targets):
+        records, last = ("iterations", trained) if saved is None else ("saves", saved)
         raise CheckpointError(
-            "This run has recorded iterations but has no checkpoint to continue from",
+            f"This run has recorded {records} but has no checkpoint to continue from",
             where=metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
             found=f"{last} as the last iteration and no iter_ folder",
@@ -273,6 +277,8 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
         )
     fix = f"Go on from there with checkpoint.load={url}, or start over with another checkpoint.mirror."
     _refuse_mirror(config.checkpoint, fix=fix)
+    if trained is not None:
+        _log.warning("the run ended at iteration %d, before its first save: it begins again", trained)
 
 
 def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:

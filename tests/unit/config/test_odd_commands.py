@@ -111,7 +111,6 @@ ODD: list[tuple[str, str]] = [
     ("train=null", "train"),
     ("run.name=null", "name"),
     ("run.name=[1,2]", "name"),
-    ("model.rope_scaling.factor=2", "(model.rope_scaling.factor=2)"),
     ("model.head_dim=3", "head_dim"),
     ("hydra.run.dir=elsewhere", "hydra.run.dir"),
     ("hydra.mode=MULTIRUN", "hydra.mode"),
