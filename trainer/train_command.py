@@ -254,9 +254,10 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
             log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
         log.close_bar()
         raise
-    is_finished = run.state.progress.iteration >= run.train_iters
+    iteration = run.state.progress.iteration
+    is_finished = iteration >= run.train_iters
     outcome = LaunchOutcome.finished if is_finished else LaunchOutcome.stopped
-    log.ended(run.state.progress.iteration, outcome, "" if is_finished else run.control.reason())
+    log.ended(iteration, outcome, "" if is_finished else run.control.reason(iteration))
     log.close()
 
 

@@ -291,6 +291,9 @@ def test_exit_interval_saves_and_exits_and_resumes_bitwise(tmp_path: Path, finis
         run_ok(tmp_path / "run", overrides)
         assert curve(tmp_path / "run") == curve(finished)[:last]
     assert names(tmp_path / "run") == ["iter_0000003", "iter_0000006", "iter_0000008"]
+    launches = [json.loads(line) for line in (tmp_path / "run/launches.jsonl").read_text().splitlines()]
+    ends = [(launch["outcome"], launch.get("reason", "")) for launch in launches if launch["event"] == "end"]
+    assert ends == [("stopped", "train.exit_interval=3")] * 2 + [("finished", "")]
     assert tensor_files(iteration(tmp_path / "run", 8)) == tensor_files(iteration(finished, 8))
 
 

@@ -45,8 +45,14 @@ class ControlFlags:
 
 @dataclass(frozen=True, slots=True)
 class ControlRules:
-    """Limits in minutes, and `exit_on_save_failure`, the number of failed saves in a row; 0 for never."""
+    """When a run ends or saves; 0 for never.
 
+    Args:
+        exit_interval: in iterations; the others in minutes.
+        exit_on_save_failure: the number of failed saves in a row.
+    """
+
+    exit_interval: int = 0
     exit_duration_in_mins: float = 0.0
     save_interval_mins: float = 0.0
     exit_on_save_failure: int = 0
@@ -102,8 +108,14 @@ class RunControl:
             except OSError as error:  # one request must not repeat every second
                 self._ignore(f"it cannot be removed: {error.strerror}")
 
-    def reason(self) -> str:
-        """Return why the job is to end, as far as this rank knows."""
+    def exits_after(self, iteration: int) -> bool:
+        """Return whether `train.exit_interval` ends the run after `iteration`."""
+        return self._rules.exit_interval > 0 and iteration % self._rules.exit_interval == 0
+
+    def reason(self, iteration: int) -> str:
+        """Return why the job ends after `iteration`, as far as this rank knows."""
+        if self._signal is None and self.exits_after(iteration):
+            return f"train.exit_interval={self._rules.exit_interval}"
         return self._signal or "its time limit is reached, or another rank was asked to stop"
 
     def is_signalled(self) -> bool:
@@ -135,8 +147,3 @@ class RunControl:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
-
-
-def should_exit(iteration: int, exit_interval: int) -> bool:
-    """Return whether `train.exit_interval` ends the run after `iteration`; 0 never does."""
-    return exit_interval > 0 and iteration % exit_interval == 0

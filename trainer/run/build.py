@@ -218,6 +218,7 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
 def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:
     section = config.checkpoint
     rules = ControlRules(
+        exit_interval=config.train.exit_interval,
         exit_duration_in_mins=config.train.exit_duration_in_mins,
         save_interval_mins=section.save_interval_mins,
         exit_on_save_failure=section.exit_on_save_failure,

@@ -15,7 +15,7 @@ from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
-from trainer.launch.control import ControlFlags, should_exit
+from trainer.launch.control import ControlFlags
 from trainer.launch.process_group import keep_freed_memory
 from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
 from trainer.metrics.spikes import SPIKES
@@ -74,10 +74,8 @@ def train(run: Run) -> Rewind | None:
         if flags.exit_on_save_failure:
             raise _too_many_failed_saves(run)
         is_stopped = flags.stop or state.progress.owes_evaluation
-        if is_stopped:
-            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason()}")
-            break
-        if should_exit(iteration, settings.exit_interval):
+        if is_stopped or (iteration < last and run.control.exits_after(iteration)):
+            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
             break
         if iteration < last:
             _save_due(run, Moment.requested if flags.save else Moment.trained, slowdown)

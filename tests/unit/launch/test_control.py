@@ -124,7 +124,15 @@ def test_a_signal_on_any_rank_asks_for_the_end() -> None:
     signals.receive(signal.SIGTERM)
     assert control.is_signalled()
     assert control.now() == ControlFlags(stop=True)
-    assert control.reason() == "SIGTERM"
+    assert control.reason(1) == "SIGTERM"
+
+
+def test_an_exit_interval_ends_a_run_at_its_multiples() -> None:
+    control = control_of(ControlRules(exit_interval=3), Clock())
+    assert [iteration for iteration in range(1, 10) if control.exits_after(iteration)] == [3, 6, 9]
+    assert control.reason(6) == "train.exit_interval=3"
+    assert "time limit" in control.reason(5)
+    assert not any(map(control_of(ControlRules(), Clock()).exits_after, range(1, 10)))
 
 
 flags = st.builds(ControlFlags, st.booleans(), st.booleans(), st.booleans())

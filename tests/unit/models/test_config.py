@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from models import families
 from models.build import build_model
 from models.config import Activation, ModelConfig, RopeScaling
 from models.families import flops_per_token, parameter_count, problems, stored_tensors
@@ -113,6 +114,11 @@ def test_problems_lists_every_fault_of_rotary_positions() -> None:
         "model.rope_scaling.high_freq_factor",
         "model.rope_scaling.original_max_position_embeddings",
     ]
+
+
+def test_each_family_has_a_model_type_of_its_own() -> None:
+    types = [spec.hf.model_type for spec in families.FAMILIES.values()]
+    assert [families.family_of_type(name) for name in types] == [*families.FAMILIES]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import LaunchError
-from trainer.launch.control import should_exit
 from trainer.launch.environment import Environment
 from trainer.parallel.mesh import stage_grid
 from trainer.parallel.topology import Coordinate, Topology
@@ -56,8 +55,3 @@ def test_variables_that_make_no_world_are_refused() -> None:
         Environment.read({"WORLD_SIZE": "two"})
     with pytest.raises(LaunchError, match=r"MASTER_ADDR.*torchrun"):
         Environment.read({"WORLD_SIZE": "2"})
-
-
-def test_an_exit_interval_stops_at_its_multiples() -> None:
-    assert [iteration for iteration in range(1, 10) if should_exit(iteration, 3)] == [3, 6, 9]
-    assert not any(should_exit(iteration, 0) for iteration in range(1, 10))

@@ -1,10 +1,12 @@
-"""The record of a run is what its checkpoint is read back by."""
+"""The record of a run is what its checkpoint is read back by, and has every key that changes numbers."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -12,14 +14,41 @@ from models.build import build_model
 from models.config import LoraConfig
 from reprise.errors import CheckpointError
 from reprise.json_file import Json
+from tests.harness import TINY, compose
 from tests.unit.model_samples import QWEN3
+from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.schema import Config
 from trainer.optim.adamw import apply_settings, build_optimizer
 from trainer.optim.table import settings_record
 from trainer.record import run_record
-from trainer.schedules.lr import DecayStyle, Schedule
+from trainer.schedules.lr import DecayStyle, Schedule, resolve
 
 MUON = OptimizerSection(name=OptimizerName.muon)
+
+SECTIONS = ("model", "train", "optimizer", "schedule", "parallel")
+# Runs in which each key of these sections has its effect, if it has one.
+RUNS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("schedule=wsd", "train.train_iters=100"),
+    ("train.train_samples=1600",),
+    ("train.train_samples=1600", "schedule=wsd"),
+    ("optimizer=muon",),
+    ("model.lora.rank=2",),
+    ("model=llama3_1b",),
+    ("train.eval_interval=2",),
+)
+# In the record's environment; with the same bits by a test; at a fault alone; or of one launch.
+UNRECORDED = {
+    "train.compile", "train.deterministic", "train.device", "train.threads",
+    "train.activation_checkpointing", "train.ema_offload", "train.max_micro_batch_size",
+    "train.sample_interval", "train.sample_prompt", "train.sample_tokens",
+    "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.spike_window", "train.max_rewinds",
+    "train.check_replicas_interval", "train.distributed_timeout_minutes",
+    "train.exit_interval", "train.exit_duration_in_mins", "train.exit_signal_save_seconds",
+    "train.profile_steps", "train.dry_run", "train.dry_run_ranks",
+}  # fmt: skip
+VALUES = {"train.batch_schedule": "0:16 1k:32", "train.skip_samples": ["1-2"], "train.train_samples": 3200}
 
 
 @pytest.mark.parametrize("head_dim", [14.0, True, "14"])
@@ -81,3 +110,51 @@ def test_the_checkpoint_s_settings_of_muon_reach_every_group() -> None:
 def test_a_setting_of_muon_of_another_type_is_refused(key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=re.escape(repr(value))):
         run_record.saved_schedule(muon_state(**{key: value}), MUON, where="x")
+
+
+def record_of(config: Config) -> object:
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    topology = topology_of(config, 8)
+    return run_record.describe(config, schedule=schedule, topology=topology, fingerprint="ab", environment={})
+
+
+def another(value: Any, kinds: tuple[Any, ...]) -> object:
+    """Return another value of the type of a key."""
+    match value:
+        case bool():
+            return not value
+        case Enum():
+            return next(member for member in type(value) if member is not value)
+        case int() | float():
+            return value * 2 or 2
+        case str():
+            return f"{value}1"
+        case list():
+            return ["transformer.h.0.*"]
+    kind = next(kind for kind in kinds if kind is not type(None))
+    return kind() if is_dataclass(kind) else 7 if kind is int else ["c_attn"]
+
+
+def changes(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield each key of a section, and the section with another value of it."""
+    hints = get_type_hints(type(section))
+    for field in fields(section):
+        key, value = f"{prefix}.{field.name}", getattr(section, field.name)
+        if is_dataclass(value):
+            yield from ((name, replace(section, **{field.name: nested})) for name, nested in changes(value, key))
+        else:
+            kinds = get_args(hints[field.name]) or (hints[field.name],)
+            yield key, replace(section, **{field.name: VALUES.get(key, another(value, kinds))})
+
+
+def test_a_key_that_changes_numbers_is_in_the_record() -> None:
+    seen, recorded = set[str](), set[str]()
+    for overrides in RUNS:
+        config = compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
+        record = record_of(config)
+        for name in SECTIONS:
+            for key, section in changes(getattr(config, name), name):
+                seen.add(key)
+                if record_of(replace(config, **{name: section})) != record:
+                    recorded.add(key)
+    assert seen - recorded == UNRECORDED
