@@ -138,6 +138,7 @@ def case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
         *(f"{name}={value}" for name, value in intervals.items()),
         f"checkpoint.async_save={str(draw.random() < 0.7).lower()}",
     ]
+    overrides += _further(random.Random(f"further {seed}/{number}"), has_base=base)
     has_local = draw.random() < 0.3
     possible = OF_DATA if invariant else [*OF_DATA, *OF_TENSORS]
     possible = [topology for topology in possible if topology[0] <= ranks]
@@ -196,9 +197,6 @@ def tensor_case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
     )
 
 
-_REDRAWN = ("parallel.", "model.lora.", "schedule.", "train.batch_schedule", "train.train_iters", "train.train_samples")
-
-
 def _tensor_topologies(shards: int, ranks: int) -> list[Topology]:
     """Return the topologies with up to so many tensor-parallel ranks, and so many ranks in all."""
     every = (*OF_DATA, *OF_TENSORS, *OF_MORE_TENSORS)
@@ -223,6 +221,22 @@ _INTERVALS = {
     "checkpoint.local.save_interval": [1, 2, 3],
     "checkpoint.local.keep": [1, 2],
 }
+_FURTHER = {
+    "train.ema_decay": ["0.0", "0.0", "0.9"],
+    "train.activation_checkpointing": ["false", "false", "true"],
+    "train.skip_samples": ["[]", "[]", '["20-30","41-42"]'],
+    "train.check_replicas_interval": ["0", "0", "2"],
+    "data.document_mask": ["false", "false", "true"],
+    "checkpoint.file_bytes": ["2147483648", "20000", "3000"],
+    "checkpoint.staging_bytes": ["null", "null", "0", "5000"],
+    "checkpoint.weights_dtype": ["bfloat16", "float32"],
+    "checkpoint.check_replicas": ["1", "1", "0", "2"],
+}
+_FURTHER_OF_THE_MODEL = {"model.tie_word_embeddings": ["true", "false"], "model.pad_vocab_multiple": ["1", "8"]}
+_REDRAWN = (
+    "parallel.", "model.lora.", "schedule.", "train.batch_schedule", "train.train_iters", "train.train_samples",
+    "train.activation_checkpointing", *_FURTHER_OF_THE_MODEL,
+)  # fmt: skip
 _BATCH = 16
 _FIXED = (
     "train.seq_length=16",
@@ -257,6 +271,15 @@ def _model(draw: random.Random, family: str) -> tuple[list[str], bool]:
     elif draw.random() < 0.2:
         found.append(f'train.freeze=["{blocks}"]')
     return found, with_adapters
+
+
+def _further(draw: random.Random, *, has_base: bool) -> list[str]:
+    """Return values of keys that no topology depends on. A base has the sizes of its run."""
+    table = _FURTHER if has_base else _FURTHER | _FURTHER_OF_THE_MODEL
+    values = {name: draw.choice(choices) for name, choices in table.items()}
+    if values["train.ema_decay"] != "0.0":
+        values["train.ema_offload"] = draw.choice(["false", "true"])
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool, batch: int = _BATCH) -> list[str]:
