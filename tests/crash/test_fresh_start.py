@@ -125,6 +125,30 @@ def test_a_run_killed_before_its_first_save_begins_again(tmp_path: Path, where: 
     assert [row["iteration"] for row in map(json.loads, aside) if "loss" in row] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ([], ["train.seed=7"], "found there train.seed=1234. Repeat that command"),
+        (["checkpoint.load={base}", "checkpoint.finetune=true"], [], "found there checkpoint.load={base}. Repeat that"),
+        (["checkpoint.save=null"], [], "but no checkpoint is there"),
+    ],
+    ids=["seed", "begun elsewhere", "no saves"],
+)
+def test_another_command_does_not_begin_the_run_again(
+    tmp_path: Path, first: list[str], then: list[str], message: str
+) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    run_ok(base, [*ONE_SAVE, "train.exit_interval=1"])
+    assert launch(run, [*ONE_SAVE, *(text.format(base=base) for text in first)], kill_after=2).statuses == (-9,)
+    lines = (run / "metrics.jsonl").read_bytes()
+    ended = launch(run, [*ONE_SAVE, *then])
+    assert ended.statuses == (1,)
+    assert "This run has recorded iterations but" in ended.text
+    assert message.format(base=base) in ended.text
+    assert "start over with checkpoint.load=none" in ended.text
+    assert (run / "metrics.jsonl").read_bytes() == lines
+
+
 def test_what_a_fresh_start_has_saved_is_not_given_up(tmp_path: Path) -> None:
     """Its checkpoints are lost: only a command that says so begins again, as after a run's first start."""
     run = tmp_path / "run"

@@ -115,6 +115,8 @@ def test_recorded_saves_alone_are_no_fresh_start(run: Path) -> None:
     for number in (2, 4, 6, 8):
         shutil.rmtree(iteration(run, number))
     message = refuse(run, *BASE)
+    assert "recorded saves but no checkpoint is there" in message
+    assert "found iteration 8 as the last of them and no iter_ folder" in message
     assert "metrics.jsonl" in message
     assert "checkpoint.load=none" in message
 

@@ -97,10 +97,10 @@ class LoadKeys:
     """The checkpoint from which a run starts.
 
     Args:
-        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where no save was
-            logged either; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or, with
-            `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue from
-            the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``, brings its
+        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where the run has none and
+            recorded no save; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or,
+            with `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue
+            from the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``, brings its
             configuration.
         ckpt_step: iteration to load instead of the newest, once.
         no_load_optim: load the weights only, and continue at the saved iteration.

@@ -56,14 +56,14 @@ def _apply_to_null_mappings(overrides: list[Override], raw: DictConfig) -> None:
 
     OmegaConf 2.3 merges nothing into null: `model.rope_scaling.factor=4` would end with an AssertionError.
     """
-    named = [
-        override.key_or_group if isinstance(override._value, dict) else override.key_or_group.rpartition(".")[0]
-        for override in overrides
-    ]
-    for key, mapping in null_mappings():
-        if key in named and OmegaConf.select(raw, key) is None:
-            OmegaConf.update(raw, key, mapping(), merge=False)
-    _apply_overrides(overrides, raw)
+    for override in overrides:
+        key = override.key_or_group
+        mappings = () if override.is_delete() else null_mappings()
+        for name, mapping in mappings:
+            is_set = key == name and isinstance(override._value, dict)
+            if (is_set or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
+                OmegaConf.update(raw, name, mapping(), merge=False)
+        _apply_overrides([override], raw)
 
 
 ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_to_null_mappings)  # type: ignore[assignment,method-assign]
@@ -285,6 +285,12 @@ def resolve(raw: DictConfig) -> Resolved:
     if environment_keys:
         text += f"{_ENVIRONMENT}{' '.join(sorted(environment_keys))}\n"
     return Resolved(config, text, environment_keys)
+
+
+def sections_of(config: Config) -> dict[str, object]:
+    """Return the sections of a configuration as `read_resolved` does those of a file."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
 
 
 def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:

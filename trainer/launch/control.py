@@ -48,7 +48,7 @@ class ControlRules:
     """When a run ends or saves; 0 for never.
 
     Args:
-        exit_interval: in iterations; the others in minutes.
+        exit_interval: the number of iterations between them; the next two are in minutes.
         exit_on_save_failure: the number of failed saves in a row.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from reprise.reading import FRESH, Lineage, LoadSource
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
+from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.interop.hf.folder import is_folder
@@ -25,6 +26,7 @@ from trainer.interop.start import WeightsKind
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
+from trainer.record.resume_rules import flattened
 from trainer.run.saves import Saves
 from trainer.start.identity import find_lineage, saved_lineages
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
@@ -33,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 # The kind of source of a run that resumes from its own checkpoints although its command names another beginning.
 _OWN = "own"
+_SECTIONS_OF_NUMBERS = ("model", "data", "train", "optimizer", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,23 +252,31 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
 
 
 def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
-    """Refuse a fresh start beside the records of saves, a tracker, or iterations of a run that saves nothing.
+    """Refuse a fresh start if the records or the tracker show earlier checkpoints, or iterations of another beginning.
 
-    Iterations before a first save are trained again: that run has no checkpoint to lose.
+    Iterations before the first save are trained again by the command that trained them.
     """
     metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
     url = config.checkpoint.mirror
     mirror = f"go on from the mirror with checkpoint.load={url}, " if url else ""
     trained, saved = last_recorded_iteration(metrics), last_saved_iteration(metrics)
     tracked = None if shared is None else shared.tracker()
-    if saved is not None or (trained is not None and not saves.targets):
-        records, last = ("iterations", trained) if saved is None else ("saves", saved)
+    earlier = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
+    if saved is not None or (trained is not None and not (saves.targets and _saves(earlier))):
         raise CheckpointError(
-            f"This run has recorded {records} but has no checkpoint to continue from",
+            f"This run has recorded {'iterations' if saved is None else 'saves'} but no checkpoint is there",
             where=metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"{last} as the last iteration and no iter_ folder",
+            found=f"iteration {trained if saved is None else saved} as the last of them and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
+        )
+    if changes := _changes(earlier, config):
+        raise CheckpointError(
+            "This run has recorded iterations but no save, and its command has changed",
+            where=metrics,
+            expected="the settings of its last launch",
+            found=f"there {', '.join(changes)}",
+            fix="Repeat that command to begin again, or start over with checkpoint.load=none.",
         )
     if shared is not None and tracked is not None:
         raise CheckpointError(
@@ -277,8 +288,24 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
         )
     fix = f"Go on from there with checkpoint.load={url}, or start over with another checkpoint.mirror."
     _refuse_mirror(config.checkpoint, fix=fix)
-    if trained is not None:
+    if trained is not None:  # by this command
         _log.warning("the run ended at iteration %d, before its first save: it begins again", trained)
+
+
+def _saves(settings: Mapping[str, object]) -> bool:
+    return any(settings.get(key) is not None for key in ("checkpoint.save", "checkpoint.local.dir"))
+
+
+def _changes(earlier: Mapping[str, object], config: Config) -> list[str]:
+    """Return the settings of the last launch, by key, with which a fresh start would have other numbers."""
+    current = flattened(sections_of(config))
+    changes = [
+        f"{key}={value}"
+        for key, value in earlier.items()
+        if key.partition(".")[0] in _SECTIONS_OF_NUMBERS and current.get(key, value is None) != value
+    ]
+    began_at = earlier.get("checkpoint.load", "auto")
+    return changes if began_at in ("auto", "none") else [*changes, f"checkpoint.load={began_at}"]
 
 
 def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:

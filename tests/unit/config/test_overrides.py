@@ -104,5 +104,6 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     )
     assert compose(["model=llama3_1b", word]).model.rope_scaling == RopeScaling(factor=4.0)
     assert compose(["model=llama3_tiny", word, "model.rope_scaling=null"]).model.rope_scaling is None
+    assert compose(["model=llama3_1b", "model.rope_scaling=null", word]).model.rope_scaling == RopeScaling(factor=4.0)
     with pytest.raises(ConfigError, match=r"Did you mean model\.rope_scaling\.factor"):
         compose(["model=llama3_tiny", word.replace("factor", "fator")])

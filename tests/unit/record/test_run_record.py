@@ -1,4 +1,4 @@
-"""The record of a run is what its checkpoint is read back by, and has every key that changes numbers."""
+"""The record of a run is what its checkpoint is read back by, and has the keys that change numbers."""
 
 from __future__ import annotations
 
