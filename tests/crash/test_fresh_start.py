@@ -108,7 +108,16 @@ def test_a_kill_at_every_call_of_a_fresh_start(tmp_path: Path) -> None:
     kill_at(tmp_path, (), None)
 
 
-@pytest.mark.parametrize("where", [(), LOCAL, ("checkpoint.save_weights_interval=1",)], ids=["", "local", "weights"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        (),
+        LOCAL,
+        ("checkpoint.save_weights_interval=1",),
+        ("train.micro_batch_size=auto", "train.max_micro_batch_size=2"),
+    ],
+    ids=["shared", "local", "weights", "auto"],
+)
 def test_a_run_killed_before_its_first_save_begins_again(tmp_path: Path, where: tuple[str, ...]) -> None:
     overrides = [*ONE_SAVE, *where, *([f"checkpoint.local.dir={tmp_path}/host"] if where == LOCAL else [])]
     overrides = [text.replace("local.save_interval=1", "local.save_interval=3") for text in overrides]

@@ -56,10 +56,10 @@ def _apply_to_null_mappings(overrides: list[Override], raw: DictConfig) -> None:
 
     OmegaConf 2.3 merges nothing into null: `model.rope_scaling.factor=4` would end with an AssertionError.
     """
+    mappings = list(null_mappings())
     for override in overrides:
         key = override.key_or_group
-        mappings = () if override.is_delete() else null_mappings()
-        for name, mapping in mappings:
+        for name, mapping in mappings if not override.is_delete() else ():
             is_set = key == name and isinstance(override._value, dict)
             if (is_set or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
                 OmegaConf.update(raw, name, mapping(), merge=False)

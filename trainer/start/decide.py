@@ -19,6 +19,7 @@ from trainer.config.checks import batch_problems
 from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
+from trainer.config.train import AUTO
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
@@ -302,7 +303,8 @@ def _changes(earlier: Mapping[str, object], config: Config) -> list[str]:
     changes = [
         f"{key}={value}"
         for key, value in earlier.items()
-        if key.partition(".")[0] in _SECTIONS_OF_NUMBERS and current.get(key, value is None) != value
+        if key.partition(".")[0] in _SECTIONS_OF_NUMBERS and (key not in current or current[key] != value)
+        if (key, value) != ("train.micro_batch_size", AUTO)  # whose number the file does not have
     ]
     began_at = earlier.get("checkpoint.load", "auto")
     return changes if began_at in ("auto", "none") else [*changes, f"checkpoint.load={began_at}"]
