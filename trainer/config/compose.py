@@ -51,22 +51,25 @@ ConfigStore.instance().store(name="schema", node=Config)
 _apply_overrides = ConfigLoaderImpl._apply_overrides_to_config
 
 
-def _apply_to_null_mappings(overrides: list[Override], raw: DictConfig) -> None:
-    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it.
-
-    OmegaConf 2.3 merges nothing into null: `model.rope_scaling.factor=4` would end with an AssertionError.
-    """
-    mappings = list(null_mappings())
+def _apply_each(overrides: list[Override], raw: DictConfig) -> None:
+    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it."""
     for override in overrides:
-        key = override.key_or_group
-        for name, mapping in mappings if not override.is_delete() else ():
-            is_set = key == name and isinstance(override._value, dict)
-            if (is_set or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
-                OmegaConf.update(raw, name, mapping(), merge=False)
+        if not override.is_delete():
+            _open_null_mapping(raw, override.key_or_group, override._value)
         _apply_overrides([override], raw)
 
 
-ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_to_null_mappings)  # type: ignore[assignment,method-assign]
+def _open_null_mapping(raw: DictConfig, key: str, value: object) -> None:
+    """Give a mapping that is null its defaults if a value is of it or below it: OmegaConf 2.3 merges nothing there."""
+    if key.count(".") < 2 and not isinstance(value, dict):
+        return
+    for name, mapping in null_mappings():
+        is_set = key == name and isinstance(value, dict)
+        if (is_set or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
+            OmegaConf.update(raw, name, mapping(), merge=False)
+
+
+ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_each)  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,7 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
 
 def _update(raw: DictConfig, values: Mapping[str, object]) -> None:
     for key, value in values.items():
+        _open_null_mapping(raw, key, value)
         # A nested section of the schema takes members only; a dict in its place would be of another type.
         is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
         OmegaConf.update(raw, key, escape(value), merge=is_section)

@@ -114,9 +114,11 @@ class RunControl:
 
     def reason(self, iteration: int) -> str:
         """Return why the job ends after `iteration`, as far as this rank knows."""
-        if self._signal is None and self.exits_after(iteration):
+        if self._signal is not None:
+            return self._signal
+        if self.exits_after(iteration):
             return f"train.exit_interval={self._rules.exit_interval}"
-        return self._signal or "its time limit is reached, or another rank was asked to stop"
+        return "its time limit is reached, or another rank was asked to stop"
 
     def is_signalled(self) -> bool:
         """Return whether this rank has received a signal."""

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from models.config import RopeScaling
 from reprise.errors import ConfigError
-from trainer.config.compose import compose
+from trainer.config.compose import compose, compose_values
 from trainer.config.overrides import escape, readable, text_value
 
 # Without "???", which OmegaConf takes for a missing value, and the bytes that no argument of a process holds.
@@ -105,5 +105,6 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     assert compose(["model=llama3_1b", word]).model.rope_scaling == RopeScaling(factor=4.0)
     assert compose(["model=llama3_tiny", word, "model.rope_scaling=null"]).model.rope_scaling is None
     assert compose(["model=llama3_1b", "model.rope_scaling=null", word]).model.rope_scaling == RopeScaling(factor=4.0)
+    assert compose_values({"model.rope_scaling": {"factor": 4.0}}).model.rope_scaling == RopeScaling(factor=4.0)
     with pytest.raises(ConfigError, match=r"Did you mean model\.rope_scaling\.factor"):
         compose(["model=llama3_tiny", word.replace("factor", "fator")])
