@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,10 +14,12 @@ from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
 from reprise.files import Files, exists, is_dir, is_file, matching
 from reprise.folder import INDEX, MANIFEST, is_iteration_name
-from reprise.json_file import shown
+from reprise.json_file import Json, shown
 from reprise.layout import Place, StoredDtype, TensorKind
 from reprise.reading import header_places, open_tensor_file, read_header
 from trainer.interop.hf.config import read_model, require_layers
+
+_log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
@@ -57,22 +60,20 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path, files: Files) -> HfFolder:
     """Read the configuration and every safetensors header; links are followed, because caches use them.
 
+    The files are those that transformers opens. A warning names files of other weights in the folder.
+
     Raises:
         MismatchError: for an unsupported model.
         CheckpointError: for missing, pickled or malformed files.
     """
     if not is_file(path / CONFIG):
         raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
-    model = read_model(json_file.read(path / CONFIG), where=path / CONFIG)
-    index = path / INDEX
-    if exists(index):
-        weight_map = _weight_map(index)
-    elif exists(path / _SINGLE):
-        weight_map = {}
-    else:
-        raise _no_tensors(path)
+    table = json_file.read(path / CONFIG)
+    model = read_model(table, where=path / CONFIG)
+    index = path / _weights_name(path, table)
+    weight_map = _weight_map(index) if index.suffix == ".json" else {}
     places: dict[str, Place] = {}
-    for name in sorted(set(weight_map.values())) or [_SINGLE]:
+    for name in sorted(set(weight_map.values())) or [index.name]:
         for place in _read_header(path, name, files):
             if place.spec.name in places:
                 raise CheckpointError("A tensor lies in two files", where=path / name, found=place.spec.name)
@@ -160,6 +161,37 @@ def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
     """Return the padded shape of a vocabulary table; None for any other tensor."""
     is_table = tensor.shape == (model.vocab_size, model.n_embd)
     return (model.padded_vocab_size, model.n_embd) if is_table else None
+
+
+def _weights_name(path: Path, table: Json) -> str:
+    """Return the file that transformers opens: that of `transformers_weights`, a single file, or an index.
+
+    Source: `PreTrainedModel.from_pretrained` and `_get_resolved_checkpoint_files`, transformers 5.23.
+
+    Args:
+        table: `config.json`.
+    """
+    if shards := matching(path, "shard-*-model-*-of-*.safetensors"):
+        raise CheckpointError(
+            "A folder holds parts of tensors by rank, which transformers opens before any other file",
+            where=shards[0],
+            fix="Load it in transformers, and save it to another folder with save_pretrained on one rank.",
+        )
+    names = [name for name in (_SINGLE, INDEX) if is_file(path / name)]
+    named = table.get("transformers_weights")
+    if named is not None:
+        if not isinstance(named, str) or not re.fullmatch(r"[^/]+\.safetensors(\.index\.json)?", named):
+            raise CheckpointError(
+                "A configuration names weights that are not safetensors in its folder",
+                where=f"{path / CONFIG}, transformers_weights",
+                found=shown(named),
+            )
+        names = [named, *(name for name in names if name != named)]
+    if not names:
+        raise _no_tensors(path)
+    for name in names[1:]:
+        _log.warning(f"not used: {path / name}; the weights are those of {names[0]}, which transformers opens")
+    return names[0]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
