@@ -60,6 +60,7 @@ def write_data(folder: Path) -> None:
     other[-1] = tokens[-1]
     for name, found in (("a", tokens), ("b", other)):
         write_token_file(folder / f"{name}.bin", [found], dtype=np.uint16)
+        write_token_file(folder / f"valid_{name}.bin", [found, found[: LENGTH + 1]], dtype=np.uint16)
         write_indexed_file(folder / f"indexed_{name}.bin", [found], dtype=np.dtype(np.uint16), end_of_text=END)
 
 
@@ -81,7 +82,11 @@ def train_on_last_documents(arguments: list[str]) -> None:
 
 def bits(folder: Path, data: Path, case: str, *, masks: bool = True) -> tuple[object, ...]:
     model, ranks, overrides = CASES[case]
-    options = [f"data.train={data}", f"data.valid={data}", f"data.document_mask={masks}".lower()]
+    options = [
+        f"data.train={data}",
+        f"data.valid={data.with_name(f'valid_{data.name}')}",
+        f"data.document_mask={masks}".lower(),
+    ]
     ends = [f"data.end_of_text={END}"] if masks else []
     arguments = [f"run.dir={folder}", *MODELS[model], *TINY, *WIDE, "data=token_file", *options, *ends, *overrides]
     ended = call_on_ranks(train_on_last_documents, arguments, folder=folder, ranks=ranks, timeout_s=120)

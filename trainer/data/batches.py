@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -17,14 +18,17 @@ from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile
 
+_log = logging.getLogger(__name__)
+_MOST_NAMED = 20
+
 
 class Samples:
     """Windows of ``seq_length + 1`` tokens, one every ``seq_length`` tokens within each file, or each document.
 
     The last token of a window is the first of the next, so every token except the first is a target once. Windows
-    never cross files. An incomplete window at the end of a file is not used. With `per_document` windows
-    begin with the documents of a file and never cross their ends: the last window of a document is padded, and its
-    padding, which `trainer.data.documents` marks, is no target.
+    never cross files. An incomplete window at the end of a file is not used; a warning names files without a window.
+    With `per_document` windows begin with the documents of a file and never cross their ends: the last window of a
+    document is padded, and its padding, which `trainer.data.documents` marks, is no target.
 
     Args:
         marks: marks the begins of documents in the windows; None leaves them as they are.
@@ -65,16 +69,22 @@ class Samples:
             longest = max((table.longest for table in self._tables), default=0)
         # The samples of file i are bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum([0, *sizes])
+        unit, least = (
+            ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
+        )
         if not self.count:
-            unit, least = (
-                ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
-            )
             raise DataError(
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
                 found=f"at most {count_of(longest, 'token')}",
                 fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
+            )
+        if short := [str(file.path) for file, size in zip(files, sizes, strict=True) if not size]:
+            more = f" and {len(short) - _MOST_NAMED} more" if len(short) > _MOST_NAMED else ""
+            _log.warning(
+                f"{len(short)} of {len(files)} files give no sample, which needs a {unit} of at least {least}: "
+                f"{', '.join(short[:_MOST_NAMED])}{more}"
             )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import platform
@@ -29,10 +30,12 @@ from trainer.data.text import (
     text_sources,
     token_chunks,
 )
+from trainer.data.text_file import unreadable
 from trainer.data.token_file import open_token_file, write_token_file
 
 # Part of every cache name: raise it when the same texts give other token files.
 _CACHE_VERSION = 2
+_BEGINNING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,43 @@ class Corpus:
     valid: tuple[Path, ...]
     vocab_size: int | None
     end_of_text: int | None
+
+
+def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
+    """Refuse a file of the validation data that is in the training data too, be it a link or a copy.
+
+    Only the beginnings of files of one size are read, and then copies.
+
+    Raises:
+        DataError: naming both, or a file that cannot be read.
+    """
+    beginnings: dict[tuple[int, bytes], list[Path]] = {}
+    try:
+        sizes = {path.stat().st_size for path in valid}
+        for path in train if valid else ():
+            if path.stat().st_size in sizes:
+                beginnings.setdefault(_beginning(path), []).append(path)
+        for path in valid if beginnings else ():
+            for trained in beginnings.get(_beginning(path), ()):
+                if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
+                    raise _on_both_sides(path, trained)
+    except OSError as error:
+        raise unreadable(Path(str(error.filename)), error) from error
+
+
+def _on_both_sides(path: Path, trained: Path) -> DataError:
+    return DataError(
+        "A file is in the training data and in the validation data",
+        where=path,
+        expected="validation data that a run does not train on",
+        found=f"its content in {trained}",
+        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files alone.",
+    )
+
+
+def _beginning(path: Path) -> tuple[int, bytes]:
+    with path.open("rb") as file:
+        return path.stat().st_size, xxhash.xxh3_128_digest(file.read(_BEGINNING_BYTES))
 
 
 def default_cache(environment: Mapping[str, str], home: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from reprise.errors import DataError, count_of
+from trainer.data.corpus import refuse_shared
 from trainer.data.encoding import Encoded
 from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
@@ -60,6 +61,7 @@ def write_raw(
         DataError: an input is no such array or its tokenizer lacks a token, or the folder cannot be made.
     """
     check_file_tokens(raw.file_tokens)
+    refuse_shared(inputs["train"], inputs.get("valid", ()))
     folder, form = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
     read = [path for paths in inputs.values() for path in paths]
     encoder = None if raw.tokenizer is None else open_encoder(raw.tokenizer)

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import files_of, is_file, is_stored, read_regular
+from reprise.files import files_of, is_dir, is_file, is_stored, is_symlink, read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
@@ -195,7 +195,7 @@ def find_files(pattern: str) -> list[Path]:
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if is_file(path)]
     if not files:
-        entries = "a folder, pipe or device" if len(paths) == 1 else f"{len(paths)} folders, pipes or devices"
+        entries = "a folder, pipe or device, or a dead link" if len(paths) == 1 else f"{len(paths)}, and no file"
         raise DataError(
             "no file matches",
             where=pattern,
@@ -203,6 +203,15 @@ def find_files(pattern: str) -> list[Path]:
             found=entries if paths else "nothing",
             fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
+    for path in sorted({*paths}.difference(files)):
+        if not is_dir(path):
+            raise DataError(
+                "a match is no file",
+                where=path,
+                expected="a file, or a folder, which is passed over",
+                found="a link that leads nowhere" if is_symlink(path) else "a pipe or device",
+                fix="Restore the file, or remove the match.",
+            )
     return files
 
 

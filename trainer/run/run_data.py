@@ -23,7 +23,7 @@ import xxhash
 from reprise.channel import StoreChannel
 from reprise.errors import DataError
 from trainer.config.schema import Config
-from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.corpus import Corpus, default_cache, prepare, refuse_shared
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of
 from trainer.data.document_table import documents_of, table_of
@@ -216,10 +216,9 @@ def _open(config: Config) -> _OpenFiles:
     corpora = [prepare(source.section, cache=cache) for source in weighted]
     for corpus in corpora:
         _check_vocabulary(corpus, config.model.vocab_size)
-    paths = {
-        "train": [path for corpus in corpora for path in corpus.train],
-        "valid": [path for corpus in corpora for path in corpus.valid if config.train.eval_interval],
-    }
+    train, valid = ([path for corpus in corpora for path in getattr(corpus, side)] for side in _SIDES)
+    refuse_shared(train, valid)
+    paths = {"train": train, "valid": valid if config.train.eval_interval else []}
     open_file = _OPENERS.get(config.data.kind, open_token_file)
     sides = {side: open_token_files(side_paths, open_file) for side, side_paths in paths.items()}
     pairs = zip(weighted, corpora, strict=True)

@@ -69,6 +69,22 @@ def test_data_without_a_sample_is_refused_with_the_tokens_needed() -> None:
         Samples([], seq_length=8)
 
 
+@pytest.mark.parametrize("per_document", [False, True])
+def test_files_that_give_no_sample_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, per_document: bool
+) -> None:
+    sizes = {"long": 40, "exact": 9, "short": 1, "empty": 0}
+    for name, size in sizes.items():
+        write_indexed_file(tmp_path / f"{name}.bin", [np.arange(size)], dtype=np.dtype(np.uint16), end_of_text=99)
+    files = [open_indexed_file(tmp_path / f"{name}.bin") for name in sizes]
+    Samples(files[:2], seq_length=8, per_document=per_document)
+    assert not caplog.text
+    Samples(files, seq_length=8, per_document=per_document)
+    assert "2 of 4 files give no sample" in caplog.text
+    assert f"{tmp_path}/short.bin, {tmp_path}/empty.bin" in caplog.text
+    assert f"{tmp_path}/exact.bin" not in caplog.text
+
+
 def test_windows_read_from_a_file_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_token_file(path, [np.arange(100_000)], dtype=np.uint32)

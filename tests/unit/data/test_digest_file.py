@@ -187,8 +187,8 @@ def test_no_digest_is_kept_of_a_file_changed_in_the_same_tick(path: Path, tmp_pa
 @pytest.mark.parametrize(("verify", "is_read"), [("sidecar", False), ("full", True)])
 def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path, verify: str, is_read: bool) -> None:
     tokens = np.random.default_rng(1).integers(0, 256, 8 << 20)
-    for name in ("train.bin", "valid.bin"):
-        write_token_file(tmp_path / name, [tokens], dtype=np.uint16)
+    for number, name in enumerate(("train.bin", "valid.bin")):
+        write_token_file(tmp_path / name, [tokens[number:]], dtype=np.uint16)
     files = [f"data.train={tmp_path}/train.bin", f"data.valid={tmp_path}/valid.bin", "train.eval_interval=2"]
     config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *files, f"data.verify={verify}"])
     cluster = Cluster(0, 1, device("cpu"), 1, single_rank_channel(), "nonce")

@@ -17,7 +17,7 @@ from trainer.data.text import find_files
 from trainer.data.token_file import open_token_file, write_token_file
 
 TOKENS = np.random.default_rng(2).integers(0, 60, 5000)
-HELD_OUT = TOKENS[:900]
+HELD_OUT = TOKENS[4000:4900]
 
 
 @pytest.fixture
@@ -105,6 +105,15 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(
     path.write_bytes(good[: len(good) - 2])
     assert prepare(arrays, dtype="uint32") == 2
     assert "4 bytes a token" in capsys.readouterr().err
+
+
+def test_an_array_on_both_sides_is_refused(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (arrays / "copy.bin").write_bytes((arrays / "val.bin").read_bytes())
+    for valid in ("train.bin", "val.bin"):
+        command = [str(arrays / "train.bin"), str(arrays / "copy.bin"), "--valid", str(arrays / valid)]
+        assert main([*command, "--raw", "uint16", "--output", str(arrays / "out")]) == 2
+        assert f"in the training data and in the validation data ({arrays / valid})" in capsys.readouterr().err
+    assert not (arrays / "out").exists()
 
 
 @pytest.mark.parametrize("option", ["--form text", "--valid-fraction 0.1", "--tokenizer train-bpe 300"])

@@ -123,6 +123,25 @@ def test_a_glob_without_files_is_refused_by_name(tmp_path: Path) -> None:
         prepare(text_section(tmp_path), cache=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("kind", ["dead link", "link to itself", "pipe"])
+def test_a_match_that_gives_nothing_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    write_texts(tmp_path, 3)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("000.txt")
+    assert len(find_files(f"{tmp_path}/*")) == 4
+    match kind:
+        case "dead link":
+            (tmp_path / "odd").symlink_to("gone")
+        case "link to itself":
+            (tmp_path / "odd").symlink_to("odd")
+        case _:
+            os.mkfifo(tmp_path / "odd")
+    with pytest.raises(DataError, match=r"a match is no file \(.*/odd\)"):
+        find_files(f"{tmp_path}/*")
+    with pytest.raises(DataError, match=r"no file matches \(.*/odd\)"):
+        find_files(f"{tmp_path}/odd")
+
+
 def test_a_name_with_glob_characters_names_itself(tmp_path: Path) -> None:
     (tmp_path / "a[1].txt").write_bytes(b"x" * 100)
     corpus = prepare(text_section(tmp_path / "a[1].txt"), cache=tmp_path / "cache")

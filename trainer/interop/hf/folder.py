@@ -178,15 +178,15 @@ def _weights_name(path: Path, table: Json) -> str:
             fix="Load it in transformers, and save it to another folder with save_pretrained on one rank.",
         )
     names = [name for name in (_SINGLE, INDEX) if is_file(path / name)]
-    named = table.get("transformers_weights")
-    if named is not None:
-        if not isinstance(named, str) or not re.fullmatch(r"[^/]+\.safetensors(\.index\.json)?", named):
+    first = table.get("transformers_weights")
+    if first is not None:
+        if not isinstance(first, str) or not re.fullmatch(r"[^/]+\.safetensors(\.index\.json)?", first):
             raise CheckpointError(
                 "A configuration names weights that are not safetensors in its folder",
                 where=f"{path / CONFIG}, transformers_weights",
-                found=shown(named),
+                found=shown(first),
             )
-        names = [named, *(name for name in names if name != named)]
+        names = [first, *(name for name in names if name != first)]
     if not names:
         raise _no_tensors(path)
     for name in names[1:]:

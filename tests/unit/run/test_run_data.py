@@ -1,0 +1,77 @@
+"""The data that a run opens: nothing is trained on that it is validated on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reprise.errors import DataError
+from tests.harness import TINY, compose
+from trainer.data.indexed_file import write_indexed_file
+from trainer.data.token_file import write_token_file
+from trainer.run.run_data import open_data_alone
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a folder as `reprise prepare-data --file-tokens 1000 --valid-fraction F` leaves it."""
+    rng = np.random.default_rng(1)
+    (tmp_path / "indexed").mkdir()
+    for name in ("train_000000", "train_000001", "valid_000000"):
+        tokens = rng.integers(0, 256, 1000)
+        write_token_file(tmp_path / f"{name}.bin", [tokens], dtype=np.uint16)
+        write_indexed_file(tmp_path / "indexed" / f"{name}.bin", [tokens], dtype=np.dtype(np.uint16), end_of_text=5)
+    return tmp_path
+
+
+def open_with(*overrides: str, interval: int = 0) -> None:
+    open_data_alone(compose(["model=gpt2_tiny", *TINY, f"train.eval_interval={interval}", *overrides]))
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("kind", ["token_file", "megatron"])
+def test_the_validation_file_in_a_glob_is_refused(data: Path, kind: str, interval: int) -> None:
+    folder = data if kind == "token_file" else data / "indexed"
+    keys = [f"data={kind}", f"data.valid={folder}/valid_000000.bin", f"data.cache={data}/cache"]
+    open_with(*keys, f"data.train={folder}/train_*.bin", interval=interval)
+    with pytest.raises(DataError, match=rf"validation data \({folder}/valid_000000.bin\).*in {folder}/valid_000000"):
+        open_with(*keys, f"data.train={folder}/*.bin", interval=interval)
+
+
+@pytest.mark.parametrize("place", [shutil.copy, os.link, os.symlink])
+def test_a_copy_or_a_link_is_the_same_file(data: Path, place: object) -> None:
+    assert callable(place)
+    (data / "other").mkdir()
+    place(data / "train_000001.bin", data / "other/new.bin")
+    keys = ["data=token_file", f"data.train={data}/train_*.bin"]
+    with pytest.raises(DataError, match=r"other/new.bin\).*in .*/train_000001.bin"):
+        open_with(*keys, f"data.valid=[{data}/valid_000000.bin, {data}/other/new.bin]")
+
+
+def test_every_source_of_a_blend_is_compared(data: Path) -> None:
+    blend = ",".join(f"{{path: {data}/{name}.bin, weight: 1}}" for name in ("train_000000", "valid_000000"))
+    with pytest.raises(DataError, match="in the training data and in the validation data"):
+        open_with("data=token_file", f"data.train=[{blend}]", f"data.valid={data}/valid_000000.bin")
+
+
+def test_files_with_one_beginning_and_other_ends_are_two(data: Path) -> None:
+    tokens = np.arange(100_000) % 257
+    for name in ("a", "b", "c"):
+        tokens[-1] = ord(name)
+        write_token_file(data / f"{name}.bin", [tokens], dtype=np.uint16)
+    keys = ["data=token_file", f"data.valid={data}/c.bin"]
+    open_with(*keys, f"data.train={data}/[ab].bin")
+    shutil.copy(data / "c.bin", data / "b.bin")
+    with pytest.raises(DataError, match=r"in .*/b.bin"):
+        open_with(*keys, f"data.train={data}/[ab].bin")
+
+
+def test_two_texts_of_one_content_are_not_split(data: Path) -> None:
+    for number in range(2):
+        (data / f"{number}.txt").write_text("one text, twice. " * 30)
+    with pytest.raises(DataError, match="in the training data and in the validation data"):
+        open_with("data=text", f"data.path={data}/*.txt", f"data.cache={data}/cache")
