@@ -27,16 +27,16 @@ from reprise.errors import ConfigError, TrainerError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
+from trainer.data.json_lines import is_json_lines
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
 from trainer.data.text import BYTES, find_files
-from trainer.data.text_file import FileForm, file_form, plain_name
+from trainer.data.text_file import FileForm, file_form
 
 FINE, IMPOSSIBLE = 0, 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 KIND = DataKind.token_file.value
-_JSONL = (".jsonl", ".ndjson")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,21 +150,21 @@ def _needs_work(prepare_options: PrepareOptions) -> bool:
 
 
 def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
-    is_table = [file_form(path) is FileForm.parquet for path in inputs]
     if options.form is not None:
         form = TextForm(options.form)
-        if form is TextForm.text and any(is_table):
-            path = inputs[is_table.index(True)]
-            raise ConfigError("A Parquet file has documents and is not one text", where=path, fix="Leave --form out.")
+        table = next((path for path in inputs if file_form(path) is FileForm.parquet), None)
+        if form is TextForm.text and table is not None:
+            raise ConfigError("A Parquet file has documents and is not one text", where=table, fix="Leave --form out.")
         return form
-    is_jsonl = {table or plain_name(path.name).endswith(_JSONL) for path, table in zip(inputs, is_table, strict=True)}
-    if len(is_jsonl) > 1:
+    takes_bytes = options.tokenizer == [BYTES]
+    by_form = {is_json_lines(path, options.key, takes_bytes=takes_bytes): path for path in inputs}
+    if len(by_form) > 1:
         raise ConfigError(
             "The inputs are of two forms",
-            found=f"{len(inputs)} files, some of them {', '.join(_JSONL)} or Parquet",
+            found=f"documents in {by_form[True]}, and a text in {by_form[False]}",
             fix="Prepare them into two folders, or name the form with --form.",
         )
-    return TextForm.jsonl if is_jsonl == {True} else TextForm.text
+    return TextForm.jsonl if True in by_form else TextForm.text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--form",
         choices=[form.value for form in TextForm],
-        help="of all inputs; by default by their names, without .gz",
+        help="of all inputs; by default jsonl where their names end with .jsonl or .ndjson, their first lines are JSON "
+        "objects, or they are Parquet, else text",
     )
     parser.add_argument(
         "--format",

@@ -16,10 +16,9 @@ from trainer.data.document_table import documents_of, table_of
 from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
-from trainer.data.token_file import TokenFile
+from trainer.data.token_file import TokenFile, listed
 
 _log = logging.getLogger(__name__)
-_MOST_NAMED = 20
 
 
 class Samples:
@@ -80,11 +79,10 @@ class Samples:
                 found=f"at most {count_of(longest, 'token')}",
                 fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
             )
-        if short := [str(file.path) for file, size in zip(files, sizes, strict=True) if not size]:
-            more = f" and {len(short) - _MOST_NAMED} more" if len(short) > _MOST_NAMED else ""
+        if short := [file.path for file, size in zip(files, sizes, strict=True) if not size]:
             _log.warning(
                 f"{len(short)} of {len(files)} files give no sample, which needs a {unit} of at least {least}: "
-                f"{', '.join(short[:_MOST_NAMED])}{more}"
+                f"{listed(short)}"
             )
 
     @property

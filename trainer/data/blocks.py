@@ -153,5 +153,5 @@ def _text_of(line: bytes, key: str, *, where: str) -> bytes:
         where=where,
         expected=f"a JSON object with a text under {key!r}",
         found=problem,
-        fix="Mend the line, or name the text's key with --key.",
+        fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",
     )

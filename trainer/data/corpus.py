@@ -34,7 +34,7 @@ from trainer.data.text_file import unreadable
 from trainer.data.token_file import open_token_file, write_token_file
 
 # Part of every cache name: raise it when the same texts give other token files.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _BEGINNING_BYTES = 64 << 10
 
 

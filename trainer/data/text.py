@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,22 @@ import xxhash
 
 from reprise.errors import DataError
 from reprise.files import files_of, is_dir, is_file, is_stored, is_symlink, read_regular
+from trainer.data.blocks import SplitRule, TextBlock, TextForm, texts
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
+from trainer.data.json_lines import is_json_lines
 from trainer.data.parquet import column_texts, row_count
-from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
-from trainer.data.token_file import TokenArray
+from trainer.data.text_file import (
+    FileForm,
+    Span,
+    file_form,
+    not_utf8,
+    open_text,
+    plain_name,
+    unreadable,
+)
+from trainer.data.token_file import TokenArray, listed
+
+_log = logging.getLogger(__name__)
 
 # Tests say little about the language and much about their fixtures; the others hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -30,8 +43,8 @@ _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 # It is saved beside every checkpoint; the largest in use are below 40 MiB.
 MOST_TOKENIZER_BYTES = 64 << 20
-# Of the texts of `data=text` in Parquet.
-PARQUET_COLUMN = "text"
+# Of the texts of `data=text` in Parquet and JSON lines.
+DOCUMENT_KEY = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +225,8 @@ def find_files(pattern: str) -> list[Path]:
                 found="a link that leads nowhere" if is_symlink(path) else "a pipe or device",
                 fix="Restore the file, or remove the match.",
             )
+    if empty := [path for path in files if not path.stat().st_size]:
+        _log.warning(f"{len(empty)} of {len(files)} files are empty and give nothing: {listed(empty)}")
     return files
 
 
@@ -288,7 +303,7 @@ def split_documents(
     Several files are split by file: a file is valid if the hash of its name, without the suffix of a compression, falls
     into the fraction, so it stays on its side when others are added or removed; the file nearest to the limit
     moves if a side would be empty. The last ``valid_fraction`` of a single file is valid, cut between two UTF-8
-    characters, or between two rows of a Parquet file, each of which is a document.
+    characters, or between two rows of a Parquet file or two JSON lines, each of which is a document.
 
     Args:
         takes_bytes: accept files of any bytes.
@@ -302,6 +317,10 @@ def split_documents(
             rows = row_count(path)
             first_valid = rows - round(rows * valid_fraction)
             return _rows(source, 0, first_valid), _rows(source, first_valid, rows)
+        if is_json_lines(path, takes_bytes=takes_bytes):
+            documents = _lines(source)
+            first_valid = len(documents) - round(len(documents) * valid_fraction)
+            return documents[:first_valid], documents[first_valid:]
         text = _read(source, takes_bytes=takes_bytes)
         cut = _cut(text, valid_fraction)
         return [Document(path, text[:cut])], [Document(path, text[cut:])]
@@ -345,6 +364,8 @@ def _documents(sources: Iterable[TextSource], *, takes_bytes: bool) -> Iterator[
     for source in sources:
         if file_form(source.path) is FileForm.parquet:
             yield from _rows(source, 0, None)
+        elif is_json_lines(source.path, takes_bytes=takes_bytes):
+            yield from _lines(source)
         else:
             yield Document(source.path, _read(source, takes_bytes=takes_bytes))
 
@@ -352,9 +373,15 @@ def _documents(sources: Iterable[TextSource], *, takes_bytes: bool) -> Iterator[
 def _rows(source: TextSource, first: int, end: int | None) -> Iterator[Document]:
     """Yield rows of a Parquet file as documents."""
     with source.path.open("rb") as file:
-        for text in islice(column_texts(file, source.path, PARQUET_COLUMN), first, end):
+        for text in islice(column_texts(file, source.path, DOCUMENT_KEY), first, end):
             yield Document(source.path, text.encode())
     _check_unchanged(source)
+
+
+def _lines(source: TextSource) -> list[Document]:
+    """Return the documents of a file of JSON lines."""
+    block = TextBlock(source.path, 0, 1, _read(source, takes_bytes=True), ends_text=True)
+    return [Document(source.path, text) for text in texts(block, SplitRule(TextForm.jsonl, DOCUMENT_KEY))]
 
 
 def _read(source: TextSource, *, takes_bytes: bool) -> bytes:

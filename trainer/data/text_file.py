@@ -126,23 +126,30 @@ def open_text(
 
 
 class TextReader:
-    """Reads the text of a file from its begin to its end, see `open_text`. Memory holds little beyond what is read."""
+    """Reads the text of a file from its begin to its end, see `open_text`. Memory holds little beyond what is read.
+
+    A byte-order mark is passed over, unless any bytes are accepted. ``at`` is the position in the file's text, in
+    bytes.
+    """
 
     def __init__(self, span: Span, file: BinaryIO, *, key: str, takes_bytes: bool, checks_utf8: bool) -> None:
-        self._span, self._at = span, 0
+        self._span, self.at = span, 0
         self.form = _form(file)
         self._chunks = _chunks(self.form, file, span.path, key)
         self._waiting = bytearray()
         self._decoder = codecs.getincrementaldecoder("utf-8")() if checks_utf8 and not takes_bytes else None
+        lo = span.lo
         if not takes_bytes:
             _check_head(self._peek(_HEAD_BYTES), self.form, span.path)
-        if span.lo and self.form is FileForm.plain:
-            file.seek(span.lo)
+            if self._peek(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                lo = max(lo, len(codecs.BOM_UTF8))
+        if lo and self.form is FileForm.plain:
+            file.seek(lo)
             self._waiting.clear()
             self._chunks = _chunks(self.form, file, span.path, key)
-            self._at = span.lo
-        while self._at < span.lo and (passed := self._take(min(_CHUNK_BYTES, span.lo - self._at))):
-            self._at += len(passed)
+            self.at = lo
+        while self.at < lo and (passed := self._take(min(_CHUNK_BYTES, lo - self.at))):
+            self.at += len(passed)
 
     def has_more(self) -> bool:
         """Return whether there is more to read.
@@ -150,7 +157,7 @@ class TextReader:
         Raises:
             DataError: the file ends before the end of the span.
         """
-        if self._span.hi is not None and self._at >= self._span.hi:
+        if self._span.hi is not None and self.at >= self._span.hi:
             return False
         if self._peek(1):
             return True
@@ -159,7 +166,7 @@ class TextReader:
                 "a file changed while it was being read",
                 where=self._span.path,
                 expected=f"{self._span.hi} bytes",
-                found=f"{self._at} bytes",
+                found=f"{self.at} bytes",
                 fix="Start again when no other program writes to it.",
             )
         return False
@@ -170,17 +177,17 @@ class TextReader:
         Raises:
             DataError: the file cannot be decompressed, or is not UTF-8.
         """
-        most = size if self._span.hi is None else min(size, self._span.hi - self._at)
+        most = size if self._span.hi is None else min(size, self._span.hi - self.at)
         data = self._take(most)
         if self._decoder is not None:
             pending = self._decoder.getstate()[0]
-            self._at += len(data)
+            self.at += len(data)
             try:
                 self._decoder.decode(data, final=not self.has_more())
             except UnicodeDecodeError as error:
-                raise not_utf8(self._span.path, self._at - len(data) - len(pending), error) from error
+                raise not_utf8(self._span.path, self.at - len(data) - len(pending), error) from error
         else:
-            self._at += len(data)
+            self.at += len(data)
         return data
 
     def read_all(self) -> bytes:
@@ -192,7 +199,7 @@ class TextReader:
         pieces = []
         while self.has_more():
             pieces.append(self.read(_CHUNK_BYTES))
-            if self.form is not FileForm.plain and self._at > MOST_TEXT_BYTES:
+            if self.form is not FileForm.plain and self.at > MOST_TEXT_BYTES:
                 raise DataError(
                     "A compressed text is too large to be held in memory",
                     where=self._span.path,
@@ -222,11 +229,10 @@ def text_bytes(path: Path, *, takes_bytes: bool = False) -> int:
     span = text_span(path)
     if span.hi is not None:
         return span.hi
-    total = 0
     with open_text(span, takes_bytes=takes_bytes, checks_utf8=False) as reader:
-        while data := reader.read(_CHUNK_BYTES):
-            total += len(data)
-    return total
+        while reader.read(_CHUNK_BYTES):
+            pass
+        return reader.at
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:

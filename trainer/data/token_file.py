@@ -28,6 +28,7 @@ TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 HEADER_BYTES = 256 * 4
 # The count is an int32 in the header.
 MAX_TOKENS = 2**31 - 1
+_MOST_LISTED = 20
 _OTHER_DESCRIPTORS = 1024  # what the rest of a rank may have open
 
 
@@ -110,6 +111,12 @@ class TokenFile:
             found=f"{self.status().st_size} bytes",
             fix="Write or copy it again, and start again when no other program writes to it.",
         )
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """Return paths as words; of many, the first and the number of the rest."""
+    more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
+    return ", ".join(map(str, paths[:_MOST_LISTED])) + more
 
 
 def open_token_file(path: str | Path) -> TokenFile:

@@ -1,0 +1,72 @@
+"""Tells files of documents, JSON lines and Parquet, from files that are one text.
+
+JSON lines are known by their name, or else by their content: the first line is an object with a text under the key, or
+the first two lines are objects. An array of such objects is refused. Any other JSON, such as a `package.json` among
+sources, is a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from reprise.errors import DataError
+from trainer.data.text_file import FileForm, Span, open_text, plain_name
+
+# Of a file, read one after the other until it shows what it is.
+_BYTES = (8 << 10, 1 << 20, 64 << 20)
+_SUFFIXES = (".jsonl", ".ndjson")
+_AFTER_OBJECT = re.compile(r"[ \t\r]*(?:\n\s*|\Z)")
+
+
+def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -> bool:
+    """Return whether a file has a document on each line, or in each row, by its form, its name or its first objects.
+
+    Args:
+        key: of the text in an object, or in a row.
+        takes_bytes: accept an array of documents as one text.
+
+    Raises:
+        DataError: the file cannot be read, or is an array of documents.
+    """
+    with open_text(Span(path), key=key, takes_bytes=True) as reader:
+        if reader.form is FileForm.parquet or plain_name(path.name).endswith(_SUFFIXES):
+            return True
+        head, is_told = b"", None
+        for most in _BYTES:
+            if is_told is None and reader.has_more():
+                head += reader.read(most)
+                text = head.decode("utf-8-sig", "replace").lstrip()
+                is_told = _begins_with_documents(text, key)
+    if is_told and text.startswith("[") and not takes_bytes:
+        raise DataError(
+            "A file is an array of documents",
+            where=path,
+            expected="JSON lines, each an object",
+            found=f"a JSON array of objects with {key!r}",
+            fix=f"Write them as lines: jq -c '.[]' {path} > LINES.jsonl. `reprise prepare-data --form text` reads the "
+            "array as one text.",
+        )
+    return bool(is_told) and not text.startswith("[")
+
+
+def _begins_with_documents(text: str, key: str) -> bool | None:
+    """Return whether the first value is an object on a line with a text, or before an object, or an array of them.
+
+    Returns:
+        None if that does not show in the text, which may be the beginning of a longer one.
+    """
+    start, decode = re.match(r"(?:\[\s*)?(?=\{)", text), json.JSONDecoder().raw_decode
+    if start is None:
+        return False
+    try:
+        first, end = decode(text, start.end())
+        has_text, line_end = isinstance(first.get(key), str), _AFTER_OBJECT.match(text, end)
+        if has_text and start[0]:
+            return True
+        if start[0] or line_end is None or "\n" in text[:end]:
+            return False
+        return has_text or isinstance(decode(text, line_end.end())[0], dict)
+    except (ValueError, RecursionError):
+        return None if start[0] or text.count("\n") < 2 else False  # an object over several lines
