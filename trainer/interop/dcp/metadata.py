@@ -37,17 +37,29 @@ def _memory_format(member: object) -> dcp._MEM_FORMAT_ENCODING:
     return dcp._MEM_FORMAT_ENCODING(member)
 
 
+class _TensorProperties(dcp.TensorProperties):
+    """The properties of a tensor as any torch pickles them: five members, and from 2.15 on its strides.
+
+    Only the dtype is kept. The stored tensor has strides of its own.
+    """
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, *_ = state
+        if further := state[6:]:
+            raise ForeignClass(f"properties of a tensor beyond its strides: {shown(further[0])}")
+
+
 _CLASSES = (
     dcp.BytesStorageMetadata,
     dcp.ChunkStorageMetadata,
     dcp.Metadata,
     dcp.MetadataIndex,
     dcp.StorageMeta,
-    dcp.TensorProperties,
     dcp.TensorStorageMetadata,
 )
 _ADMITTED: Mapping[tuple[str, str], Any] = {
     **{(dcp.__name__, found.__name__): found for found in _CLASSES},
+    (dcp.__name__, dcp.TensorProperties.__name__): _TensorProperties,
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): _memory_format,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.serialization", "_get_layout"): _strided,
