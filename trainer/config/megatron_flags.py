@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from reprise.errors import ConfigError
+from trainer.config.options import keys
 from trainer.config.overrides import text_value
 from trainer.config.schema import Config
 
@@ -203,25 +204,35 @@ FLAGS = {
 
 
 def refuse_flags(words: Sequence[str]) -> None:
-    """Refuse a command line with flags of Megatron-LM, and name the key of each.
+    """Refuse a command line with Megatron-LM's flags or keys spelled as flags, and name the key of each.
 
     Raises:
         ConfigError: with an override for every such flag.
     """
-    answers = []
+    answers: dict[str, str] = {}
     for number, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag not in FLAGS:
+        name, equals, value = word.partition("=")
+        flag = name.replace("_", "-")
+        named = FLAGS[flag].split() if flag in FLAGS else _keys_named(flag)
+        if flag not in FLAGS and not named:
             continue
         if not equals and number + 1 < len(words) and not words[number + 1].startswith("--"):
             value = words[number + 1]
-        answers.append(f"{flag}: {_answer(flag, FLAGS[flag].split(), value)}")
+        answers[word] = f"{name}: {_answer(flag, named, value)}"
     if answers:
         raise ConfigError(
-            "A flag of Megatron-LM is given; settings have the form SECTION.KEY=VALUE here",
-            found=", ".join(word for word in words if word.partition("=")[0] in FLAGS),
-            fix="\n  " + "\n  ".join(answers) + "\n`reprise options KEY` describes a key.",
+            "A command line has flags; settings have the form SECTION.KEY=VALUE",
+            found=", ".join(answers),
+            fix="\n  " + "\n  ".join(answers.values()) + "\n`reprise options KEY` describes a key.",
         )
+
+
+def _keys_named(flag: str) -> list[str]:
+    """Return the key that a flag spells; none if several keys have its name."""
+    if not flag.startswith("--"):
+        return []
+    named = [key for key in keys() if "." in key and key.rpartition(".")[2].replace("_", "-") == flag[2:]]
+    return named if len(named) == 1 else []
 
 
 def _answer(flag: str, keys: Sequence[str], value: str) -> str:

@@ -34,6 +34,9 @@ def test_flags_are_answered_with_their_keys(monkeypatch: pytest.MonkeyPatch) -> 
         (["--load=模型"], "checkpoint.load='模型'"),
         (["--save", "12"], "checkpoint.save='12'"),
         (["--save-interval", "10"], "checkpoint.save_interval=10"),
+        (["--save_interval", "10"], "checkpoint.save_interval=10"),
+        (["--max_checkpoint_keep=4"], "checkpoint.max_checkpoint_keep=4"),
+        (["--max-checkpoint-keep", "4"], "checkpoint.max_checkpoint_keep=4"),
     ],
 )
 def test_an_answer_can_be_given_as_an_override(words: list[str], answer: str) -> None:
@@ -45,12 +48,26 @@ def test_an_answer_can_be_given_as_an_override(words: list[str], answer: str) ->
     assert str(getattr(getattr(compose([answer]), section), name)) == value.strip("'")
 
 
+def test_every_flag_has_an_answer_in_one_message() -> None:
+    flags = ["--save", "--save_interval", "--max_checkpoint_keep", "--no_save_optim", "--load"]
+    with pytest.raises(ConfigError) as refusal:
+        refuse_flags([word for flag in flags for word in (flag, "5")])
+    assert [line for line in str(refusal.value).splitlines() if line.startswith("  --")] == [
+        f"  {flag}: checkpoint.{flag[2:]}={value}"
+        for flag, value in zip(flags, ["'5'", "5", "5", "5", "'5'"], strict=True)
+    ]
+
+
+def test_a_hydra_flag_and_a_shared_name_are_no_keys() -> None:
+    refuse_flags(["--run", "--name", "a", "--dropout=0.1"])
+
+
 @pytest.mark.parametrize(
     ("words", "suggestion"),
     [
         (["--save-intervall", "5"], "checkpoint.save_interval=VALUE"),
         (["model=gpt2_tiny", "--train-itters=7"], "train.train_iters=7"),
-        (["--ema-decay", "0.9"], "train.ema_decay=VALUE"),
+        (["--ema-decays", "0.9"], "train.ema_decay=VALUE"),
     ],
 )
 def test_a_misspelled_flag_is_answered_with_the_key(
