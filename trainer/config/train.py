@@ -73,7 +73,7 @@ class TrainSection:
             cores.
         activation_checkpointing: recompute transformer blocks in the backward pass.
         eval_interval: iterations between evaluations; 0 never.
-        eval_iters: global batches per evaluation.
+        eval_iters: global batches per evaluation; a smaller validation set repeats, which the log says.
         sample_interval: iterations between sampled texts; 0 never.
         sample_prompt: beginning of a sampled text; empty begins a document.
         sample_tokens: most tokens beyond the prompt; in a pipeline each costs an iteration.

@@ -69,7 +69,14 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
     training = loader(blended, max(batch_schedule_of(train).sizes)).mapped(parse_ranges(train.skip_samples))
     if not train.eval_interval:
         return training, ValidData()
-    valid = loader(samples(data.valid), train.global_batch_size)
+    held_out, drawn = samples(data.valid), train.eval_iters * train.global_batch_size
+    if cluster.rank == 0 and held_out.count < drawn:
+        uneven = f"; the first {rest} count once more than the others" if (rest := drawn % held_out.count) else ""
+        _log.warning(
+            f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
+            f"data has {held_out.count}, which repeat in order{uneven}"
+        )
+    valid = loader(held_out, train.global_batch_size)
     return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
 
 
