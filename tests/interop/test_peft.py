@@ -202,7 +202,7 @@ def test_formats_of_whole_models_refuse_adapters(
 def test_the_commands_know_checkpoints_of_adapters(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert look.main(["ls", "--json", str(trained.run)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["valid"] == "yes"
+    assert row["intact"] == "yes"
     assert "adapters" in row["notes"]
     assert look.main(["verify", str(trained.iteration)]) == 0
     assert look.main(["show", str(trained.iteration)]) == 0

@@ -74,8 +74,8 @@ def list_run(options: argparse.Namespace) -> int:
                 "bytes": summary.total_bytes,
                 "age": time.time() - summary.written_at,
                 "topology": "" if state is None else _topology(state),
-                "loss": None if state is None else state.get("valid_loss"),
-                "valid": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
+                "valid_loss": None if state is None else state.get("valid_loss"),
+                "intact": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
                 "notes": ", ".join(_notes(summary)),
                 "held": str(summary.share or ""),
             }

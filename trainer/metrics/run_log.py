@@ -319,7 +319,8 @@ class RunLog:
 
         A `local_save` or a `weights_save`, which may come with every iteration, has a short line and no curve.
 
-        The slowdown is logged as measured, for an unbiased sum over many saves; a negative value is shown as 0.
+        The log line has the time and the pause; `metrics.jsonl` has every figure. The slowdown is recorded as measured,
+        for an unbiased sum over many saves.
         """
         rate = report.written_bytes / max(report.seconds, 1e-9)
         figures = {
@@ -338,7 +339,9 @@ class RunLog:
             saved = (
                 f"{report.iteration} locally" if event == "local_save" else f"{report.iteration}, its weights alone,"
             )
-            _log.info(f"saved iteration {saved} in {report.seconds:.2f} s, blocked {report.blocked_s:.3f} s")
+            _log.info(
+                f"saved iteration {saved} in {report.seconds:.2f} s, training paused for {report.blocked_s:.3f} s"
+            )
             return
         curves = {f"save/{name}": figure for name, figure in figures.items()}
         for sink in self._sinks:
@@ -346,10 +349,8 @@ class RunLog:
             if sink is not self._sinks[-1]:
                 sink.sync()
         _log.info(
-            f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
-            f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
-            f"copied {report.copied_bytes / 1e6:.1f} MB, slowed iterations by {max(0.0, slowdown_s):.3f} s: "
-            f"{report.path}"
+            f"saved iteration {report.iteration} in {report.seconds:.2f} s ({report.written_bytes / 1e6:.1f} MB by "
+            f"this rank), training paused for {report.blocked_s + report.waited_s:.3f} s: {report.path}"
         )
 
     def sync(self) -> None:

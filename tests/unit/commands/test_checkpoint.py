@@ -49,12 +49,16 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["ls", str(named), "--json"]) == FINE
         held, newest = shown(capsys)
         assert (held["iteration"], held["notes"], newest["iteration"], newest["notes"]) == (5, "hold", 10, "")
-        assert (newest["valid"], newest["loss"], newest["topology"]) == ("yes", 2.5, "8 ranks dp=4 tp=2 zero_stage=3")
+        assert (newest["intact"], newest["valid_loss"], newest["topology"]) == (
+            "yes",
+            2.5,
+            "8 ranks dp=4 tp=2 zero_stage=3",
+        )
         assert newest["bytes"] == sum(file.stat().st_size for file in (folder / "iter_0000010").rglob("*"))
         assert 0 <= newest["age"] < 60
     assert main(["ls", str(tmp_path / "run")]) == FINE
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["checkpoint", "iteration", "bytes", "age", "topology", "loss", "valid", "notes"]
+    assert table[0].split() == ["checkpoint", "iteration", "bytes", "age", "topology", "valid_loss", "intact", "notes"]
     assert table[2].startswith("iter_0000010  10")
 
 
@@ -66,8 +70,8 @@ def test_ls_names_what_is_damaged_and_lists_what_is_superseded(
     (folder / "iter_0000010").rename(folder / "iter_0000010.superseded-1")
     assert main(["ls", str(tmp_path / "run"), "--json"]) == BAD
     damaged, superseded = shown(capsys)
-    assert damaged["valid"].startswith("no: A file has the wrong size")
-    assert (superseded["iteration"], superseded["valid"], superseded["notes"]) == (10, "yes", "superseded")
+    assert damaged["intact"].startswith("no: A file has the wrong size")
+    assert (superseded["iteration"], superseded["intact"], superseded["notes"]) == (10, "yes", "superseded")
 
 
 def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +85,7 @@ def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: pytest.Capt
     assert main(["ls", str(folder), "--check", "2"]) == FINE
     assert "1 of 3 checkpoints was not checked; --check all checks them too" in capsys.readouterr().out
     assert main(["ls", str(folder), "--check", "0", "--json"]) == FINE
-    assert {(row["valid"], row["loss"]) for row in shown(capsys)} == {("not checked", 2.5)}
+    assert {(row["intact"], row["valid_loss"]) for row in shown(capsys)} == {("not checked", 2.5)}
     assert main(["ls", str(folder), "--check", "all"]) == BAD
     assert "not checked" not in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -26,7 +26,7 @@ def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: p
     assert [path.name for path in (a / NAME).glob("config.json*")] == ["config.json.part"]  # not for transformers
     assert main([command, str(a), "--json"]) == FINE
     (row,) = rows(capsys)
-    assert (row.get("valid") or row["result"]).startswith("a part")
+    assert (row.get("intact") or row["result"]).startswith("a part")
     assert all(text in row["held"] for text in HELD)
     assert "together" not in row
     assert main([command, str(a), str(b), "--json"]) == FINE
@@ -45,7 +45,7 @@ def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: p
 
 def test_a_folder_with_all_copies_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = save_on_two_hosts(tmp_path, 2, copies=1)
-    for command, field, expected in (("ls", "valid", "yes"), ("verify", "result", "whole")):
+    for command, field, expected in (("ls", "intact", "yes"), ("verify", "result", "whole")):
         assert main([command, str(a), "--json"]) == FINE
         (row,) = rows(capsys)
         assert row[field] == expected

@@ -386,17 +386,19 @@ def test_a_batch_that_grows_beside_a_save_is_no_slowdown() -> None:
     assert slowdown.take() == 0.0
 
 
-def test_the_slowdown_beside_a_save_is_never_negative(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_has_two_figures_in_its_line_and_all_in_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     log = run_log(tmp_path)
     log.open(0, "")
     for slowdown_s in (-0.5, 0.25):
-        log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=slowdown_s)
+        log.save(SaveReport(1, tmp_path, 10, 0.5, blocked_s=0.1, waited_s=0.02), slowdown_s=slowdown_s)
     log.close()
-    shown = [re.findall(r"slowed iterations by (\S+) s", message) for message in caplog.messages]
-    assert shown == [["0.000"], ["0.250"]]
-    recorded = [json.loads(line)["slowdown_seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert recorded == [-0.5, 0.25]  # as measured: sums over many saves have no bias
+    assert re.findall(r"[\d.]+ (?:s|MB)\b", caplog.messages[0]) == ["0.50 s", "0.0 MB", "0.120 s"]
+    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["slowdown_seconds"] for line in recorded] == [-0.5, 0.25]  # as measured: sums have no bias
+    assert {"blocked_seconds", "waited_seconds", "copied_bytes", "gigabytes_per_second"} <= recorded[0].keys()
 
 
 def test_the_peak_of_a_device_is_found_by_its_name() -> None:
