@@ -41,6 +41,14 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
+def test_ls_notes_a_dropped_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "run", [5], optimizer_dropped={"manifest_xxh3_64": "0" * 16})
+    for check in ("1", "0"):
+        assert main(["ls", str(tmp_path / "run"), "--json", "--check", check]) == FINE
+        (row,) = shown(capsys)
+        assert row["notes"] == "optimizer dropped"
+
+
 def test_ls_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     topology = {"world_size": 8, "dp": 4, "tp": 2, "pp": 1, "vpp": 1, "zero_stage": 3}
     folder = save(tmp_path / "run", [5, 10], topology=topology, valid_loss=2.5)

@@ -12,7 +12,7 @@ import torch
 import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.files import FILE_SYSTEM
-from reprise.folder import FORMAT, STATE, CheckpointFolder, FolderLock
+from reprise.folder import FORMAT, MANIFEST, STATE, CheckpointFolder, FolderLock
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
 from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.reading import open_checkpoint
@@ -68,6 +68,7 @@ def names(path: Path) -> set[str]:
 def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
     before = (folder / "iter_0000010" / "model.safetensors").read_bytes()
+    os.utime(folder / "iter_0000010" / MANIFEST, (1e9, 1e9))
     plan = reprise.drop_optimizer(folder, before=30, dry_run=True)
     assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
     assert reprise.drop_optimizer(tmp_path / "run", before=30) == plan
@@ -79,6 +80,7 @@ def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
     light = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM)
     assert not light.has_optimizer
     assert len(light.state["optimizer_dropped"]["manifest_xxh3_64"]) == 16
+    assert reprise.list(folder)[0].written_at == 1e9  # when it was saved
     assert all(result.problem is None for result in reprise.verify(folder))
     assert {path.name for path in folder.glob("*iter_*")} == {"iter_0000010", "iter_0000020", "iter_0000030"}
     assert reprise.drop_optimizer(folder, before=30) == ()
