@@ -454,6 +454,21 @@ def test_moments_of_a_part_of_the_model_are_refused(producers: dict[str, Produce
         opened(folder, producer.overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("__0.metadata", "use_collectives"),
+        ("metadata.pkl", "torch_checkpointing"),
+        ("shard-00001-model-00001-of-00002.safetensors", "consolidate_distributed_checkpoint"),
+        ("model.safetensors", "`hf`"),
+    ],
+)
+def test_a_similar_checkpoint_is_named(tmp_path: Path, name: str, advice: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=advice):
+        opened(tmp_path, GPT2)
+
+
 def test_a_folder_that_is_not_whole_is_refused(producers: dict[str, Producer], tmp_path: Path) -> None:
     producer = producers["gpt2"]
 

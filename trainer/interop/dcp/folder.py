@@ -25,6 +25,16 @@ from trainer.interop.torch_file import PlainObject, load_plain, mapped
 
 METADATA = ".metadata"
 
+# Files of similar checkpoints, with what to do about them.
+_OTHER_FORMS = {
+    "__*.metadata": "It was written by ranks on their own (use_collectives=False); save it again with collectives.",
+    "metadata.pkl": "It was written by torch_checkpointing, as torchtitan does now: load it with its CheckpointLoader, "
+    "and save the state with torch.distributed.checkpoint.save.",
+    "shard-*-model-*.safetensors": "transformers wrote its shards rank by rank: merge them with "
+    "transformers.distributed.consolidate_distributed_checkpoint, and import the result as `hf`.",
+    "*.safetensors": "It holds safetensors files: import it as `hf`.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
@@ -169,11 +179,7 @@ def _no_folder(path: Path) -> CheckpointError:
         return CheckpointError(
             "A folder holds several DCP checkpoints", where=path, found=", ".join(below), fix="Name one of them."
         )
-    fix = None
-    if matching(path, "__*.metadata"):
-        fix = "It was written by ranks on their own (use_collectives=False); save it again with collectives."
-    elif matching(path, "*.safetensors"):
-        fix = "It holds safetensors files: import it as `hf`."
+    fix = next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None)
     return CheckpointError("A folder is no DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
 
 
