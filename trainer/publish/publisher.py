@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -168,15 +169,42 @@ class Publisher:
 
 
 def _lock(folder: Path) -> int:
-    """Return the descriptor of a lock that ends with the process."""
+    """Return the descriptor of a lock that ends with the process; the file tells its folder from copies of it.
+
+    Raises:
+        LockError: if another process holds it.
+        DataError: if the folder is a copy, and the one it was copied from is still there.
+    """
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _settle_owner(descriptor, folder)
     except BlockingIOError as error:
         os.close(descriptor)
         fix = "It sends the lines; a second one is not needed."
         raise LockError("Another process publishes this run to the tracker", where=folder, fix=fix) from error
+    except DataError:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _settle_owner(lock: int, folder: Path) -> None:
+    """Record the folder in its lock file, by path and inode, unless it is a copy of a folder that is still there."""
+    own = {"folder": str(folder.resolve()), "inode": os.fstat(lock).st_ino}
+    recorded = json.loads(os.pread(lock, 1 << 16, 0) or json.dumps(own))
+    if recorded["inode"] != own["inode"]:
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(Path(recorded["folder"], "lock")).st_ino == recorded["inode"]:
+                raise DataError(
+                    "The folder of a published run was copied; its copy would write into the same remote run",
+                    where=folder,
+                    expected=recorded["folder"],
+                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
+                )
+    if recorded != own:
+        os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps(own).encode(), 0)
 
 
 def _versions(lines: Sequence[LogLine]) -> dict[str, object]:

@@ -213,8 +213,31 @@ def test_a_remote_run_that_a_copy_has_extended_is_refused(tmp_path: Path) -> Non
     shutil.copytree(run.folder, tmp_path / "copy")
     run.train(16, 18)
     publish(run.folder, tracker)
+    shutil.rmtree(run.folder)  # or another host has it
     with pytest.raises(DataError, match="more lines than its journal"):
         publish(tmp_path / "copy", tracker)
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_copy_beside_its_run_does_not_write_into_its_remote_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, tracker = LoggedRun(Path("run") if is_relative else tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 15)
+    publish(run.folder, tracker)
+    copy = LoggedRun(tmp_path / "copy")
+    shutil.copytree(run.folder, copy.folder)
+    copy.start(10)
+    copy.train(11, 30, branch=1)
+    with pytest.raises(DataError, match="was copied"):
+        publish(copy.folder, tracker)
+    run.train(16, 18)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 18)
+    shutil.rmtree(run.folder)
+    publish(copy.folder, MemoryTracker())  # the only one that is left
 
 
 def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
