@@ -24,7 +24,7 @@ from trainer.config.checks import (
     validate,
     with_micro_batch,
 )
-from trainer.config.compose import Resolved, compose_command, over_saved, resolve
+from trainer.config.compose import Resolved, compose_command, resolve_command
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.config.values import path_problems
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raw = compose_command()
         if raw is not None:
             _start_log(environment.rank, is_silent="stdout" in closed)
-            run(resolve(over_saved(raw, FILE_SYSTEM)), environment)
+            run(resolve_command(raw, FILE_SYSTEM), environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status

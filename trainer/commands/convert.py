@@ -21,6 +21,7 @@ from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
 from trainer.config.overrides import text_value
+from trainer.data.tokenizer_beside import with_tokenizer
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
@@ -64,6 +65,7 @@ def bring_in(options: argparse.Namespace) -> int:
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
     model = model_overrides(source.model, overrides) if form.names_model else []
     config = compose([*model, *overrides])
+    config.data.tokenizer = with_tokenizer(config.data, source.tokenizer)
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE

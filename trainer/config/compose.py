@@ -34,7 +34,8 @@ from trainer.config.options import CONFIGS, keys, null_mappings
 from trainer.config.overrides import escape, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
-from trainer.config.values import from_environment
+from trainer.config.values import from_environment, path_problems
+from trainer.data.section import TOKEN_KINDS
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -211,6 +212,27 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
     _reported(lambda: _update(raw, values), [str(saved.path)])
     _log.info(f"the configuration is that of {saved.path}, under the keys of the command")
     return raw
+
+
+def resolve_command(raw: DictConfig, files: Files) -> Resolved:
+    """Return the configuration of a command, resolved, over that of the checkpoint to load.
+
+    Texts without a tokenizer of their own have that of the weights.
+
+    Raises:
+        TrainerError: see `resolve`; or a checkpoint is damaged, or its tokenizer of another form.
+    """
+    resolved = resolve(over_saved(raw, files))
+    if resolved.config.data.kind in TOKEN_KINDS or resolved.config.data.tokenizer or path_problems(resolved.config):
+        return resolved
+    from trainer.config.load_saved import tokenizer_of_weights
+
+    tokenizer = tokenizer_of_weights(resolved.config, files)
+    if tokenizer is None:
+        return resolved
+    _log.info(f"data.tokenizer={tokenizer}, that of the weights")
+    _update(raw, {"data.tokenizer": tokenizer})
+    return resolve(raw)
 
 
 def _update(raw: DictConfig, values: Mapping[str, object]) -> None:

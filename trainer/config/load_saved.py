@@ -20,14 +20,18 @@ from reprise.files import (
     files_of,
     is_file,
     is_stored,
+    location,
 )
 from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
 from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_content, read_file
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, saved_values
+from trainer.config.schema import Config
 from trainer.data.text import BYTES
+from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in, with_tokenizer
 from trainer.data.tokenizer_files import TOKENIZER
 
 
@@ -71,6 +75,41 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
     values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent, files)
     reading.end()
     return SavedConfig(path, values)
+
+
+def tokenizer_of_weights(config: Config, files: Files) -> str | None:
+    """Return `data.tokenizer` of a run whose texts may have another one than its weights: that of the weights.
+
+    These are the run's own newest checkpoint, or else its base, or the weights to load.
+
+    Raises:
+        DataError: if the weights have a tokenizer in another form, or it cannot be read.
+        TrainerError: if a checkpoint is damaged, or a path cannot be read.
+    """
+    section = config.checkpoint
+    if section.finetune or section.base is not None or section.override_data:
+        run = Path() if section.save is None else Path(section.save).parent
+        for weights in filter(None, (section.save, section.base, section.load)):
+            if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, run, files)):
+                return with_tokenizer(config.data, beside)
+    return config.data.tokenizer
+
+
+def _tokenizer_files(weights: Path, section: CheckpointSection, run: Path, files: Files) -> dict[str, Path]:
+    reading = PatientFiles(files_of(weights, files), Patience())
+    try:
+        checkpoint = _open(weights, section.ckpt_step, reading)
+    except OSError as error:
+        raise failed_read("A path cannot be read", error, where=weights, fix="Correct checkpoint.load.") from error
+    finally:
+        reading.end()
+    if checkpoint is None:
+        return {} if is_stored(weights) else tokenizer_files_in(weights)
+    beside = {name: checkpoint.path / name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
+    if TOKENIZER in beside:
+        own = _with_tokenizer({"data.tokenizer": str(beside[TOKENIZER])}, checkpoint, run, files)
+        beside[TOKENIZER] = Path(str(own["data.tokenizer"]))
+    return beside
 
 
 def own_command(checkpoint: Checkpoint, run: RunSection) -> str:

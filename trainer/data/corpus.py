@@ -22,7 +22,6 @@ from trainer.data.text import (
     Document,
     Encoder,
     TextSource,
-    bytes_encoder,
     find_files,
     open_encoder,
     split_documents,
@@ -116,11 +115,11 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             vocab_size=section.vocab_size,
             end_of_text=None,
         )
+    encoder, takes_bytes = open_encoder(section.tokenizer), section.tokenizer == BYTES
     if section.kind is DataKind.text:
-        encoder, takes_bytes = open_encoder(section.tokenizer), section.tokenizer == BYTES
         sources = text_sources(section.path or "")
     else:
-        encoder, takes_bytes = bytes_encoder(), True
+        takes_bytes = True
         sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
     _check_vocab_size(section, encoder)
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"

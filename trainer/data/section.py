@@ -54,8 +54,9 @@ class DataSection:
         kind: `stdlib`, source text of Python's standard library; `text`, text files; `token_file`, token files;
             `megatron`, pairs of `.bin` and `.idx`; `datatrove`, of `.ds` and `.ds.index`.
         path: with `text`: a file or glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
-        tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text`, null is bytes of text only,
-            ``bytes`` takes any file. With files of tokens, what wrote them; needed for sampled texts.
+        tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null is that
+            beside the weights that `checkpoint` names to start from, else bytes of text only; ``bytes`` takes any file.
+            With files of tokens, what wrote them; needed for sampled texts.
         train: with files of tokens: a file or glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
             weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with `text` in place of `path`; weights have any
             sum.
@@ -97,7 +98,7 @@ class WeightedSection:
 
 
 _KEYS_OF_KIND = {
-    DataKind.stdlib: frozenset[str](),
+    DataKind.stdlib: frozenset({"tokenizer"}),
     DataKind.text: frozenset({"path", "tokenizer"}),
     DataKind.token_file: frozenset({"train", "valid", "tokenizer"}),
     DataKind.megatron: frozenset({"train", "valid", "tokenizer"}),

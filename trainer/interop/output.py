@@ -26,7 +26,8 @@ from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
 from trainer.data.section import problems as data_problems
-from trainer.data.text import bytes_encoder, read_tokenizer
+from trainer.data.text import BYTES, bytes_encoder, read_tokenizer
+from trainer.data.tokenizer_files import TOKENIZER
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
@@ -166,11 +167,17 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
 
 
 def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
-    """Return the source's tokenizer files; otherwise those of the configured tokenizer, or of bytes if they fit."""
-    if source.tokenizer:
+    """Return the source's tokenizer files, unless another is configured, or else those of bytes if they fit."""
+    if source.tokenizer and _names_no_other(config.data.tokenizer, source.tokenizer.get(TOKENIZER)):
         return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
     is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size
     return tokenizer_of(config) if is_known else {}
+
+
+def _names_no_other(tokenizer: str | None, beside: Path | None) -> bool:
+    if tokenizer is None or tokenizer == BYTES or beside is None:
+        return tokenizer is None
+    return read_tokenizer(Path(tokenizer).expanduser()) == read_tokenizer(beside)
 
 
 _MODEL_ALONE = CheckpointSection(finetune=True)

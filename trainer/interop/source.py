@@ -10,30 +10,13 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import is_file
 from reprise.folder import ADAPTERS
 from reprise.layout import torch_dtype, whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, fill, find_accessory, read_places
+from trainer.data.tokenizer_beside import TOKENIZER_FILES
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_model
-
-# What tokenizers of transformers save themselves as.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
-
-def tokenizer_files_in(folder: Path) -> dict[str, Path]:
-    """Return the tokenizer files in a folder, by name."""
-    return {name: folder / name for name in TOKENIZER_FILES if is_file(folder / name)}
 
 
 @dataclass(frozen=True, slots=True)

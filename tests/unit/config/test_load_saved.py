@@ -1,19 +1,34 @@
-"""The command that a refusal advises names the run, whatever its name is."""
+"""A command finds what belongs to the weights it names, and the command that a refusal advises names the run."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
+from reprise.errors import DataError
+from reprise.files import FILE_SYSTEM
 from reprise.reading import Checkpoint
-from trainer.config.compose import compose
+from tests.harness import TINY
+from tests.interop.test_import_checks import values, write_hf
+from trainer.commands import convert
+from trainer.config.compose import compose, compose_command, resolve_command
 from trainer.config.load_saved import own_command
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG
+from trainer.data import corpus
+from trainer.data.bpe import train_bpe
+from trainer.data.byte_level import bytes_tokenizer
+from trainer.data.text import text_sources
+from trainer.data.token_file import write_token_file
 
 
 @pytest.mark.parametrize("name", ["plain", "a,b", "1e3", "1_000", "a b", 'it\'s="a"', "${x}", "训练 一"])
@@ -30,3 +45,119 @@ def test_the_advised_command_names_the_run(name: str, parent: str) -> None:
     config = compose(words[2:])
     assert config.checkpoint.load == str(folder)
     assert config.run.dir == str(folder)
+
+
+MODEL = ["model=gpt2_tiny", *TINY]
+TEXTS = ["data=text", "data.path=texts/*.txt"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of transformers, with a tokenizer of 257 tokens beside the model; the library is small."""
+    (tmp_path / "library").mkdir()
+    for number in range(3):
+        (tmp_path / f"library/{number}.py").write_text(f"# a text of texts, number {number}\n" * 100)
+    monkeypatch.setattr(corpus, "stdlib_sources", lambda _root: text_sources(f"{tmp_path}/library/*.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_hf(tmp_path / "theirs", values())
+    (folder / "tokenizer.json").write_bytes(train_bpe(["a text of texts"], 257))
+    return folder
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str | None]:
+    """Return a function from the words of a command to the tokenizer of its texts."""
+
+    def tokenizer(*words: str) -> str | None:
+        monkeypatch.setattr(sys, "argv", ["reprise train", f"run.dir={tmp_path}/run", *words])
+        raw = compose_command()
+        assert raw is not None
+        return resolve_command(raw, FILE_SYSTEM).config.data.tokenizer
+
+    return tokenizer
+
+
+def imported(folder: Path, run: Path, *words: str) -> Path:
+    """Return the checkpoint of a run, made of a folder of transformers."""
+    assert convert.main(["import", "hf", str(folder), str(run / "checkpoints"), "train.seq_length=16", *words]) == 0
+    return run / "checkpoints/iter_0000000"
+
+
+@pytest.mark.parametrize("data", [[], TEXTS])
+def test_texts_have_the_tokenizer_of_the_weights(
+    folder: Path, tmp_path: Path, tokenizer: Callable[..., str | None], data: list[str]
+) -> None:
+    beside = f"{folder}/tokenizer.json"
+    tuned = [*data, f"checkpoint.load={folder}", "checkpoint.finetune=true"]
+    assert tokenizer(*MODEL, *tuned) == beside
+    assert tokenizer(*MODEL, *data, "model.lora.rank=2", f"checkpoint.base={folder}") == beside
+    for word in ("bytes", "other.json"):
+        assert tokenizer(*MODEL, *tuned, f"data.tokenizer={word}") == word
+    for words in ([], [f"checkpoint.load={folder}"], ["checkpoint.load=none"]):
+        assert tokenizer(*MODEL, *data, *words) is None
+    (folder / "tokenizer.json").write_bytes(bytes_tokenizer())
+    assert tokenizer(*MODEL, *tuned) is None
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer(*MODEL, *tuned) is None
+    assert tokenizer(*MODEL, "checkpoint.finetune=true", "checkpoint.load=gone", *data) is None
+
+
+def test_token_files_of_unknown_origin_stay_so(folder: Path, tokenizer: Callable[..., str | None]) -> None:
+    tuned = ["data=token_file", "data.train=a.bin", f"checkpoint.load={folder}", "checkpoint.finetune=true"]
+    assert tokenizer(*MODEL, *tuned) is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_tokenizer_in_another_form_is_refused(
+    folder: Path, tmp_path: Path, tokenizer: Callable[..., str | None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (folder / "tokenizer.json").rename(folder / name)
+    tuned = [*TEXTS, f"checkpoint.load={folder}", "checkpoint.finetune=true"]
+    with pytest.raises(DataError, match=rf"data.tokenizer\), expected that of {folder}/{name}.*found bytes"):
+        tokenizer(*MODEL, *tuned)
+    assert tokenizer(*MODEL, *tuned, "data.tokenizer=bytes") == "bytes"
+    command = ["import", "hf", str(folder), str(tmp_path / "run"), "train.seq_length=16"]
+    assert convert.main(command) == 2
+    assert f"that of {folder}/{name}" in capsys.readouterr().err
+    write_token_file(tmp_path / "a.bin", [np.arange(100)], dtype=np.uint16)
+    assert convert.main([*command, "data=token_file", f"data.train={tmp_path}/a.bin"]) == 0
+    assert (tmp_path / "run/iter_0000000" / name).exists()
+
+
+def test_texts_have_the_tokenizer_of_a_checkpoint(
+    folder: Path, tmp_path: Path, tokenizer: Callable[..., str | None]
+) -> None:
+    beside = f"{imported(folder, tmp_path / 'base')}/tokenizer.json"
+    tuned = [*TEXTS, f"checkpoint.load={tmp_path}/base", "checkpoint.finetune=true"]
+    assert tokenizer(*tuned) == tokenizer(*MODEL, *tuned) == beside
+    assert tokenizer(*tuned, "data.tokenizer=bytes") == "bytes"
+
+
+def test_a_run_goes_on_with_its_own_tokenizer(
+    folder: Path, tmp_path: Path, tokenizer: Callable[..., str | None]
+) -> None:
+    own = f"{imported(folder, tmp_path / 'run')}/tokenizer.json"
+    tuned = [*MODEL, *TEXTS, f"checkpoint.load={folder}", "checkpoint.finetune=true"]
+    assert tokenizer(*tuned) == own
+    assert tokenizer(*MODEL, *TEXTS, "checkpoint.override_data=true") == own
+    shutil.rmtree(folder)
+    assert tokenizer(*tuned) == own
+
+
+def test_an_import_without_data_has_the_tokenizer_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    def data_of(checkpoint: Path) -> dict[str, object]:
+        return dict(json.loads((checkpoint / RUN_CONFIG).read_text())["config"]["data"])
+
+    checkpoint, beside = imported(folder, tmp_path / "run"), folder / "tokenizer.json"
+    assert data_of(checkpoint)["tokenizer"] == str(beside)
+    assert (checkpoint / "tokenizer.json").read_bytes() == beside.read_bytes()
+    (tmp_path / "copy.json").write_bytes(beside.read_bytes())
+    (tmp_path / "other.json").write_bytes(beside.read_bytes() + b"\n")
+    (folder / "chat_template.jinja").write_text("a template")
+    for word in ("bytes", "copy.json", "other.json"):
+        path = word if word == "bytes" else f"{tmp_path}/{word}"
+        checkpoint = imported(folder, tmp_path / f"run-{word}", f"data.tokenizer={path}")
+        assert data_of(checkpoint)["tokenizer"] == path
+        content = bytes_tokenizer() if word == "bytes" else Path(path).read_bytes()
+        assert (checkpoint / "tokenizer.json").read_bytes() == content
+        assert (checkpoint / "chat_template.jinja").exists() == (word == "copy.json")

@@ -366,7 +366,7 @@ def test_a_larger_vocabulary_is_kept_and_a_smaller_one_refused(tmp_path: Path) -
         (DataSection(kind=DataKind.text), ["data.path"]),
         (DataSection(kind=DataKind.text, path="", train="x"), ["data.path", "data.train"]),
         (DataSection(kind=DataKind.token_file, tokenizer="x", valid="x"), ["data.train"]),
-        (DataSection(kind=DataKind.stdlib, tokenizer="x"), ["data.tokenizer"]),
+        (DataSection(kind=DataKind.stdlib, tokenizer="x", path="y", valid="z"), ["data.path", "data.valid"]),
         (DataSection(valid_fraction=0.0, vocab_size=0), ["data.valid_fraction", "data.vocab_size"]),
         (DataSection(valid_fraction=1.0), ["data.valid_fraction"]),
         (DataSection(valid_fraction=float("nan")), ["data.valid_fraction"]),

@@ -19,12 +19,13 @@ from reprise.json_file import Json
 from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index, stored_dtype
 from reprise.reading import Checkpoint
 from trainer.data.text import read_tokenizer
+from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
-from trainer.interop.source import TOKENIZER_FILES, StateSource, adapters_of, tokenizer_files_in
+from trainer.interop.source import StateSource, adapters_of
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.run.state import checkpoint_specs
 

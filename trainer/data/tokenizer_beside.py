@@ -1,0 +1,61 @@
+"""The tokenizer beside weights, which is that of a run's texts unless the run names another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from reprise.errors import DataError
+from reprise.files import is_file
+from trainer.data.byte_level import bytes_tokenizer
+from trainer.data.section import TOKEN_KINDS, DataSection
+from trainer.data.text import BYTES, read_tokenizer
+
+# What tokenizers of transformers save themselves as.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_TOKENIZER = TOKENIZER_FILES[0]
+_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json")
+
+
+def tokenizer_files_in(folder: Path) -> dict[str, Path]:
+    """Return the tokenizer files in a folder, by name."""
+    return {name: folder / name for name in TOKENIZER_FILES if is_file(folder / name)}
+
+
+def with_tokenizer(section: DataSection, files: Mapping[str, Path]) -> str | None:
+    """Return `data.tokenizer` of texts trained on with weights: theirs, unless the section names one.
+
+    Args:
+        files: the tokenizer files beside the weights, by name.
+
+    Returns:
+        None for the tokenizer of bytes, and for files of tokens, whose tokenizer is not known.
+
+    Raises:
+        DataError: the weights have a tokenizer in another form, or it cannot be read.
+    """
+    if section.kind in TOKEN_KINDS or section.tokenizer is not None:
+        return section.tokenizer
+    if _TOKENIZER in files:
+        path = files[_TOKENIZER]
+        return None if read_tokenizer(path) == bytes_tokenizer() else str(path.absolute())
+    for name in _OTHER_VOCABULARIES:
+        if name in files:
+            raise DataError(
+                "The texts have another tokenizer than the weights",
+                where="data.tokenizer",
+                expected=f"that of {files[name]}, as a {_TOKENIZER}",
+                found=f"{BYTES}, as none is named",
+                fix=f"Make a {_TOKENIZER} with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or write "
+                "another tokenizer out: data.tokenizer=PATH, or data.tokenizer=bytes.",
+            )
+    return None
