@@ -20,12 +20,11 @@ from reprise.files import exists, files_of
 from reprise.folder import MANIFEST
 from reprise.reading import find_accessory, open_checkpoint
 from trainer.commands.arguments import amount, any_path, local_path, natural, positive
-from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
+from trainer.data.text import BYTES, TOKENIZER, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
 
 FINE, IMPOSSIBLE = 0, 2
-_TOKENIZER = "tokenizer.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,8 +63,8 @@ def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder
             "The tokenizer of a model is not known",
             where=folder,
             found=f"a vocabulary of {model.vocab_size} tokens and no "
-            f"{'undamaged ' if tokenizer_file is None else ''}{_TOKENIZER}",
-            fix=f"Name it with --tokenizer: a {_TOKENIZER}, or {BYTES}.",
+            f"{'undamaged ' if tokenizer_file is None else ''}{TOKENIZER}",
+            fix=f"Name it with --tokenizer: a {TOKENIZER}, or {BYTES}.",
         )
     return open_encoder(tokenizer)
 
@@ -73,9 +72,9 @@ def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder
 def _own_tokenizer(folder: Path) -> Path | None:
     """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
     if not exists(folder / MANIFEST):
-        return folder / _TOKENIZER
+        return folder / TOKENIZER
     checkpoint = open_checkpoint(folder, files_of(folder), may_lack=True)
-    return find_accessory(checkpoint, _TOKENIZER) if _TOKENIZER in checkpoint.lacking else folder / _TOKENIZER
+    return find_accessory(checkpoint, TOKENIZER) if TOKENIZER in checkpoint.lacking else folder / TOKENIZER
 
 
 def _parser() -> argparse.ArgumentParser:

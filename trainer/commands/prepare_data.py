@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import logging
 import os
 import shlex
 import signal
@@ -42,6 +43,7 @@ KIND = DataKind.token_file.value
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print a summary and return the exit status."""
     options = _parser().parse_args(arguments)
+    logging.basicConfig(format="reprise prepare-data: %(message)s", stream=sys.stderr)
     try:
         with ExitStack() as bars:
             prepared = _prepare(options, partial(_begin_bar, bars))

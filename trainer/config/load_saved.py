@@ -30,9 +30,8 @@ from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, saved_values
 from trainer.config.schema import Config
-from trainer.data.text import BYTES
+from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in, with_tokenizer
-from trainer.data.tokenizer_files import TOKENIZER
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +137,27 @@ def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path
         return values
     path = find_accessory(checkpoint, TOKENIZER)
     if path is not None and is_stored(path):
-        path = _copied(path, checkpoint, run, files)
+        path = _copied(checkpoint, run, files)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
 
 
-def _copied(tokenizer: Path, checkpoint: Checkpoint, run: Path, files: Files) -> Path:
-    """Copy the tokenizer of a checkpoint into a folder, and return the copy. Ranks may do so at once.
+def _copied(checkpoint: Checkpoint, run: Path, files: Files) -> Path:
+    """Copy the tokenizer of a checkpoint into a folder, with its configuration, and return the copy. Ranks may do so at
+    once.
 
     Raises:
         CheckpointError: if the folder cannot be written.
     """
-    path = run / f"tokenizer.{checkpoint.manifest.files[TOKENIZER].digest}.json"
-    try:
-        if not exists(path):
-            run.mkdir(parents=True, exist_ok=True)
-            with atomic_output(path, files, replaces=True) as partial:
-                files.write_whole(partial, read_content(tokenizer, checkpoint.files))
-    except OSError as error:
-        raise cannot_write(path, error, what="The copy of a tokenizer", another="another run.dir") from error
+    digest, path = checkpoint.manifest.files[TOKENIZER].digest, run
+    for name in (TOKENIZER_CONFIG, TOKENIZER):
+        source, path = find_accessory(checkpoint, name), run / name.replace("tokenizer", f"tokenizer.{digest}")
+        try:
+            if source is not None and not exists(path):
+                run.mkdir(parents=True, exist_ok=True)
+                with atomic_output(path, files, replaces=True) as partial:
+                    files.write_whole(partial, read_content(source, checkpoint.files))
+        except OSError as error:
+            raise cannot_write(path, error, what="The copy of a tokenizer", another="another run.dir") from error
     return path
 
 

@@ -1,13 +1,12 @@
 """Reads large files of text or JSON lines in blocks of complete lines or parts of a document, and finds documents in
 them.
 
-A block depends on its file alone, so its tokens do not depend on the number of processes that encode.
+A block depends on its file and the tokenizer alone, so its tokens do not depend on the number of processes that encode.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -16,16 +15,13 @@ from pathlib import Path
 import xxhash
 
 from reprise.errors import DataError
+from trainer.data.cuts import LINES, Cuts
 from trainer.data.text_file import Span, open_text
 
 BLOCK_BYTES = 256 << 10
-# A line is parsed whole. Some bytes of a compressed file may be gigabytes without an end of line.
-MOST_LINE_BYTES = 256 << 20
+# A line is parsed whole, and a text encoded whole up to a cut. Some bytes of a compressed file may be gigabytes of it.
+MOST_BLOCK_BYTES = 256 << 20
 HASHES = 2**64
-
-# Tokenizers that split at white space first never make one token of what lies on both sides of such a place, be it
-# GPT-2's pattern or LLaMA-3's, which leaves white space behind a sign with the sign.
-_SEAM = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 
 class TextForm(Enum):
@@ -61,39 +57,43 @@ class SplitRule:
 
 
 def read_blocks(
-    span: Span, form: TextForm, *, key: str = "text", takes_bytes: bool = False, block_bytes: int = BLOCK_BYTES
+    span: Span,
+    form: TextForm,
+    cuts: Cuts,
+    *,
+    key: str = "text",
+    takes_bytes: bool = False,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[TextBlock]:
     """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut.
 
     Args:
+        cuts: where a text may be cut for its tokenizer.
         key: the column of a Parquet file.
         takes_bytes: accept a file of any bytes.
 
     Raises:
-        DataError: the file cannot be read, is no text, or became shorter meanwhile; a line is too long.
+        DataError: the file cannot be read, is no text, or became shorter meanwhile; a line, or a text that must not be
+            cut, is too long.
     """
     waiting, offset, line = bytearray(), span.lo, 1
     is_text = form is TextForm.text
+    cuts = cuts if is_text else LINES
     with open_text(span, key=key, takes_bytes=takes_bytes, checks_utf8=is_text) as reader:
         while reader.has_more():
             read = reader.read(block_bytes)
             waiting += read
             is_last = not reader.has_more()
-            cut = len(waiting) if is_last else _cut(waiting, form, searched=len(waiting) - len(read))
+            # What follows the last byte that was read before may make a cut behind that byte.
+            cut = len(waiting) if is_last else cuts.last(waiting, max(0, len(waiting) - len(read) - 1))
             if cut:
                 data = bytes(waiting[:cut])
                 del waiting[:cut]
                 yield TextBlock(span.path, offset, line, data, ends_text=is_last)
                 offset += cut
                 line += data.count(b"\n")
-            elif len(waiting) > MOST_LINE_BYTES:
-                raise DataError(
-                    "a line is too long",
-                    where=f"{span.path}, line {line}",
-                    expected=f"at most {MOST_LINE_BYTES} bytes",
-                    found="more",
-                    fix="Split the document, or read the file as one text with --form text.",
-                )
+            elif len(waiting) > MOST_BLOCK_BYTES:
+                raise _too_long(span.path, line, cuts if is_text else None)
 
 
 def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
@@ -112,16 +112,22 @@ def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
     return [text for text in candidates if lo <= xxhash.xxh3_64_intdigest(text) < hi]
 
 
-def _cut(waiting: bytearray, form: TextForm, *, searched: int) -> int:
-    """Return the number of bytes for a block before the last of its file; 0 to read more."""
-    if form is TextForm.jsonl:
-        return waiting.rfind(b"\n", searched) + 1
-    last = None
-    for seam in _SEAM.finditer(waiting, max(0, len(waiting) - (64 << 10))):
-        last = seam
-    if last is not None:
-        return last.end()
-    return start_of_character(waiting, len(waiting))
+def _too_long(path: Path, line: int, cuts: Cuts | None) -> DataError:
+    """Return the error of a line, or for `cuts` of a text without a place to cut it."""
+    most = f"at most {MOST_BLOCK_BYTES} bytes"
+    if cuts is None:
+        fix = "Split the document, or read the file as one text with --form text."
+        return DataError("a line is too long", where=f"{path}, line {line}", expected=most, found="more", fix=fix)
+    place = "the next letter or digit before white space"
+    if cuts.obstacle:
+        place = f"its end, since the tokenizer's {cuts.obstacle} allows no cut"
+    return DataError(
+        "a text is too long to be encoded whole",
+        where=path,
+        expected=f"{most} up to {place}",
+        found="more",
+        fix="Write its documents as JSON lines, or choose another tokenizer.",
+    )
 
 
 def start_of_character(text: bytes | bytearray, at: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -111,7 +112,8 @@ def _result(future: Future[Encoded | str]) -> Encoded:
 
 
 def _begin() -> None:
-    """Initialize a worker process: it ends when its parent does, and ignores the terminal's signals."""
+    """Initialize a worker process: it ends when its parent does, ignores the terminal's signals, and logs nothing."""
+    logging.disable()  # the parent opens the same tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -28,14 +28,14 @@ from trainer.data.blocks import (
     texts,
 )
 from trainer.data.bpe import train_bpe
+from trainer.data.cuts import WORDS, Cuts
 from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
-from trainer.data.text import Document, as_characters, open_encoder
+from trainer.data.text import TOKENIZER, Document, as_characters, open_encoder
 from trainer.data.text_file import Span, open_text, plain_name, text_bytes, text_span
 from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 
-TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
 # A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
 _OURS = re.compile(
@@ -145,7 +145,8 @@ def write_prepared(
         encoder = open_encoder(tokenizer)
         with encoding(tokenizer, workers=workers) as encode:
             write = _writer(options.kind, dtype_of(encoder), encoder.end_of_text)
-            sides = [_write_side(new, part, options, encode, write, progress) for part in parts]
+            cuts = encoder.cuts()
+            sides = [_write_side(new, part, options, cuts, encode, write, progress) for part in parts]
     placed = tuple(side.moved_to(folder) for side in sides)
     tokenizer = folder / TOKENIZER if options.train_vocab_size else options.tokenizer and options.tokenizer.absolute()
     return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
@@ -262,7 +263,7 @@ def _train(part: _Part, options: PrepareOptions, path: Path, progress: Progress)
     count = progress("tokenizer", _total(part))
 
     def training_texts() -> Iterator[str]:
-        for block in _blocks(part, options):
+        for block in _blocks(part, options, WORDS):
             yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
             count(len(block.data))
 
@@ -277,9 +278,15 @@ def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile
 
 
 def _write_side(
-    folder: Path, part: _Part, options: PrepareOptions, encode: Encode, write: WriteFile, progress: Progress
+    folder: Path,
+    part: _Part,
+    options: PrepareOptions,
+    cuts: Cuts,
+    encode: Encode,
+    write: WriteFile,
+    progress: Progress,
 ) -> Side:
-    blocks = encode(_blocks(part, options), part.rule)
+    blocks = encode(_blocks(part, options, cuts), part.rule)
     count = progress(part.name, _total(part))
     side = write_side(folder, part.name, blocks, write=write, file_tokens=options.file_tokens, count=count)
     if not side.documents:
@@ -345,10 +352,10 @@ class _Stream:
             yield chunk
 
 
-def _blocks(part: _Part, options: PrepareOptions) -> Iterator[TextBlock]:
+def _blocks(part: _Part, options: PrepareOptions, cuts: Cuts) -> Iterator[TextBlock]:
     for span in part.spans:
         yield from read_blocks(
-            span, options.form, key=options.key, takes_bytes=options.takes_bytes, block_bytes=options.block_bytes
+            span, options.form, cuts, key=options.key, takes_bytes=options.takes_bytes, block_bytes=options.block_bytes
         )
 
 

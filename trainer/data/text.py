@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import files_of, is_dir, is_file, is_stored, is_symlink, read_regular
+from reprise.files import exists, files_of, is_dir, is_file, is_stored, is_symlink, read_regular
 from trainer.data.blocks import SplitRule, TextBlock, TextForm, texts
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
+from trainer.data.cuts import ANYWHERE, Cuts, cuts_of
 from trainer.data.json_lines import is_json_lines
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import (
@@ -40,6 +43,7 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 # Written by the build or the distribution: the text differs between two installations of one version.
 _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 # It is saved beside every checkpoint; the largest in use are below 40 MiB.
 MOST_TOKENIZER_BYTES = 64 << 20
@@ -73,7 +77,8 @@ class Document:
 class Encoder:
     """Converts documents to tokens and back; two encoders with the same ``label`` give the same tokens.
 
-    ``decode`` takes any numbers: an invalid token, or a part of a character, appears as such or not at all.
+    ``decode`` takes any numbers: an invalid token, or a part of a character, appears as such or not at all. ``cuts``
+    returns where a text may be cut: the tokens of its parts are then those of the whole.
     """
 
     label: str
@@ -81,6 +86,7 @@ class Encoder:
     end_of_text: int
     encode: Callable[[Document], TokenArray]
     decode: Callable[[Sequence[int]], str]
+    cuts: Callable[[], Cuts]
 
 
 BYTES = "bytes"
@@ -110,11 +116,14 @@ def bytes_encoder() -> Encoder:
         end_of_text=END_OF_TEXT_ID,
         encode=lambda document: np.frombuffer(document.text, np.uint8),
         decode=decode,
+        cuts=lambda: ANYWHERE,
     )
 
 
 def load_encoder(path: Path) -> Encoder:
     """Read a ``tokenizer.json`` with the `tokenizers` package, which the tokenizer of bytes does not need.
+
+    Truncation, padding and dropout in the file are switched off, and a line says so.
 
     Raises:
         DataError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
@@ -134,18 +143,22 @@ def load_encoder(path: Path) -> Encoder:
         raise DataError(
             "a tokenizer cannot be loaded", where=path, expected="a tokenizer.json of tokenizers", found=str(error)
         ) from error
+    if changes := _switch_off_changes(tokenizer):
+        _report_once(f"{path}: texts are encoded without the tokenizer's {changes}")
     # A text that only mentions "<|endoftext|>" is ordinary text.
     tokenizer.encode_special_tokens = True
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    end_of_text = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
-    if end_of_text is None:
+    added = tokenizer.get_added_tokens_decoder().values()
+    name = end_of_text_name(path, vocabulary, {token.content for token in added if token.special})
+    if name is None:
         raise DataError(
             "a tokenizer has no end-of-text token",
             where=path,
-            expected=f"one of {', '.join(END_OF_TEXT_NAMES)}",
+            expected=f"one of {', '.join(END_OF_TEXT_NAMES)}, or the eos_token of a {TOKENIZER_CONFIG}",
             found=f"none among {len(vocabulary)} tokens",
             fix="Add one of them to the tokenizer.",
         )
+    end_of_text = vocabulary[name]
 
     def encode(document: Document) -> TokenArray:
         ids = tokenizer.encode(as_characters(document), add_special_tokens=False).ids
@@ -154,9 +167,77 @@ def load_encoder(path: Path) -> Encoder:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)}"
+    label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)} {end_of_text} {changes}"
     # Ids may have holes, so the largest counts, not how many there are.
-    return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode)
+    return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode, partial(cuts_of, tokenizer))
+
+
+def _switch_off_changes(tokenizer: Any) -> str:
+    """Switch off whatever leaves out, adds or draws tokens, and return its names."""
+    dropout = getattr(tokenizer.model, "dropout", None)
+    settings = {"truncation": tokenizer.truncation, "padding": tokenizer.padding, "dropout": dropout}
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if dropout:
+        tokenizer.model.dropout = None
+    return ", ".join(name for name, setting in settings.items() if setting)
+
+
+@cache
+def _report_once(line: str) -> None:
+    _log.warning(line)
+
+
+def end_of_text_name(path: Path, names: Collection[str], special: Collection[str]) -> str | None:
+    """Return the token that ends a text, or None.
+
+    It is the ``eos_token`` of the ``tokenizer_config.json`` beside a ``tokenizer.json``, else the first of
+    `END_OF_TEXT_NAMES` among the special tokens, else the first among all.
+
+    Args:
+        path: the tokenizer's file; a `NAME.json` has its configuration in `NAME_config.json`.
+        names: all of its tokens.
+        special: its special tokens.
+
+    Raises:
+        DataError: the configuration cannot be read, or names a token that the tokenizer lacks.
+    """
+    config = path.with_name(f"{path.stem}_config.json")
+    if (name := _configured_end_of_text(config)) is None:
+        return next((name for tokens in (special, names) for name in END_OF_TEXT_NAMES if name in tokens), None)
+    if name not in names:
+        raise DataError(
+            "a tokenizer lacks the end of text in its configuration",
+            where=path,
+            expected=f"the eos_token of {config.name}, {name!r}",
+            found=f"no such token among {len(names)}",
+            fix=f"Correct {config.name}, or add the token to the tokenizer.",
+        )
+    return name
+
+
+def _configured_end_of_text(config: Path) -> str | None:
+    """Return the ``eos_token`` of a ``tokenizer_config.json``, which is text or an object with its content."""
+    try:
+        if not exists(config):
+            return None
+    except OSError as error:
+        raise unreadable(config, error) from error
+    try:
+        token = json.loads(read_tokenizer(config)).get("eos_token")
+        name = token["content"] if isinstance(token, dict) else token
+        if name is None or isinstance(name, str):
+            return name
+        problem = f"an eos_token of {name!r}"
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        problem = repr(error)
+    raise DataError(
+        "a tokenizer's configuration cannot be read",
+        where=config,
+        expected="a JSON object, with a text as its eos_token if any",
+        found=problem,
+        fix="Correct the file, or remove it.",
+    )
 
 
 def read_tokenizer(path: Path) -> bytes:

@@ -9,12 +9,12 @@ from reprise.errors import DataError
 from reprise.files import is_file
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
-from trainer.data.text import BYTES, read_tokenizer
+from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG, read_tokenizer
 
 # What tokenizers of transformers save themselves as.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_TOKENIZER = TOKENIZER_FILES[0]
+
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json")
 
 
@@ -45,17 +45,17 @@ def with_tokenizer(section: DataSection, files: Mapping[str, Path]) -> str | Non
     """
     if section.kind in TOKEN_KINDS or section.tokenizer is not None:
         return section.tokenizer
-    if _TOKENIZER in files:
-        path = files[_TOKENIZER]
+    if TOKENIZER in files:
+        path = files[TOKENIZER]
         return None if read_tokenizer(path) == bytes_tokenizer() else str(path.absolute())
     for name in _OTHER_VOCABULARIES:
         if name in files:
             raise DataError(
                 "The texts have another tokenizer than the weights",
                 where="data.tokenizer",
-                expected=f"that of {files[name]}, as a {_TOKENIZER}",
+                expected=f"that of {files[name]}, as a {TOKENIZER}",
                 found=f"{BYTES}, as none is named",
-                fix=f"Make a {_TOKENIZER} with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or write "
+                fix=f"Make a {TOKENIZER} with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or write "
                 "another tokenizer out: data.tokenizer=PATH, or data.tokenizer=bytes.",
             )
     return None

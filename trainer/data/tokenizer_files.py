@@ -1,7 +1,7 @@
 """The tokenizer of a run as files for transformers beside a model.
 
-Needs no `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text by itself: a run
-trains without those, so the copy does not add them.
+Needs no `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text by itself,
+truncates, pads or drops out: a run trains without all of this, and so does the copy.
 """
 
 from __future__ import annotations
@@ -13,40 +13,47 @@ from pathlib import Path
 from typing import Any
 
 from reprise.errors import DataError
-from trainer.data.byte_level import bytes_tokenizer
+from trainer.data.byte_level import END_OF_TEXT, bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
-from trainer.data.text import BYTES, END_OF_TEXT_NAMES, read_tokenizer
+from trainer.data.text import BYTES, END_OF_TEXT_NAMES, TOKENIZER, TOKENIZER_CONFIG, end_of_text_name, read_tokenizer
 
 _log = logging.getLogger(__name__)
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
-
-def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int) -> dict[str, bytes]:
+def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, positions: int) -> dict[str, bytes]:
     """Return the files by name; none for token files if `section.tokenizer` does not name their tokenizer.
 
     A mismatch of the model's and the tokenizer's end of text is logged.
 
     Args:
+        rows: the model's vocabulary size.
         bos: the model's `bos_token_id`; it becomes the tokenizer's if it is a special token there.
         eos: the same for the end of text.
         positions: the model's context length in tokens.
 
     Raises:
-        DataError: the tokenizer cannot be read, or is not a JSON object with a vocabulary.
+        DataError: the tokenizer cannot be read, is not a JSON object with a vocabulary, or has more tokens than rows.
     """
     if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
-    if section.tokenizer in (None, BYTES):
-        raw, where = bytes_tokenizer(), BYTES
-    else:
-        raw, where = read_tokenizer(Path(str(section.tokenizer)).expanduser()), str(section.tokenizer)
-    raw, special = _as_trained(raw, where)
+    path = None if section.tokenizer in (None, BYTES) else Path(str(section.tokenizer)).expanduser()
+    where = path or BYTES
+    raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where)
+    if (largest := max(tokens.values(), default=0)) >= rows:
+        raise DataError(
+            "a tokenizer has more tokens than the model",
+            where=where,
+            expected=f"model.vocab_size of at least {largest + 1}",
+            found=rows,
+            fix=f"Set model.vocab_size={largest + 1}, or correct data.tokenizer.",
+        )
+    end = END_OF_TEXT if path is None else end_of_text_name(path, tokens, special.values())
+    if end is not None:
+        special[tokens[end]] = end
     if eos not in special:
-        ends = ", ".join(f"{number} ({name})" for number, name in special.items() if name in END_OF_TEXT_NAMES)
         _log.warning(
             f"model.eos_token_id={eos} is no special token of the tokenizer {where}, whose end of text is "
-            f"{ends or 'not known'}; texts will not end there"
+            f"{'not known' if end is None else f'{tokens[end]} ({end})'}; texts will not end there"
         )
     table: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -61,13 +68,16 @@ def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int)
     return {TOKENIZER: raw, TOKENIZER_CONFIG: _to_bytes(config)}
 
 
-def _as_trained(raw: bytes, where: str) -> tuple[bytes, dict[int, str]]:
-    """Return a ``tokenizer.json`` without tokens added by itself, and its special tokens by id."""
+def _as_trained(raw: bytes, where: object) -> tuple[bytes, dict[str, int], dict[int, str]]:
+    """Return a ``tokenizer.json`` that makes a run's tokens, its ids by token, and its special tokens by id."""
     try:
         table = json.loads(raw)
+        changes: dict[str, Any] = {name: None for name in ("truncation", "padding") if table.get(name) is not None}
         if _adds_tokens(table.get("post_processor")):
-            raw = _to_bytes({**table, "post_processor": None})
-        return raw, _special_tokens(table)
+            changes["post_processor"] = None
+        if table["model"].get("dropout"):
+            changes["model"] = {**table["model"], "dropout": None}
+        return _to_bytes({**table, **changes}) if changes else raw, _ids(table), _special_tokens(table)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             "a tokenizer cannot be saved beside the model",
@@ -82,6 +92,15 @@ def _adds_tokens(processor: Any) -> bool:
     if processor is None or processor["type"] == "ByteLevel":
         return False
     return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
+
+
+def _ids(table: Any) -> dict[str, int]:
+    """Return the tokens of a tokenizer with their ids, which are the places in a list of tokens with their scores."""
+    vocabulary = table["model"]["vocab"]
+    if not isinstance(vocabulary, Mapping):
+        vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
+    ids = {name: _id(number) for name, number in vocabulary.items()}
+    return ids | {str(entry["content"]): _id(entry["id"]) for entry in table.get("added_tokens") or []}
 
 
 def _special_tokens(table: Any) -> dict[int, str]:

@@ -83,5 +83,9 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     """
     model = config.model
     return tokenizer_files(
-        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
+        config.data,
+        rows=model.vocab_size,
+        bos=model.bos_token_id,
+        eos=model.eos_token_id,
+        positions=model.max_position_embeddings,
     )

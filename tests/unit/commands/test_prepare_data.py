@@ -134,10 +134,10 @@ def test_a_text_cut_into_blocks_gives_the_tokens_of_the_whole(tmp_path: Path) ->
     path.write_bytes(text)
     tokenizer.write_bytes(train_bpe([text.decode()], 500))
     encoder = load_encoder(tokenizer)
-    blocks = list(read_blocks(Span(path, 0, len(text)), TextForm.text, block_bytes=100))
+    blocks = list(read_blocks(Span(path, 0, len(text)), TextForm.text, encoder.cuts(), block_bytes=100))
     assert len(blocks) > 100
     found = np.concatenate([encode_block(block, SplitRule(TextForm.text), encoder).tokens for block in blocks])
-    whole = next(iter(read_blocks(Span(path, 0, len(text)), TextForm.text)))
+    whole = next(iter(read_blocks(Span(path, 0, len(text)), TextForm.text, encoder.cuts())))
     assert found.tolist() == encode_block(whole, SplitRule(TextForm.text), encoder).tokens.tolist()
 
 

@@ -28,6 +28,7 @@ from trainer.commands.prepare_data import main
 from trainer.data import blocks, text_file
 from trainer.data.blocks import TextForm, read_blocks
 from trainer.data.corpus import Corpus, prepare
+from trainer.data.cuts import LINES
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text_file import Span, open_text
@@ -278,10 +279,10 @@ def test_a_table_is_not_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_line_and_a_text_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "b"}\n{"text": "' + b"a" * 3_000_000 + b'"}\n'))
-    assert sum(len(block.data) for block in read_blocks(Span(path), TextForm.jsonl)) == 3_000_027
-    monkeypatch.setattr(blocks, "MOST_LINE_BYTES", 1 << 20)
+    assert sum(len(block.data) for block in read_blocks(Span(path), TextForm.jsonl, LINES)) == 3_000_027
+    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 1 << 20)
     with pytest.raises(DataError, match=r"line is too long.*line 2.*at most 1048576"):
-        list(read_blocks(Span(path), TextForm.jsonl))
+        list(read_blocks(Span(path), TextForm.jsonl, LINES))
     monkeypatch.setattr(text_file, "MOST_TEXT_BYTES", 1 << 20)
     with pytest.raises(DataError, match=r"too large to be held in memory.*prepare-data"):
         prepare(section(path), cache=tmp_path / "cache")

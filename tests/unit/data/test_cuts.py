@@ -1,0 +1,288 @@
+"""Tokens of a text, whatever its tokenizer is made of: those of the whole text, however it is read."""
+
+from __future__ import annotations
+
+import logging
+import random
+import struct
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from reprise.errors import DataError
+from trainer.commands import generate
+from trainer.commands.prepare_data import main
+from trainer.data import blocks
+from trainer.data.blocks import TextForm
+from trainer.data.corpus import prepare
+from trainer.data.cuts import WORDS, cuts_of
+from trainer.data.prepared import PrepareOptions, write_prepared
+from trainer.data.section import DataKind, DataSection
+from trainer.data.text import open_encoder
+from trainer.data.token_file import open_token_file
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = LLAMA3.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT, _FIRST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
+GPT4O = (
+    rf"{_FIRST}{_UPPER}*{_LOWER}+{_SHORT}|{_FIRST}{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def charsmap() -> bytes:
+    """Return the map of a Precompiled normalizer from "A" to "a" and from an end of line to a space.
+
+    Source: sentencepiece's normalizer.cc for its form, darts.h for the units of its double array.
+    """
+    units = [0] * 1024
+    units[0] = 256 << 10
+    for letter, place in ((b"A", 0), (b"\n", 2)):
+        node = 256 ^ letter[0]
+        units[node] = 512 << 10 | 1 << 8 | letter[0]
+        units[node ^ 512] = place
+    trie = struct.pack("<1024I", *units)
+    return struct.pack("<I", len(trie)) + trie + b"a\0 \0"
+
+
+def split(pattern: str, behavior: str = "isolated", *, invert: bool = False) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior, invert)
+
+
+def sequence(*members: Any) -> Any:
+    return pre_tokenizers.Sequence(list(members))
+
+
+NORMALIZERS: dict[str, Any] = {
+    "BertNormalizer": normalizers.BertNormalizer(),
+    "BertNormalizer as it is": normalizers.BertNormalizer(False, False, False, False),
+    "ByteLevel": normalizers.ByteLevel(),
+    "Lowercase": normalizers.Lowercase(),
+    "NFC": normalizers.NFC(),
+    "NFD": normalizers.NFD(),
+    "NFKC": normalizers.NFKC(),
+    "NFKD": normalizers.NFKD(),
+    "Nmt": normalizers.Nmt(),
+    "Precompiled": normalizers.Precompiled(charsmap()),
+    "Prepend": normalizers.Prepend("▁"),
+    "Replace": normalizers.Replace(" ", "▁"),
+    "Replace of white space": normalizers.Replace(Regex(r"\s+"), " "),
+    "Sequence": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "Sequence of safe ones": normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]),
+    "Strip": normalizers.Strip(),
+    "Strip left": normalizers.Strip(left=True, right=False),
+    "Strip right": normalizers.Strip(left=False, right=True),
+    "StripAccents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+}
+PRE_TOKENIZERS: dict[str, Any] = (
+    {
+        "none": None,
+        "BertPreTokenizer": pre_tokenizers.BertPreTokenizer(),
+        "ByteLevel": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "ByteLevel with a space": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "ByteLevel without words": BYTES,
+        "CharDelimiterSplit": pre_tokenizers.CharDelimiterSplit(" "),
+        "CharDelimiterSplit at a letter": pre_tokenizers.CharDelimiterSplit("e"),
+        "Digits": pre_tokenizers.Digits(),
+        "Digits alone": pre_tokenizers.Digits(individual_digits=True),
+        "FixedLength": pre_tokenizers.FixedLength(7),
+        "UnicodeScripts": pre_tokenizers.UnicodeScripts(),
+        "Whitespace": pre_tokenizers.Whitespace(),
+        "WhitespaceSplit": pre_tokenizers.WhitespaceSplit(),
+        "GPT-2": split(GPT2),
+        "GPT-2 inverted": split(GPT2, "removed", invert=True),
+        "LLaMA-3": sequence(split(LLAMA3), BYTES),
+        "Qwen": sequence(split(QWEN), BYTES),
+        "GPT-4o": sequence(split(GPT4O), BYTES),
+        "DeepSeek": sequence(*map(split, DEEPSEEK), BYTES),
+        "Falcon": sequence(
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            pre_tokenizers.Digits(),
+            split("[0-9][0-9][0-9]"),
+        ),
+        "StarCoder": sequence(pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)),
+        "XLM": sequence(pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()),
+        "words in pieces": sequence(pre_tokenizers.Whitespace(), pre_tokenizers.FixedLength(2)),
+        "words by script": sequence(pre_tokenizers.WhitespaceSplit(), pre_tokenizers.UnicodeScripts()),
+        "words with a first": sequence(
+            pre_tokenizers.ByteLevel(False), pre_tokenizers.Metaspace(prepend_scheme="first")
+        ),
+        "bytes, then words": sequence(BYTES, split(r"[a-z]+Ġ|.")),
+        "spanning": split(r"\w+\s+|\s+|[^\w\s]+"),
+        "lookbehind": split(r"(?<=\s)\p{L}+|\s+|."),
+        "lookahead": split(r"\w+(?=[^#]*#)|\w|\s+|[^\w\s]+"),
+        "anchored": split(r"\A\s+|\w+|\s|[^\w\s]+"),
+        "a border": split(r"\b"),
+        "a letter for two": split(r"(?i:ß )|\w+|\s|[^\w\s]"),
+        "no digits": split(r"\p{L}+|\s+"),
+        "text": pre_tokenizers.Split("an", "isolated"),
+        "text over a cut": pre_tokenizers.Split("n ", "isolated"),
+    }
+    | {
+        f"{name} {behavior}": kind(behavior)
+        for name, kind in {
+            "Punctuation": pre_tokenizers.Punctuation,
+            "Split of letters": partial(split, r"\p{L}+"),
+            "Split of white space": partial(split, r"\s+"),
+            "inverted": partial(split, r"\p{L}+", invert=True),
+        }.items()
+        for behavior in ("removed", "isolated", "merged_with_previous", "merged_with_next", "contiguous")
+    }
+    | {
+        f"Metaspace {scheme}{'' if splits else ' whole'}": pre_tokenizers.Metaspace(prepend_scheme=scheme, split=splits)
+        for scheme in ("always", "first", "never")
+        for splits in (True, False)
+    }
+)
+COMPONENTS = {f"normalizer {name}": (normalizer, PRE_TOKENIZERS["GPT-2"]) for name, normalizer in NORMALIZERS.items()}
+COMPONENTS |= {f"pre_tokenizer {name}": (None, pre_tokenizer) for name, pre_tokenizer in PRE_TOKENIZERS.items()}
+# Their texts are cut: those in use by models of text, and those that keep the speed of many processes.
+CUT = {
+    *(f"normalizer {name}" for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "BertNormalizer")),
+    *(f"pre_tokenizer {name}" for name in ("ByteLevel", "GPT-2", "GPT-2 inverted", "LLaMA-3", "Qwen", "GPT-4o")),
+    *(f"pre_tokenizer {name}" for name in ("DeepSeek", "Falcon", "StarCoder", "XLM", "Whitespace", "WhitespaceSplit")),
+    "pre_tokenizer BertPreTokenizer",
+}
+SETTINGS = ("truncation", "padding", "dropout")
+WORDS_OF_TEXT = (
+    *(
+        "Anna",
+        "banana",
+        "it's",
+        "1234567",
+        "x",
+        "x=y;",
+        "A B",
+        "e",
+        "he re",
+        "ǅ",
+        "größe",
+        "gro\u0308ße",
+        "ﬁ",
+        "東京。",
+    ),
+    *("日本語", "🙂", "...", "n", "an", "#", "ß", "ss ", "\u0301", "\u3000", "\ufb01n", "\u200b"),
+)
+SPACES = (" ", " ", " ", "  ", "\n", "\n", "\n\n", "\t", "\r\n", " \n ", "")
+
+
+def text(words: int, seed: int = 0) -> str:
+    """Return words and white space in any order, which begin and end with white space."""
+    draw = random.Random(seed)
+    return " \n" + "".join(draw.choice(WORDS_OF_TEXT) + draw.choice(SPACES) for _ in range(words)) + "x \n"
+
+
+def tokenizer(normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer of these components that merges whatever they leave together."""
+    made = Tokenizer(models.BPE(unk_token="?"))
+    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>", "?"], show_progress=False, max_token_length=12
+    )
+    made.train_from_iterator([text(300, seed=1)], trainer)
+    return made
+
+
+@cache
+def trained(name: str) -> str:
+    content: str = tokenizer(*COMPONENTS[name]).to_str()
+    return content
+
+
+def written(folder: Path, content: str, settings: Sequence[str] = ()) -> Path:
+    """Write a tokenizer with settings that spoil its tokens."""
+    made = Tokenizer.from_str(content)
+    if "truncation" in settings:
+        made.enable_truncation(32)
+    if "padding" in settings:
+        made.enable_padding(length=4000)
+    if "dropout" in settings:
+        made.model.dropout = 0.3
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def whole(content: str, text: str) -> list[int]:
+    """Return the tokens of a text in one call, without truncation, padding and dropout."""
+    ids: list[int] = Tokenizer.from_str(content).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def tokens(path: Path) -> list[int]:
+    return [int(token) for token in open_token_file(path).read()]
+
+
+def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
+    """Return the tokens that `prepare-data` makes of `text.txt` in blocks, without the end of text."""
+    options = PrepareOptions(TextForm.text, tokenizer=path, block_bytes=block_bytes)
+    made = write_prepared(folder / "out", [folder / "text.txt"], options, workers=1)
+    found = tokens(made.sides[0].files[0])
+    assert found.pop() == made.end_of_text
+    return found
+
+
+def trained_on(folder: Path, path: Path) -> list[int]:
+    """Return the tokens of `data=text`, of both of its sides."""
+    section = DataSection(kind=DataKind.text, path=str(folder / "text.txt"), tokenizer=str(path), valid_fraction=0.25)
+    corpus = prepare(section, cache=folder / "cache")
+    return [*tokens(corpus.train[0]), *tokens(corpus.valid[0])]
+
+
+def prompted(path: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the tokens of a prompt that `generate` gives to the model."""
+    prompts: list[list[int]] = []
+
+    def continue_with(_model: object, prompt: list[int], _sampling: object, *, max_new_tokens: int) -> list[int]:
+        prompts.append(prompt)
+        return []
+
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=10_000))
+    monkeypatch.setattr(generate, "open_model", lambda *_, **__: (model, path.parent))
+    monkeypatch.setattr(generate, "continue_with", continue_with)
+    assert generate.main([str(path.parent), "--prompt", prompt]) == 0
+    return prompts[0]
+
+
+def test_the_table_has_every_component_of_the_package() -> None:
+    for module, components in ((normalizers, NORMALIZERS), (pre_tokenizers, PRE_TOKENIZERS)):
+        classes = {kind for kind in vars(module).values() if isinstance(kind, type)}
+        base = {normalizers.Normalizer, pre_tokenizers.PreTokenizer}
+        assert {type(component) for component in components.values()} - {type(None)} == classes - base
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_component_gives_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    content, raw = trained(name), text(400)
+    path, end = written(tmp_path, content, SETTINGS), 0
+    (tmp_path / "text.txt").write_text(raw, newline="")
+    assert prepared(tmp_path, path, 100) == whole(content, raw)
+    cut = raw.encode()[: len(raw.encode()) - round(len(raw.encode()) * 0.25)].decode(errors="ignore")
+    cut = raw[: len(cut) + (not raw.encode().startswith(cut.encode() + raw[len(cut)].encode()))]
+    assert trained_on(tmp_path, path) == [*whole(content, cut), end, *whole(content, raw[len(cut) :]), end]
+    assert prompted(path, raw, monkeypatch) == whole(content, raw)
+
+
+def test_tokenizers_in_use_are_cut() -> None:
+    obstacles = {name: cuts_of(Tokenizer.from_str(trained(name))).obstacle for name in COMPONENTS}
+    assert {name for name in CUT if obstacles[name]} == set()
+    assert obstacles["pre_tokenizer Metaspace always"] == "pre_tokenizer Metaspace"
+    assert obstacles["normalizer Strip"] == "normalizer Strip"
+    assert obstacles["pre_tokenizer none"].startswith("pre_tokenizer")
