@@ -144,7 +144,7 @@ def load_encoder(path: Path) -> Encoder:
             "a tokenizer cannot be loaded", where=path, expected="a tokenizer.json of tokenizers", found=str(error)
         ) from error
     if changes := _switch_off_changes(tokenizer):
-        _report_once(f"{path}: texts are encoded without the tokenizer's {changes}")
+        _report_once(f"{path}: texts are encoded without its {changes}")
     # A text that only mentions "<|endoftext|>" is ordinary text.
     tokenizer.encode_special_tokens = True
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import struct
 from collections.abc import Sequence
@@ -20,14 +19,17 @@ from trainer.commands.prepare_data import main
 from trainer.data import blocks
 from trainer.data.blocks import TextForm
 from trainer.data.corpus import prepare
-from trainer.data.cuts import WORDS, cuts_of
+from trainer.data.cuts import cuts_of
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.section import DataKind, DataSection
-from trainer.data.text import open_encoder
+from trainer.data.text import Document, load_encoder, open_encoder, split_documents, text_sources
 from trainer.data.token_file import open_token_file
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN = LLAMA3.replace("{1,3}", "")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT, _FIRST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
@@ -37,7 +39,7 @@ GPT4O = (
 )
 DEEPSEEK = (
     r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
+    "[一-龥\u3040-\u30ff]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
@@ -45,18 +47,18 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def charsmap() -> bytes:
-    """Return the map of a Precompiled normalizer from "A" to "a" and from an end of line to a space.
+    """Return the map of a Precompiled normalizer from "A" to "a" and from a space to nothing.
 
     Source: sentencepiece's normalizer.cc for its form, darts.h for the units of its double array.
     """
     units = [0] * 1024
     units[0] = 256 << 10
-    for letter, place in ((b"A", 0), (b"\n", 2)):
+    for letter, place in ((b"A", 0), (b" ", 1)):
         node = 256 ^ letter[0]
         units[node] = 512 << 10 | 1 << 8 | letter[0]
         units[node ^ 512] = place
     trie = struct.pack("<1024I", *units)
-    return struct.pack("<I", len(trie)) + trie + b"a\0 \0"
+    return struct.pack("<I", len(trie)) + trie + b"a\0"
 
 
 def split(pattern: str, behavior: str = "isolated", *, invert: bool = False) -> Any:
@@ -80,13 +82,15 @@ NORMALIZERS: dict[str, Any] = {
     "Precompiled": normalizers.Precompiled(charsmap()),
     "Prepend": normalizers.Prepend("▁"),
     "Replace": normalizers.Replace(" ", "▁"),
+    "Replace over a cut": normalizers.Replace("n ", "e "),
     "Replace of white space": normalizers.Replace(Regex(r"\s+"), " "),
     "Sequence": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
     "Sequence of safe ones": normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]),
     "Strip": normalizers.Strip(),
     "Strip left": normalizers.Strip(left=True, right=False),
     "Strip right": normalizers.Strip(left=False, right=True),
-    "StripAccents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+    "StripAccents": normalizers.StripAccents(),
+    "StripAccents of parts": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
 }
 PRE_TOKENIZERS: dict[str, Any] = (
     {
@@ -131,7 +135,13 @@ PRE_TOKENIZERS: dict[str, Any] = (
         "a letter for two": split(r"(?i:ß )|\w+|\s|[^\w\s]"),
         "no digits": split(r"\p{L}+|\s+"),
         "text": pre_tokenizers.Split("an", "isolated"),
-        "text over a cut": pre_tokenizers.Split("n ", "isolated"),
+        "text over a cut": sequence(pre_tokenizers.Split("n ", "isolated"), split(GPT2)),
+        "scripts, then words": sequence(pre_tokenizers.UnicodeScripts(), split(GPT2)),
+        "pieces, then words": sequence(pre_tokenizers.FixedLength(7), split(GPT2)),
+        "before white space": split(r"\w+(?=\s)|\w|\s+|[^\w\s]+"),
+        "white space or not": split(r"\w+\s*|\s+|[^\w\s]+"),
+        "a group with white space": split(r"(?:\s|\w)+|[^\w\s]+"),
+        "a folded letter": split(r"(?i:ß)\s|\w|\s|[^\w\s]+"),
     }
     | {
         f"{name} {behavior}": kind(behavior)
@@ -273,10 +283,14 @@ def test_every_component_gives_the_tokens_of_the_whole(
     content, raw = trained(name), text(400)
     path, end = written(tmp_path, content, SETTINGS), 0
     (tmp_path / "text.txt").write_text(raw, newline="")
-    assert prepared(tmp_path, path, 100) == whole(content, raw)
-    cut = raw.encode()[: len(raw.encode()) - round(len(raw.encode()) * 0.25)].decode(errors="ignore")
-    cut = raw[: len(cut) + (not raw.encode().startswith(cut.encode() + raw[len(cut)].encode()))]
-    assert trained_on(tmp_path, path) == [*whole(content, cut), end, *whole(content, raw[len(cut) :]), end]
+    assert prepared(tmp_path, path, 20) == whole(content, raw)
+    sides = [
+        document.text.decode()
+        for side in split_documents(text_sources(str(tmp_path / "text.txt")), 0.25)
+        for document in side
+    ]
+    assert "".join(sides) == raw
+    assert trained_on(tmp_path, path) == [token for side in sides for token in [*whole(content, side), end]]
     assert prompted(path, raw, monkeypatch) == whole(content, raw)
 
 
@@ -286,3 +300,193 @@ def test_tokenizers_in_use_are_cut() -> None:
     assert obstacles["pre_tokenizer Metaspace always"] == "pre_tokenizer Metaspace"
     assert obstacles["normalizer Strip"] == "normalizer Strip"
     assert obstacles["pre_tokenizer none"].startswith("pre_tokenizer")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_is_switched_off_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], setting: str
+) -> None:
+    content = trained("pre_tokenizer ByteLevel")
+    plain, path = written(tmp_path, content).read_bytes(), written(tmp_path, content, [setting])
+    assert path.read_bytes() != plain
+    raw = "\n".join(text(60, seed) for seed in range(40))
+    (tmp_path / "text.txt").write_text(raw, newline="")
+    arguments = [f"{tmp_path}/text.txt", "--output", f"{tmp_path}/out", "--tokenizer", str(path), "--workers", "2"]
+    assert main(arguments) == 0
+    assert tokens(tmp_path / "out/train_000000.bin") == [*whole(content, raw), 0]
+    assert load_encoder(path).encode(Document(path, raw.encode())).tolist() == whole(content, raw)
+    lines = [*caplog.messages, *capfd.readouterr().err.splitlines()]
+    assert [line for line in lines if setting in line] == [f"{path}: texts are encoded without its {setting}"]
+
+
+def test_a_tokenizer_without_settings_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_encoder(written(tmp_path, trained("pre_tokenizer ByteLevel")))
+    assert not caplog.messages
+
+
+def test_the_cache_has_another_name_for_other_tokens(tmp_path: Path) -> None:
+    content = trained("pre_tokenizer ByteLevel")
+    labels = {open_encoder(written(tmp_path, content, settings)).label for settings in ([], ["padding"], ["dropout"])}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "?"}')
+    labels.add(open_encoder(written(tmp_path, content)).label)
+    assert len(labels) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "obstacle"), [("normalizer Prepend", "normalizer Prepend"), ("pre_tokenizer none", "pre_tokenizer")]
+)
+def test_a_text_too_long_to_be_whole_names_the_component(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, obstacle: str
+) -> None:
+    path = written(tmp_path, trained(name))
+    (tmp_path / "text.txt").write_text("x \n" * 2000)
+    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
+    with pytest.raises(DataError, match=rf"text\.txt.*at most 4000 bytes.*{obstacle}.*JSON lines"):
+        prepared(tmp_path, path, 100)
+    assert len(prepared(tmp_path, written(tmp_path, trained("pre_tokenizer ByteLevel")), 100)) > 2000
+
+
+def test_bytes_and_long_words_take_the_memory_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
+    (tmp_path / "text.txt").write_text("x" * 10_000)
+    options = PrepareOptions(TextForm.text, block_bytes=100)
+    made = write_prepared(tmp_path / "bytes", [tmp_path / "text.txt"], options, workers=1)
+    assert tokens(made.sides[0].files[0]) == [*b"x" * 10_000, 256]
+    with pytest.raises(DataError, match="letter or digit before white space"):
+        prepared(tmp_path, written(tmp_path, trained("pre_tokenizer ByteLevel")), 100)
+
+
+ADDED = {
+    "apart": (AddedToken("<|b|>", rstrip=True, lstrip=True, single_word=True), ""),
+    "white space": (AddedToken("  "), ""),
+    "a word": (AddedToken("an", single_word=True, lstrip=True), ""),
+    "over a cut": (AddedToken("n x"), "added token 'n x'"),
+    "special over a cut": (AddedToken("n x", special=True), "added token 'n x'"),
+    "takes what follows": (AddedToken("an", rstrip=True), "added token 'an'"),
+    "looks at what is before": (AddedToken(" an", single_word=True), "added token ' an'"),
+    "normalized over a cut": (AddedToken("n\u00a0x", normalized=True), "added token 'n\\xa0x'"),
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_an_added_token_across_cuts_allows_none(case: str) -> None:
+    token, obstacle = ADDED[case]
+    made = tokenizer(normalizers.NFKC(), PRE_TOKENIZERS["GPT-2"])
+    made.add_tokens([token])
+    made.encode_special_tokens = True
+    assert cuts_of(made).obstacle == obstacle
+    raw = text(300) + " ban an<|b|>  n x bn\u00a0x ana  \n"
+    assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_real_block_of_every_component(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
+    content, raw = trained(name), text(40_000)
+    path = written(tmp_path, content, [setting])
+    (tmp_path / "text.txt").write_text(raw, newline="")
+    assert len(raw.encode()) > blocks.BLOCK_BYTES * 9 // 8
+    assert (
+        main([f"{tmp_path}/text.txt", "--output", f"{tmp_path}/out", "--tokenizer", str(path), "--workers", "1"]) == 0
+    )
+    assert tokens(tmp_path / "out/train_000000.bin") == [*whole(content, raw), 0]
+    assert trained_on(tmp_path, path).count(0) == 2
+    assert prompted(path, raw, monkeypatch) == whole(content, raw)
+
+
+def at_every_cut(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of the parts of a text that is cut wherever it may be."""
+    rest, ids = bytearray(text.encode()), []
+    parts = []
+    while place := cuts_of(tokenizer).last(rest, 0):
+        parts.append(rest[place:].decode())
+        del rest[place:]
+    for part in [rest.decode(), *reversed(parts)]:
+        ids += tokenizer.encode(part, add_special_tokens=False).ids
+    return ids
+
+
+ATOMS = (
+    r"\p{L}",
+    r"\p{N}",
+    r"\w",
+    r"\s",
+    " ",
+    r"[\r\n]",
+    r"[^\s\p{L}\p{N}]",
+    r"[^\r\n\p{L}]",
+    ".",
+    "a",
+    "n",
+    "[a-zA-Z ]",
+)
+OTHERS = (
+    r"(?!\S)",
+    r"(?=\s)",
+    r"(?<!\s)",
+    r"\b",
+    "$",
+    "(?:n|an)",
+    r"(?:a|\s)",
+    r"(?:n\s?)+",
+    "(?i:ss)",
+    "(?i:ß )",
+    r"\S",
+)
+
+
+def drawn_pattern(draw: random.Random) -> str:
+    """Return a pattern of a few alternatives, and often all that it does not match."""
+    alternatives = [
+        "".join(
+            draw.choice(ATOMS) + draw.choice(("", "", "?", "+", "*", "{1,3}", "+?", "++"))
+            if draw.random() < 0.85
+            else draw.choice(OTHERS)
+            for _ in range(draw.randint(1, 3))
+        )
+        for _ in range(draw.randint(1, 3))
+    ]
+    return "|".join([*alternatives, *draw.sample([r"\w+", r"\s+", r"[^\w\s]+"], draw.randint(0, 3))])
+
+
+def drawn_tokenizer(seed: int) -> Tokenizer:
+    """Return a tokenizer of random components, patterns and added tokens."""
+    draw = random.Random(seed)
+    members = []
+    for _ in range(draw.randint(1, 3)):
+        names = [name for name, component in PRE_TOKENIZERS.items() if component is not None]
+        behavior = draw.choice(("isolated", "isolated", "removed", "contiguous"))
+        is_split = draw.random() < 0.6
+        members.append(split(drawn_pattern(draw), behavior) if is_split else PRE_TOKENIZERS[draw.choice(names)])
+    safe = [NORMALIZERS[name] for name in ("NFC", "NFKD", "Lowercase", "Nmt", "BertNormalizer", "StripAccents")]
+    chosen = draw.sample(safe, draw.randint(0, 2))
+    made = tokenizer(normalizers.Sequence(chosen) if chosen else None, sequence(*members))
+    for content in draw.sample(("an", "x", "n ", "1", "  ", " \n", "ss", "e", "A B", "ana "), draw.randint(0, 2)):
+        options = {name: draw.random() < 0.3 for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        made.add_tokens([AddedToken(content, **options)])
+    made.encode_special_tokens = True
+    return made
+
+
+def compare_drawn(seeds: range) -> int:
+    """Compare the tokens of cut texts for random tokenizers, and return how many of them allow a cut."""
+    count = 0
+    for seed in seeds:
+        made = drawn_tokenizer(seed)
+        if not cuts_of(made).obstacle:
+            count += 1
+            raw = text(300, seed)
+            assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids, made.to_str()[:2000]
+    return count
+
+
+def test_random_tokenizers_give_the_same_tokens_cut() -> None:
+    assert compare_drawn(range(60)) > 3
+
+
+@pytest.mark.soak
+def test_many_random_tokenizers_give_the_same_tokens_cut() -> None:
+    assert compare_drawn(range(60, 3000)) > 150
