@@ -71,7 +71,7 @@ def test_transformers_opens_a_training_checkpoint_as_it_lies(tmp_path: Path, cas
     folder = tmp_path / "run/checkpoints/iter_0000003"
 
     # Rank 0 writes them, the same bytes on any topology.
-    expected = tokenizer_files(DataSection(), bos=256, eos=256, positions=32)
+    expected = tokenizer_files(DataSection(), rows=257, bos=256, eos=256, positions=32)
     assert {name: (folder / name).read_bytes() for name in expected} == expected
 
     handler = _Lines()

@@ -38,18 +38,10 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
         return {}
     path = None if section.tokenizer in (None, BYTES) else Path(str(section.tokenizer)).expanduser()
     where = path or BYTES
-    raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where)
-    if (largest := max(tokens.values(), default=0)) >= rows:
-        raise DataError(
-            "a tokenizer has more tokens than the model",
-            where=where,
-            expected=f"model.vocab_size of at least {largest + 1}",
-            found=rows,
-            fix=f"Set model.vocab_size={largest + 1}, or correct data.tokenizer.",
-        )
+    raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where, rows)
     end = END_OF_TEXT if path is None else end_of_text_name(path, tokens, special.values())
-    if end is not None:
-        special[tokens[end]] = end
+    # Any other token would become a special one for transformers, and texts would be tokenized differently.
+    special |= {tokens[name]: name for name in (*END_OF_TEXT_NAMES, end or "") if name in tokens}
     if eos not in special:
         _log.warning(
             f"model.eos_token_id={eos} is no special token of the tokenizer {where}, whose end of text is "
@@ -68,7 +60,16 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     return {TOKENIZER: raw, TOKENIZER_CONFIG: _to_bytes(config)}
 
 
-def _as_trained(raw: bytes, where: object) -> tuple[bytes, dict[str, int], dict[int, str]]:
+def require_rows(tokenizer: Path, rows: int) -> None:
+    """Refuse a ``tokenizer.json`` with more tokens than a model has rows.
+
+    Raises:
+        DataError: it has, or cannot be read.
+    """
+    _as_trained(read_tokenizer(tokenizer), tokenizer, rows)
+
+
+def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, int], dict[int, str]]:
     """Return a ``tokenizer.json`` that makes a run's tokens, its ids by token, and its special tokens by id."""
     try:
         table = json.loads(raw)
@@ -77,7 +78,11 @@ def _as_trained(raw: bytes, where: object) -> tuple[bytes, dict[str, int], dict[
             changes["post_processor"] = None
         if table["model"].get("dropout"):
             changes["model"] = {**table["model"], "dropout": None}
-        return _to_bytes({**table, **changes}) if changes else raw, _ids(table), _special_tokens(table)
+        entries = table.get("added_tokens") or []
+        added = {str(entry["content"]): _id(entry["id"]) for entry in entries}
+        special = {added[entry["content"]]: entry["content"] for entry in entries if entry["special"]}
+        tokens = _ids(table["model"]["vocab"]) | added
+        raw = _to_bytes({**table, **changes}) if changes else raw
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             "a tokenizer cannot be saved beside the model",
@@ -86,6 +91,15 @@ def _as_trained(raw: bytes, where: object) -> tuple[bytes, dict[str, int], dict[
             found=repr(error),
             fix="Correct data.tokenizer.",
         ) from error
+    if (largest := max(tokens.values(), default=0)) >= rows:
+        raise DataError(
+            "a tokenizer has more tokens than the model",
+            where=where,
+            expected=f"model.vocab_size of at least {largest + 1}",
+            found=rows,
+            fix="Name the tokenizer of the model's tokens, or give the model more.",
+        )
+    return raw, tokens, special
 
 
 def _adds_tokens(processor: Any) -> bool:
@@ -94,27 +108,11 @@ def _adds_tokens(processor: Any) -> bool:
     return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
 
 
-def _ids(table: Any) -> dict[str, int]:
-    """Return the tokens of a tokenizer with their ids, which are the places in a list of tokens with their scores."""
-    vocabulary = table["model"]["vocab"]
+def _ids(vocabulary: Any) -> dict[str, int]:
+    """Return the tokens of a vocabulary with their ids, which are the places in a list of tokens with their scores."""
     if not isinstance(vocabulary, Mapping):
-        vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
-    ids = {name: _id(number) for name, number in vocabulary.items()}
-    return ids | {str(entry["content"]): _id(entry["id"]) for entry in table.get("added_tokens") or []}
-
-
-def _special_tokens(table: Any) -> dict[int, str]:
-    """Return the special tokens of a tokenizer, and its tokens at the end of a text, by id.
-
-    Only these may be declared to transformers as the end of text: any other token would become a special one, and texts
-    would be tokenized differently.
-    """
-    added = [entry for entry in table.get("added_tokens") or [] if entry["special"]]
-    special = {_id(entry["id"]): str(entry["content"]) for entry in added}
-    vocabulary = table["model"]["vocab"]
-    if isinstance(vocabulary, Mapping):
-        special |= {_id(vocabulary[name]): name for name in END_OF_TEXT_NAMES if name in vocabulary}
-    return special
+        return {name: number for number, (name, _) in enumerate(vocabulary)}
+    return {name: _id(number) for name, number in vocabulary.items()}
 
 
 def _id(value: Any) -> int:

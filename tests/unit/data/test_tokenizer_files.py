@@ -26,8 +26,8 @@ TEXT = DataSection(kind=DataKind.text, path="x")
 TOKENS = DataSection(kind=DataKind.token_file, train="x")
 
 
-def files(section: DataSection, *, bos: int = 256, eos: int = 256) -> dict[str, bytes]:
-    return tokenizer_files(section, bos=bos, eos=eos, positions=32)
+def files(section: DataSection, *, rows: int = 300, bos: int = 256, eos: int = 256) -> dict[str, bytes]:
+    return tokenizer_files(section, rows=rows, bos=bos, eos=eos, positions=32)
 
 
 def config(section: DataSection, *, bos: int = 256, eos: int = 256) -> dict[str, object]:
@@ -100,6 +100,97 @@ def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest
     assert found["bos_token"] == "<|endoftext|>"
     assert "model.eos_token_id=256" in caplog.text
     assert "0 (<|endoftext|>)" in caplog.text
+
+
+def test_a_copy_neither_truncates_nor_pads_nor_drops_out(tmp_path: Path) -> None:
+    section = written(tmp_path)
+    path = Path(str(section.tokenizer))
+    spoiled = tokenizers.Tokenizer.from_file(str(path))
+    ids = spoiled.encode("so it is, and so it is").ids
+    spoiled.enable_truncation(3)
+    spoiled.enable_padding(length=40)
+    spoiled.model.dropout = 0.9
+    spoiled.save(str(path))
+    copy = tokenizers.Tokenizer.from_buffer(files(section, eos=0)["tokenizer.json"])
+    assert [copy.encode("so it is, and so it is").ids for _ in range(9)] == [ids] * 9
+    path.write_bytes(copy.to_str().encode())
+    assert files(section, eos=0)["tokenizer.json"] == path.read_bytes()
+
+
+def vocabulary(folder: Path, *, special: str, eos: object = None) -> DataSection:
+    """Write a tokenizer with an ordinary `</s>` of id 0 and a special token of id 1, and perhaps its configuration."""
+    table = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, special: 1, "<eos>": 2}, "</s>"))
+    table.add_special_tokens([special])
+    table.save(str(folder / "tokenizer.json"))
+    if eos is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return replace(TEXT, tokenizer=str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("special", "eos", "expected"),
+    [
+        ("<|end_of_text|>", None, 1),
+        ("<|endoftext|>", None, 1),
+        ("<pad>", None, 0),
+        ("<|im_end|>", "<|im_end|>", 1),
+        ("<|endoftext|>", "<eos>", 2),
+        ("<|endoftext|>", {"content": "<eos>", "special": True}, 2),
+        ("<|endoftext|>", "</s>", 0),
+    ],
+)
+def test_a_text_ends_as_configured_or_with_a_special_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, special: str, eos: object, expected: int
+) -> None:
+    section = vocabulary(tmp_path, special=special, eos=eos)
+    encoder = open_encoder(section.tokenizer)
+    assert encoder.end_of_text == expected
+    assert prompt_tokens(encoder, "", 3) == [expected]
+    saved = config(section, eos=expected)
+    assert saved["eos_token"] == ("</s>", special, "<eos>")[expected]
+    files(section, eos=7)
+    assert f"whose end of text is {expected} (" in caplog.text
+    # What is saved beside a checkpoint ends texts in the same way.
+    for name, content in files(section, eos=expected).items():
+        (tmp_path / name).write_bytes(content)
+    assert open_encoder(section.tokenizer).end_of_text == expected
+
+
+@pytest.mark.parametrize("eos", ["<none>", 3, ["</s>"], {"text": "</s>"}])
+def test_an_end_of_text_that_no_token_is_is_refused(tmp_path: Path, eos: object) -> None:
+    section = vocabulary(tmp_path, special="<|endoftext|>", eos=eos)
+    for open_it in (lambda: open_encoder(section.tokenizer), lambda: files(section)):
+        with pytest.raises(DataError, match=r"(?s)tokenizer_config\.json"):
+            open_it()
+
+
+def test_a_configuration_belongs_to_the_tokenizer_of_its_name(tmp_path: Path) -> None:
+    section = vocabulary(tmp_path, special="<|endoftext|>", eos="<eos>")
+    path = Path(str(section.tokenizer))
+    copy = path.with_name("tokenizer.0123.json")
+    copy.write_bytes(path.read_bytes())
+    assert open_encoder(copy).end_of_text == 1
+    path.with_name("tokenizer_config.json").rename(path.with_name("tokenizer.0123_config.json"))
+    assert open_encoder(copy).end_of_text == 2
+
+
+@pytest.mark.parametrize("kind", ["bpe", "added", "unigram"])
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, kind: str) -> None:
+    table = json.loads(train_bpe(["so it is\n"] * 9, 257))
+    if kind == "added":
+        table["added_tokens"].append({**table["added_tokens"][0], "id": 299, "content": "<pad>"})
+    elif kind == "bpe":
+        table["model"]["vocab"]["soit"] = 299
+    else:
+        table["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [[f"{number}", -1.0] for number in range(300)]}
+        table["model"]["byte_fallback"] = False
+    section = written(tmp_path, table)
+    for data in (section, replace(TOKENS, tokenizer=section.tokenizer)):
+        assert files(data, rows=300, eos=0)
+        with pytest.raises(
+            DataError, match=r"more tokens than the model .*model\.vocab_size of at least 300.*found 299"
+        ):
+            files(data, rows=299, eos=0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"added_tokens": [{"id": "x", "special": true}]}', "\xff", "7"])

@@ -18,8 +18,9 @@ from reprise.folder import INDEX
 from reprise.json_file import Json
 from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index, stored_dtype
 from reprise.reading import Checkpoint
-from trainer.data.text import read_tokenizer
+from trainer.data.text import TOKENIZER, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
+from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
@@ -76,6 +77,8 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if options.tokenizer is None else _tokenizer_files(options.tokenizer)
+    if options.tokenizer is not None and TOKENIZER in tokenizer:
+        require_rows(tokenizer[TOKENIZER], source.model.vocab_size)
     with new_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
