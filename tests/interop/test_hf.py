@@ -489,6 +489,10 @@ def test_an_export_refuses_an_existing_path_and_fails_cleanly(
     assert "There is something already" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(out)]) == 2
     assert "There is no tokenizer" in capsys.readouterr().err
+    larger = tokenizer_file(tmp_path / "larger")
+    larger.write_text(larger.read_text().replace('"<|endoftext|>": 256', '"<|endoftext|>": 257'))
+    assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(larger)]) == 2
+    assert "expected model.vocab_size of at least 258, found 257" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(out), str(tmp_path / "new")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(trained), str(tmp_path / "none/new")]) == 2

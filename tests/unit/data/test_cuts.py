@@ -385,7 +385,7 @@ def test_an_added_token_across_cuts_allows_none(case: str) -> None:
 def test_a_real_block_of_every_component(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:
-    content, raw = trained(name), text(40_000)
+    content, raw = trained(name), text(60_000)
     path = written(tmp_path, content, [setting])
     (tmp_path / "text.txt").write_text(raw, newline="")
     assert len(raw.encode()) > blocks.BLOCK_BYTES * 9 // 8
