@@ -489,10 +489,6 @@ def test_an_export_refuses_an_existing_path_and_fails_cleanly(
     assert "There is something already" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(out)]) == 2
     assert "There is no tokenizer" in capsys.readouterr().err
-    larger = tokenizer_file(tmp_path / "larger")
-    larger.write_text(larger.read_text().replace('"<|endoftext|>": 256', '"<|endoftext|>": 257'))
-    assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(larger)]) == 2
-    assert "expected model.vocab_size of at least 258, found 257" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(out), str(tmp_path / "new")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(trained), str(tmp_path / "none/new")]) == 2
@@ -503,6 +499,16 @@ def test_an_export_refuses_an_existing_path_and_fails_cleanly(
     assert convert.main(["export", "hf", str(checkpoint), str(tmp_path / "new")]) == 2
     assert "A tensor is damaged" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "out"]
+
+
+def test_an_export_refuses_a_tokenizer_with_more_tokens(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tokenizer_file(tmp_path / "larger")
+    path.write_text(path.read_text().replace('"<|endoftext|>": 256', '"<|endoftext|>": 257'))
+    assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
+    assert "expected model.vocab_size of at least 258, found 257" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def _normalizer_obstacle(tokenizer: Any) -> str:
 
 
 def _pre_tokenizer_obstacle(tokenizer: Any) -> str:
-    joined = set(_WORD)
+    joined, kind = set(_WORD), "null"
     for table in _members(tokenizer.pre_tokenizer, "pretokenizers"):
         kind = table["type"]
         if joined:
@@ -96,7 +96,7 @@ def _pre_tokenizer_obstacle(tokenizer: Any) -> str:
         if separated is None:
             return f"pre_tokenizer {kind}"
         joined -= separated
-    return "pre_tokenizer, which does not separate words" if joined else ""
+    return f"pre_tokenizer {kind}" if joined else ""
 
 
 def _separated(table: Mapping[str, Any]) -> set[str] | None:
