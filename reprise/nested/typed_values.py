@@ -25,7 +25,7 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDi
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_NUMPY_DTYPE = re.compile("[<|][biufc][0-9]{1,2}")
+_NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU][0-9]+|[mM]8(\[[0-9]*[A-Za-z]+])?)")  # numbers, text and times
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,8 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
             return _tagged("torch.device", str(value))
         case TorchVersion():
             return _tagged("torch.version", str(value))
-        case np.generic() | np.ndarray() if _NUMPY_DTYPE.fullmatch(value.dtype.str):
-            content = [value.dtype.str, list(value.shape), value.tobytes().hex()]
-            return _tagged("numpy.ndarray" if type(value) is np.ndarray else "numpy.generic", content)
+        case np.generic() | np.ndarray():
+            return _encoded_numpy(value, keys)
     if isinstance(value, torch.Tensor):
         raise CheckpointError(
             "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
@@ -169,8 +168,24 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
         where=pointer(keys),
         expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
         found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
-        fix="Give its state_dict()." if hasattr(value, "state_dict") else "Give its parts as values of these types.",
+        fix="Give its state_dict()."
+        if hasattr(value, "state_dict")
+        else "Give its parts as values of these types, such as str(value), list(value) or an enum's .value.",
     )
+
+
+def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, value.dtype.type):
+        raise CheckpointError(
+            "A value of numpy has a dtype or a class that a checkpoint does not hold",
+            where=pointer(keys),
+            expected="a scalar or an array of numbers, booleans, text, bytes, datetime64 or timedelta64",
+            found=f"{type(value).__name__} of dtype {value.dtype}",
+            fix="Give np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
+        )
+    array = np.asarray(value)  # an empty np.str_ has bytes beyond its own dtype
+    content = [array.dtype.str, list(array.shape), array.tobytes().hex()]
+    return _tagged("numpy.ndarray" if type(value) is np.ndarray else "numpy.generic", content)
 
 
 def _tagged(kind: str, content: object) -> dict[str, object]:
@@ -194,8 +209,12 @@ def _decoded_members(kind: Callable[[Iterable[Any]], Any]) -> Callable[[Any], An
 def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = _listed(content)
     if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise ValueError(f"{dtype!r} is no dtype of a number")
-    return np.frombuffer(bytes.fromhex(data), dtype).reshape(shape).copy()
+        raise ValueError(f"{dtype!r} is no dtype of a number, of text or of a time")
+    content = bytes.fromhex(data)
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, content)
+    if array.nbytes != len(content):
+        raise ValueError(f"{len(content)} bytes for {array.nbytes}")
+    return array.copy()
 
 
 def _buffer(content: Any) -> io.BytesIO:

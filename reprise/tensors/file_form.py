@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, intersect, relative
@@ -57,6 +58,13 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
         and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper")
     ):
         return _joined(tensor, local, where())
+    if not is_plain and is_lazy(local):
+        raise CheckpointError(
+            "A tensor of a lazy module has no shape yet",
+            where=where(),
+            found=type(local).__name__,
+            fix="Run the model on a sample before the call.",
+        )
     if not is_plain and type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
             "A tensor is of a class that keeps its memory elsewhere",

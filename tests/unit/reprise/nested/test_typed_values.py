@@ -6,7 +6,9 @@ import io
 import json
 import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,16 @@ VALUES: list[object] = [
     np.float32(1.5),
     np.int64(3),
     np.array([[1, 2]], dtype=np.uint8),
+    np.arange(3, dtype=">f4"),
+    np.array(["ab", ""]),
+    np.array([b"ab", b"c"]),
+    np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+    np.array([5, -1], dtype="timedelta64[25ns]"),
+    np.zeros((0, 2), dtype="U3"),
+    np.str_("ab"),
+    np.str_(""),
+    np.bytes_(b""),
+    np.datetime64("2020-01-01T00:00"),
     random.Random(3).getstate(),
 ]
 
@@ -82,6 +94,30 @@ def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path, value: objec
     state: dict[str, Any] = {"a": [], "b": {"c": value}}
     load_state_dict(path, state)
     assert typed(state) == typed({"a": [value], "b": {"c": value}})
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (
+            np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f4")]),
+            r"ndarray of dtype \[\('a', '<i4'\), .*Give .* each field",
+        ),
+        (np.array([1, "a"], dtype=object), r"ndarray of dtype object.*value\.tolist\(\)"),
+        (np.void(b"abc"), r"void of dtype \|V3"),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), r"MaskedArray of dtype float64.*a mask"),
+        (np.array([1.0]).view(np.recarray), r"recarray of dtype"),
+    ],
+)
+def test_other_arrays_are_refused_with_their_dtype(tmp_path: Path, value: object, found: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"numpy.*\(/a/b/0\).*{found}"):
+        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": [value]}})
+
+
+@pytest.mark.parametrize("value", [Decimal(1), Path("a"), deque([1]), date(2020, 1, 1), torch.strided])
+def test_other_objects_are_refused_with_a_cure(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"\(/a/b\).*found an object of {type(value).__name__}\..*str\(value\)"):
+        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": value}})
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
@@ -123,6 +159,8 @@ def test_a_value_is_stored_as_it_was_at_the_call() -> None:
         {"$type": "torch.device", "value": "nowhere"},
         {"$type": "numpy.ndarray", "value": ["|O", [1], "00"]},
         {"$type": "numpy.ndarray", "value": ["<f8", [2], "00"]},
+        {"$type": "numpy.ndarray", "value": ["<f8", [1], "00" * 16]},
+        {"$type": "numpy.ndarray", "value": ["|V1", [1], "00"]},
         {"$type": "set", "value": [[1]]},
         {"$type": "dict", "value": [[1]]},
         {"$type": "float", "value": "1e999"},

@@ -202,3 +202,15 @@ def test_a_tensor_of_an_object_s_state_is_carried(tmp_path: Path, kind: str) -> 
     path = save(tmp_path, model, iteration=1, state={"s": Holding(KINDS[kind](3)), "t": KINDS[kind](4)})
     assert_equal(load(path, model, state={"s": scheduler})["t"], KINDS[kind](4))
     assert_equal(scheduler.tensor, KINDS[kind](3))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(make())
+    with pytest.raises(CheckpointError, match=r"lazy module.*\(/model/0\.(weight|running_mean)\).*on a sample"):
+        save(tmp_path, model, iteration=1)
+    path = save(tmp_path, nn.Linear(1, 1), iteration=1)
+    with pytest.raises(CheckpointError, match=r"lazy module.*\(/model/0\.(weight|running_mean)\)"):
+        load(path, model)
+    with pytest.raises(CheckpointError, match=r"lazy module.*\(/own/0\.(weight|running_mean)\)"):
+        load_state_dict(path, {"own": model.state_dict()})
