@@ -87,7 +87,7 @@ def load(
     *,
     state: Mapping[str, object] | None = None,
     per_rank: Mapping[str, object] | None = None,
-    rng: bool = False,
+    rng: bool | None = None,
     strict: Strictness = True,
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
@@ -102,7 +102,8 @@ def load(
         state: what to fill: an object with `load_state_dict()` takes its state, tensors are filled, and values are
             replaced in their dict. Saved values of `state` absent from it come back in the result.
         per_rank: what to fill with this rank's own values, on as many ranks as saved them.
-        rng: set the saved random state of this rank, on as many ranks as saved theirs.
+        rng: set the saved random state of this rank, on as many ranks as saved theirs. What the checkpoint has and the
+            call does not take is logged; False, and an empty `state` or `per_rank`, says that this is meant.
         strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, and False none.
             Other names are logged, and values missing in the checkpoint are kept.
         missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
@@ -124,12 +125,14 @@ def load(
             state_of_rank = own_state(call.channel.rank, per_rank, rng=rng)
             tree = tree_of(model, optimizer, values, of_rank=state_of_rank, is_load=True)
             tree.takes_rest = True
+            given = {"state": state, "per_rank": per_rank, "rng": rng}
+            tree.declined = [name for name, value in given.items() if value is not None and not value]
             return tree
 
         def check(checkpoint: Checkpoint) -> None:
             if optimizer is not None:
                 check_optimizer(checkpoint, optimizer)
-            if rng or per_rank is not None:
+            if rng or per_rank:
                 check_ranks(checkpoint, call.channel.world_size)
 
         result = fill(call, path, make_tree, strict=strict, missing_ok=missing_ok, check=check)

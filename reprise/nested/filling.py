@@ -15,6 +15,7 @@ from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import NestedValues, by_leaf, read_values
 from reprise.nested.loaded import LoadedState, Matched, Strictness, match
+from reprise.nested.own_state import is_random_state
 from reprise.nested.stateful import put_back, references, shaped_like, take_out
 from reprise.nested.stored_names import (
     MODEL,
@@ -29,6 +30,7 @@ from reprise.nested.stored_names import (
 from reprise.nested.table import JointTable
 from reprise.nested.tree import ParameterGroup, Tree
 from reprise.nested.typed_values import TensorReference, decode_number, encode
+from reprise.nested.untaken import log_options, log_untaken
 from reprise.optimizer_state import zeros_for
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
@@ -74,6 +76,10 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
+
+        def is_asked(keys: Keys) -> bool:
+            return keys[0] in joint.entries and not ("rng" in self.tree.declined and is_random_state(keys))
+
         allocated = list(self._allocate(checkpoint, values))
         names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
         nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
@@ -86,7 +92,7 @@ class Filling:
         requested = {
             where
             for where, value in values.values.items()
-            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, joint.values)
+            if is_asked(keys_of_pointer(where)) and value != {} and not _is_below(where, joint.values)
         }
         made_values = {
             pointer((*keys_of_pointer(where), "state", name, key))
@@ -108,7 +114,11 @@ class Filling:
             checkpoint,
             [*tensors, *allocated],
             strict=self.strict,
-            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in nested_names,
+            models=[
+                (MODEL,),
+                *(keys for keys, value in self.tree.objects.items() if isinstance(value, torch.nn.Module)),
+            ],
+            is_asked=lambda spec: is_asked(keys_of(spec.kind, spec.name)) and spec.name not in nested_names,
             requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
             unexpected=sorted(requested - joint.values - made_values),
@@ -143,6 +153,9 @@ class Filling:
                 receiver.give(where, put_back(self.whole[where], self.allocated))
         self.matched.log(checkpoint, is_first=is_first)
         further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
+        if is_first:
+            log_untaken(checkpoint, self.saved, self.tree, self.joint.entries, further_values)
+            log_options(checkpoint, self.tree, self.numbers)
         return LoadedState(
             {**further_values, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected
         )
@@ -230,7 +243,7 @@ class Filling:
             saved = _SavedGroups(values.groups.get(where, ()))
             for number, group in enumerate(optimizer.groups):
                 at = _group(where, number)
-                if self.strict:
+                if self.strict in (True, "missing"):
                     saved.require_one(at, group)
                 numbers = saved.numbers(group, number)
                 if numbers is None:

@@ -11,12 +11,13 @@ from reprise.errors import ConfigError, count_of
 from reprise.format.layout import TensorSpec
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
+from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer
 from reprise.tensors.live import LiveTensor
 
 _log = logging.getLogger(__name__)
 
-# Which names that only one side has are refused: all, those that the checkpoint lacks, none.
-Strictness = bool | Literal["missing"]
+# Which names that only one side has are refused: all, those that the checkpoint lacks, those of modules, none.
+Strictness = bool | Literal["missing", "model"]
 
 _MOST_NAMED = 5
 
@@ -27,8 +28,9 @@ def check_strict(strict: object) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if type(strict) is not bool and strict != "missing":
-        raise ConfigError("`strict` has no such value", expected='True, False or "missing"', found=repr(strict))
+    if type(strict) is not bool and strict not in ("missing", "model"):
+        expected = 'True, False, "missing" or "model"'
+        raise ConfigError("`strict` has no such value", expected=expected, found=repr(strict))
 
 
 class LoadedState(dict[str, Any]):
@@ -74,6 +76,7 @@ def match(
     tensors: Sequence[LiveTensor],
     *,
     strict: Strictness,
+    models: Collection[Keys],
     is_asked: Callable[[TensorSpec], bool],
     requested_names: Collection[str] = (),
     missing: Sequence[str] = (),
@@ -83,6 +86,7 @@ def match(
 
     Args:
         strict: which names missing on a side are refused.
+        models: the keys of modules.
         is_asked: whether the load is about a tensor of the checkpoint.
         requested_names: names requested by other ranks.
         missing: further names missing in the checkpoint, of values without tensors.
@@ -97,20 +101,21 @@ def match(
         replace(tensor, spec=replace(tensor.spec, name=name)) for tensor, name in zip(tensors, stored, strict=True)
     ]
     requested = {*stored, *(aliases.get(name, name) for name in requested_names)}
-    unasked = [name for name, place in places.items() if name not in requested and is_asked(place.spec)]
-    unexpected = [*unasked, *unexpected]
-    if strict:
-        problems = [f"{name} is missing" for name in missing]
-        if strict is True:
-            problems += [f"{name} is unexpected" for name in unexpected]
-        check_tensors(
-            [tensor.spec for tensor in renamed], places, where=checkpoint.path, is_partial=True, further=problems
-        )
-        return Matched(renamed, unexpected=unexpected)
-    present = [tensor for tensor in renamed if tensor.spec.name in places]
-    check_tensors([tensor.spec for tensor in present], places, where=checkpoint.path, is_partial=True)
-    absent = [t.spec.name for t, name in zip(tensors, stored, strict=True) if name not in places]
-    return Matched(present, [*absent, *missing], unexpected)
+    unasked = {name: place.spec for name, place in places.items() if name not in requested and is_asked(place.spec)}
+
+    def is_refused(keys: Keys) -> bool:
+        return strict is not False and (strict != "model" or any(keys[: len(model)] == model for model in models))
+
+    problems = [f"{name} is missing" for name in missing if is_refused(keys_of_pointer(name))]
+    if strict != "missing":
+        keys_by_name = {name: keys_of(spec.kind, name) for name, spec in unasked.items()}
+        keys_by_name |= {name: keys_of_pointer(name) for name in unexpected}
+        problems += [f"{name} is unexpected" for name, keys in keys_by_name.items() if is_refused(keys)]
+    absent = [tensor.spec for tensor, name in zip(tensors, stored, strict=True) if name not in places]
+    kept = {spec.name for spec in absent if not is_refused(keys_of(spec.kind, spec.name))}
+    present = [tensor for tensor, given in zip(renamed, tensors, strict=True) if given.spec.name not in kept]
+    check_tensors([tensor.spec for tensor in present], places, where=checkpoint.path, is_partial=True, further=problems)
+    return Matched(present, [*(spec.name for spec in absent), *missing], [*unasked, *unexpected])
 
 
 def _first(names: Sequence[str]) -> str:

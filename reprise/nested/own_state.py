@@ -8,7 +8,7 @@ from typing import Any
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.documents import read_values
-from reprise.nested.stored_names import PER_RANK, keys_of_pointer
+from reprise.nested.stored_names import PER_RANK, Keys, keys_of_pointer
 from reprise.random_state import RandomState
 
 OwnState = tuple[int, list[dict[str, Any]]]  # a rank, and dicts with what it has
@@ -16,13 +16,13 @@ OwnState = tuple[int, list[dict[str, Any]]]  # a rank, and dicts with what it ha
 _RNG = "rng"
 
 
-def own_state(rank: int, per_rank: Mapping[str, object] | None, *, rng: bool) -> OwnState | None:
+def own_state(rank: int, per_rank: Mapping[str, object] | None, *, rng: bool | None) -> OwnState | None:
     """Return a rank and its own values, for `tree_of`; None without any.
 
     Raises:
         CheckpointError: for a key of `per_rank` reserved for the random state.
     """
-    if per_rank is None and not rng:
+    if not per_rank and not rng:
         return None
     container = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
     if not rng:
@@ -32,6 +32,11 @@ def own_state(rank: int, per_rank: Mapping[str, object] | None, *, rng: bool) ->
             "`per_rank` has a key that stands for the random state", found=_RNG, fix="Rename it, or leave rng=True out."
         )
     return rank, [container, {_RNG: RandomState()}]
+
+
+def is_random_state(keys: Keys) -> bool:
+    """Return whether keys lead to the random state of a rank, or below it."""
+    return keys[0] == PER_RANK and keys[2:3] == (_RNG,)
 
 
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:

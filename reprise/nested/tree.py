@@ -89,6 +89,7 @@ class Tree:
         stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
             is an alias.
         takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
+        declined: names of the arguments of `load` that are written out as False or empty.
     """
 
     entries: tuple[str, ...]
@@ -108,6 +109,7 @@ class Tree:
     stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
     refers: bool = False
     takes_rest: bool = False
+    declined: Collection[str] = ()
 
     def replace_value(self, where: str, value: object) -> None:
         """Replace a value in its container, after `prepare_load`."""

@@ -157,21 +157,21 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
             return _tagged("torch.version", str(value))
         case np.generic() | np.ndarray():
             return _encoded_numpy(value, keys)
-    if isinstance(value, torch.Tensor):
-        raise CheckpointError(
-            "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
-            where=pointer(keys),
-            fix="Give the tensor under a key of its own.",
-        )
-    raise CheckpointError(
-        "A value is neither a tensor nor of a type that a checkpoint holds",
-        where=pointer(keys),
-        expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
-        found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
-        fix="Give its state_dict()."
-        if hasattr(value, "state_dict")
-        else "Give its parts as values of these types, such as str(value), list(value) or an enum's .value.",
-    )
+        case torch.Tensor():
+            raise CheckpointError(
+                "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
+                where=pointer(keys),
+                fix="Give the tensor under a key of its own.",
+            )
+        case _:
+            parts = "Give its parts as values of these types, such as str(value), list(value) or an enum's .value."
+            raise CheckpointError(
+                "A value is neither a tensor nor of a type that a checkpoint holds",
+                where=pointer(keys),
+                expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
+                found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
+                fix="Give its state_dict()." if hasattr(value, "state_dict") else parts,
+            )
 
 
 def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]) -> Any:

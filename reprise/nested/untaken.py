@@ -1,0 +1,75 @@
+"""What a load leaves in a checkpoint, and what it replaces in a program, unseen by the loop: one line names each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from reprise.json_file import Json
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.nested.documents import NestedValues
+from reprise.nested.own_state import is_random_state
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of, keys_of_pointer
+from reprise.nested.tree import Tree
+
+_log = logging.getLogger(__name__)
+_FLAGS = (bool, str, type(None))
+
+
+def log_untaken(
+    checkpoint: Checkpoint, saved: NestedValues, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
+) -> None:
+    """Log which state of a checkpoint a load was not given, unless the call says that this is meant.
+
+    An optimizer is seen in the call, and weights are often all that a state dict asks for. In a call with other
+    `state`, returned values count as taken, but not those of an object such as a scheduler.
+
+    Args:
+        saved: the values of the checkpoint.
+        entries: the outermost keys that any rank gives.
+        returned: the values in the result.
+    """
+    given = {*entries} - {MODEL, OPTIMIZER[0], PER_RANK}
+    objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
+    counted = returned.keys() - objects if given else set()
+    leaves = [keys_of_pointer(where) for where in (*saved.values, *saved.groups) if where]
+    leaves += [keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values()]
+    names = []
+    for keys in leaves:
+        if keys[0] in {MODEL, OPTIMIZER[0], *entries, *counted}:
+            continue
+        if not tree.takes_rest:
+            names += [keys[0]] if tree.optimizers else []
+        elif is_random_state(keys):
+            names += ["random state (rng=)"] if "rng" not in tree.declined else []
+        else:
+            argument, name = ("per_rank", "/".join(keys[2:3] or keys)) if keys[0] == PER_RANK else ("state", keys[0])
+            names += [f"{name} ({argument}=)"] if argument not in tree.declined else []
+    if names:
+        hint = "; False or an empty dict says that this is meant" if tree.takes_rest else ""
+        text = ", ".join(dict.fromkeys(names))
+        _log.warning(f"{checkpoint.path} has what this load was not given: {text}{hint}")
+
+
+def log_options(checkpoint: Checkpoint, tree: Tree, numbers: Mapping[str, Json]) -> None:
+    """Log the options of parameter groups, such as `fused`, that the checkpoint replaced; numbers are not options.
+
+    Args:
+        numbers: by JSON Pointer of a parameter group, its values in the checkpoint.
+    """
+    changes = [
+        f"{key}={saved[key]} for {value}"
+        for where, optimizer in tree.optimizers.items()
+        for number, group in enumerate(optimizer.groups)
+        for saved in [numbers.get(f"{where}/param_groups/{number}", {})]
+        for key, value in group.numbers.items()
+        if key in saved and saved[key] != value and (isinstance(value, _FLAGS) or isinstance(saved[key], _FLAGS))
+    ]
+    if changes:
+        text = ", ".join(dict.fromkeys(changes))
+        _log.warning(f"options of an optimizer are those of {checkpoint.path}, for equal bits: {text}")
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a value is the state of an object: a dict stored whole, as others are stored by leaf."""
+    return isinstance(value, dict) and bool(value)
