@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.location import location
 from reprise.tensors.live import Contents
+
+_log = logging.getLogger(__name__)
 
 MakeTree = Callable[[], Tree]
 
@@ -75,8 +79,15 @@ def contents_of(
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
     joint, values = agree_on_state(call, table, values, cache, before_decision=before_decision)
+    if tree.remark and call.channel.coordinates:
+        _log_once(f"{folder}: {tree.remark}")
     live = last.shared(joint, call.channel.rank, from_rank0)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    _log.warning(text)
 
 
 def save_now(

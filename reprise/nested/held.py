@@ -129,8 +129,9 @@ def local_tensors(tree: Tree) -> HeldTensors:
         if keys in tree.stored_as and (own_name := stored_name(keys)[1]) != name:
             aliases[own_name] = names_by_identity.get(identity, name)
         if identity in names_by_identity:
-            _require_free_name(aliases, live, name, keys)
-            aliases[name] = names_by_identity[identity]
+            if names_by_identity[identity] != name:
+                _require_free_name(aliases, live, name, keys)
+                aliases[name] = names_by_identity[identity]
             continue
         part = tree.parts.get(keys)
         for tensor_of_rank in (

@@ -27,38 +27,46 @@ class PretrainedForm:
     Args:
         files: by name.
         prefix: of the names of all tensors, which the other library does not have.
-        adapter: the name of each tensor in PEFT's file, by its name in the model without the prefix.
+        adapter: the name of each tensor in PEFT's file, by its name in the model without the prefix, one for tied ones.
+        obstacle: why the other library could not open the files.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
     prefix: str = ""
     adapter: dict[str, str] = field(default_factory=dict)
+    obstacle: str = ""
 
 
 def add_pretrained(tree: Tree, model: object) -> None:
     """Add the files of transformers or PEFT to a tree with the tensors of a model, and their names there.
 
-    Adds nothing for any other model, and for a model of PEFT whose file would differ from the tensors of the model: one
-    of several adapters, which PEFT stores in a folder each, and one with a method for prompts, which computes it.
+    Adds nothing for any other model, and a remark for a model of PEFT whose file would differ from the tensors of the
+    model: one of several adapters, which PEFT stores in a folder each, and one with tensors that PEFT computes.
     """
     form = _form_of(model)
     if form is None:
         return
-    if not form.prefix and not form.adapter:
+    obstacle = form.obstacle or (_rename(tree, form) if form.prefix or form.adapter else "")
+    if obstacle:
+        tree.remark = f"from_pretrained does not open these saves, as {obstacle}"
+    else:
         tree.files |= form.files
-        return
+
+
+def _rename(tree: Tree, form: PretrainedForm) -> str:
+    """Give the tensors of a tree their names in another library, and return what is in the way, if anything."""
     own_names = {keys[1]: keys for keys in tree.tensors if len(keys) == 2 and keys[0] == MODEL}
     names: dict[str, tuple[TensorKind, str]] = {}
     for own_name in own_names:
         name = own_name.removeprefix(form.prefix)
         is_adapter = name in form.adapter
         names[own_name] = (TensorKind.ADAPTER, form.adapter[name]) if is_adapter else (TensorKind.MODEL, name)
-    stored = [name for _, name in names.values()]
-    lacking = {*form.adapter.values()} - {*stored}
-    if lacking or len({*stored}) < len(stored) or not tree.dtypes.keys().isdisjoint(own_names):
-        return
+    stored, wanted = {name for _, name in names.values()}, {*form.adapter.values()}
+    odd = [*(wanted - stored), *(name for name in own_names if name in tree.dtypes)]
+    if odd or len(stored) < len(names) - len(form.adapter) + len(wanted):
+        return f"{min(odd, default='a tensor')} has another name or dtype in its files than in the model"
     tree.stored_as = {own_names[name]: place for name, place in names.items() if place != (TensorKind.MODEL, name)}
-    tree.files |= form.files
+    return ""
 
 
 def _form_of(model: object) -> PretrainedForm | None:
@@ -68,8 +76,9 @@ def _form_of(model: object) -> PretrainedForm | None:
         if isinstance(model, getattr(peft, "PeftModel", ())):
             return _of_peft(peft, model, prefix)
         if _has_text(model, "config"):
-            # An adapter that transformers itself has added has names that neither library reads beside a base.
-            return None if hasattr(model, "peft_config") else PretrainedForm(_transformers_files(model), prefix)
+            if hasattr(model, "peft_config"):
+                return PretrainedForm(obstacle="PEFT's get_peft_model did not add the adapter")
+            return PretrainedForm(_transformers_files(model), prefix)
         prefix += _WRAPPER if isinstance(model, nn.parallel.DistributedDataParallel) else ""
         model = getattr(model, "module", getattr(model, "_orig_mod", None))
     return None
@@ -89,26 +98,34 @@ def _transformers_files(model: nn.Module) -> dict[str, bytes]:
     return files
 
 
-def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm | None:
+def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm:
     if len(model.peft_config) != 1:
-        return None
+        return PretrainedForm(obstacle=f"PEFT stores each of {len(model.peft_config)} adapters in a folder of its own")
     ((adapter_name, config),) = model.peft_config.items()
+    if config.is_prompt_learning:  # PEFT would run the encoder of the prompts, which changes those of CPT
+        return PretrainedForm(obstacle="PEFT computes prompts for its file")
     # PEFT selects and renames members of a state dict. Tensors without memory show how, and cost nothing.
     state = model.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     stand_ins = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in tensors.items()}
     keys = {id(stand_in): key for key, stand_in in stand_ins.items()}
-    selected = peft.get_peft_model_state_dict(
-        model,
-        state_dict=dict(stand_ins),
-        adapter_name=adapter_name,
-        save_embedding_layers=_save_embedding_layers(config.base_model_name_or_path),
-    )
-    if any(id(value) not in keys for value in selected.values()):
-        return None
-    if len({id(tensors[keys[id(value)]]) for value in selected.values()}) < len(selected):  # tied ones are stored once
-        return None
-    adapter = {canonical_name(keys[id(value)]): name for name, value in selected.items()}
+    save_embedding_layers = _save_embedding_layers(config.base_model_name_or_path)
+    try:
+        selected = peft.get_peft_model_state_dict(
+            model, dict(stand_ins), adapter_name, save_embedding_layers=save_embedding_layers
+        )
+    except (RuntimeError, ValueError) as error:  # of a method that asks for values, or refuses to save
+        return PretrainedForm(obstacle=f"PEFT selects no tensors without memory: {type(error).__name__}: {error}")
+    computed = [name for name, value in selected.items() if id(value) not in keys]
+    if computed:
+        return PretrainedForm(obstacle=f"PEFT computes {computed[0]} for its file")
+    # Of tied tensors one is stored, under the last name: a method adds the one that it looks for after the others.
+    own_names = {name: keys[id(value)] for name, value in selected.items()}
+    names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
+    adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
+    tied = [n for n, own_name in own_names.items() if ".modules_to_save." in own_name and n not in names.values()]
+    if tied:
+        return PretrainedForm(obstacle=f"PEFT looks for {tied[0]} beside the tensor that it is tied to")
     return PretrainedForm({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter)
 
 

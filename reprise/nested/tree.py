@@ -89,6 +89,7 @@ class Tree:
         stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
             is an alias.
         takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
+        remark: what a save of the tree leaves out, and why.
         declined: names of the arguments of `load` that are written out as False or empty.
     """
 
@@ -109,6 +110,7 @@ class Tree:
     stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
     refers: bool = False
     takes_rest: bool = False
+    remark: str = ""
     declined: Collection[str] = ()
 
     def replace_value(self, where: str, value: object) -> None:

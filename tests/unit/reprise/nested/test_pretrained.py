@@ -120,6 +120,115 @@ def test_models_of_peft_are_read_as_they_were_written(tmp_path: Path, options: d
         assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
 
 
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+
+
+PROJECTIONS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+PROMPT: dict[str, Any] = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
+BLOCKS = {"oft_block_size": 4, "r": 0}
+VECTORS = {"num_vectors": 8, "vector_length": 8, "topk": 2}
+CUT = {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
+# The class of a method's configuration and its options; its file is opened, or a line says why there is none.
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("VeraConfig", {"r": 2}),
+    ("RandLoraConfig", {"r": 2}),
+    ("TrainableTokensConfig", {"token_indices": [1, 3], "target_modules": None}),
+    ("LoraConfig", {"target_modules": ["embed_tokens", "lm_head"]}),
+    ("LoraConfig", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("ShiraConfig", {"r": 2}),
+    ("CPTConfig", {**CUT, "task_type": "CAUSAL_LM"}),  # PEFT's selection would change its weights
+]
+FURTHER_METHODS: list[tuple[str, dict[str, Any]]] = [
+    *[
+        (name, {"r": 2})
+        for name in ("DeloraConfig", "DeftConfig", "HRAConfig", "HiraConfig", "LoHaConfig", "LoKrConfig")
+    ],
+    *[(name, {"r": 2}) for name in ("GloraConfig", "MissConfig", "PeanutConfig", "PsoftConfig", "PveraConfig")],
+    *[(name, {"r": 2}) for name in ("TinyLoraConfig", "UniLoraConfig")],
+    *[(name, {"r": 2, "save_projection": False}) for name in ("VeraConfig", "RandLoraConfig", "PveraConfig")],
+    *[(name, {}) for name in ("BeftConfig", "SupertuningConfig", "OSFConfig", "FrodConfig")],
+    ("PolyConfig", {"r": 2, "n_tasks": 2}),
+    ("RoadConfig", {"group_size": 4}),
+    ("LilyConfig", {"r": 2, "num_B": 2}),
+    ("GraloraConfig", {"r": 4, "gralora_k": 2}),
+    ("BOFTConfig", {"boft_block_size": 4}),
+    ("C3AConfig", {"block_size": 4}),
+    ("OFTConfig", BLOCKS),
+    ("OFTConfig", {**BLOCKS, "block_share": True, "coft": True}),
+    ("FourierFTConfig", {"n_frequency": 10}),
+    ("WaveFTConfig", {"n_frequency": 10}),
+    ("IA3Config", {"feedforward_modules": []}),
+    ("LNTuningConfig", {"target_modules": ["norm"]}),
+    ("AdaLoraConfig", {"total_step": 10, "init_r": 4, "target_r": 2}),
+    ("VBLoRAConfig", {"r": 2, **VECTORS}),
+    ("VBLoRAConfig", {"r": 2, **VECTORS, "save_only_topk_weights": True}),
+    ("TinyLoraConfig", {"r": 2, "save_projection": True}),
+    ("UniLoraConfig", {"r": 2, "save_indices": True}),
+    ("AdaptionPromptConfig", {"adapter_len": 2, "adapter_layers": 1, "target_modules": None}),
+    ("ShadowConfig", {"target_modules": None}),
+    ("PrefixTuningConfig", PROMPT),
+    ("PromptTuningConfig", PROMPT),
+    ("PromptEncoderConfig", {**PROMPT, "encoder_hidden_size": 8}),
+    ("MultitaskPromptTuningConfig", {**PROMPT, "num_tasks": 2}),
+    ("CartridgeConfig", PROMPT),
+    *[("LoraConfig", {"init_lora_weights": name}) for name in ("pissa", "olora", "gaussian", "orthogonal")],
+    *[("LoraConfig", {name: True}) for name in ("use_rslora", "lora_bias", "use_dora")],
+    ("LoraConfig", {"trainable_token_indices": [1, 2], "ensure_weight_tying": True}),
+    ("LoraConfig", {"trainable_token_indices": [1, 2]}),
+    ("LoraConfig", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("LoraConfig", {"target_modules": "all-linear", "rank_pattern": {"q_proj": 4}}),
+    ("LoraConfig", {"layer_replication": [[0, 2], [0, 2]]}),
+    ("LoraConfig", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*METHODS, *(pytest.param(*method, marks=pytest.mark.soak) for method in FURTHER_METHODS)]
+)
+def test_peft_opens_every_method_or_a_line_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, options: dict[str, Any]
+) -> None:
+    peft = pytest.importorskip("peft")
+    shared = {} if "num_virtual_tokens" in options or "cpt_mask" in options else PROJECTIONS
+    given = {key: value for key, value in {**shared, **options}.items() if value is not None}
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(**given))
+    for parameter in model.parameters():
+        parameter.data += 0.01 if parameter.requires_grad else 0.0
+    path = save(tmp_path, model, iteration=1)
+    lines = [record.message for record in caplog.records if record.name.startswith("reprise")]
+    load(path, other := peft.get_peft_model(llama(), getattr(peft, kind)(**given)))
+    assert_same_state(model, other)
+    if (path / "adapter_config.json").exists():
+        inputs = {"input_ids": TOKENS, **({"task_ids": torch.tensor([1])} if kind == "PolyConfig" else {})}
+        opened = peft.PeftModel.from_pretrained(llama(), path)
+        assert torch.equal(opened.eval()(**inputs).logits, model.eval()(**inputs).logits)
+        assert not lines
+    else:
+        assert (kind, options) not in METHODS[:4]
+        (line,) = lines
+        assert f"{tmp_path}: from_pretrained does not open these saves, as " in line
+        save(tmp_path, model, iteration=2)
+        assert len([record for record in caplog.records if record.message == line]) == 1
+
+
+def test_a_rank_allocation_of_adalora_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft")
+    schedule = {"total_step": 4, "tinit": 0, "tfinal": 1, "deltaT": 1, "init_r": 4, "target_r": 2}
+    model = peft.get_peft_model(llama(), peft.AdaLoraConfig(**schedule, **PROJECTIONS))
+    for step in range(4):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        model.base_model.update_and_allocate(step)
+    assert model.peft_config["default"].rank_pattern
+    path = save(tmp_path, model, iteration=1)
+    assert not (path / "adapter_config.json").exists()
+    assert "from_pretrained does not open these saves" in caplog.text
+
+
 def test_a_save_without_the_names_of_peft_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = adapted(0)
     with monkeypatch.context() as earlier:
@@ -129,7 +238,7 @@ def test_a_save_without_the_names_of_peft_loads(tmp_path: Path, monkeypatch: pyt
     assert_same_state(model, again[0])
 
 
-def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path) -> None:
+def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft")
     several, _ = adapted(0)
     several.add_adapter("second", peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
@@ -137,7 +246,8 @@ def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path) ->
     added = gpt2()
     added.add_adapter(peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
     for number, model in enumerate((several, prompts, added)):
-        path = save(tmp_path, model, iteration=number)
+        path = save(tmp_path / str(number), model, iteration=1)
+        assert f"{path.parent}: from_pretrained does not open these saves, as " in caplog.text
         names = open_checkpoint(path, Files()).manifest.files.keys()
         assert names.isdisjoint({"adapter_config.json", "adapter_model.safetensors", "config.json"})
 
