@@ -104,8 +104,9 @@ def load(
         per_rank: what to fill with this rank's own values, on as many ranks as saved them.
         rng: set the saved random state of this rank, on as many ranks as saved theirs. What the checkpoint has and the
             call does not take is logged; False, and an empty `state` or `per_rank`, says that this is meant.
-        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, and False none.
-            Other names are logged, and values missing in the checkpoint are kept.
+        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, `"model"` those
+            of modules on either side, and False none. Other names are logged, and values missing in the checkpoint are
+            kept.
         missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
         timeout_s: seconds to wait for ranks that have not made this call.
 
@@ -125,8 +126,8 @@ def load(
             state_of_rank = own_state(call.channel.rank, per_rank, rng=rng)
             tree = tree_of(model, optimizer, values, of_rank=state_of_rank, is_load=True)
             tree.takes_rest = True
-            given = {"state": state, "per_rank": per_rank, "rng": rng}
-            tree.declined = [name for name, value in given.items() if value is not None and not value]
+            arguments = {"state": state, "per_rank": per_rank, "rng": rng}
+            tree.declined = [name for name, value in arguments.items() if value is not None and not value]
             return tree
 
         def check(checkpoint: Checkpoint) -> None:

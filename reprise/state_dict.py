@@ -98,8 +98,7 @@ def load_state_dict(
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`. The missing state of such
             an optimizer, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a model
             of FSDP2, parameters gathered by a forward pass are freed, as they would be stale.
-        strict: refuse names missing on either side. If not, they are logged, and values missing in the checkpoint are
-            kept.
+        strict: as for `load`.
         missing_ok: as for `load`.
         timeout_s: seconds to wait for ranks that have not made this call.
 

@@ -111,11 +111,11 @@ def match(
         keys_by_name = {name: keys_of(spec.kind, name) for name, spec in unasked.items()}
         keys_by_name |= {name: keys_of_pointer(name) for name in unexpected}
         problems += [f"{name} is unexpected" for name, keys in keys_by_name.items() if is_refused(keys)]
-    absent = [tensor.spec for tensor, name in zip(tensors, stored, strict=True) if name not in places]
-    kept = {spec.name for spec in absent if not is_refused(keys_of(spec.kind, spec.name))}
-    present = [tensor for tensor, given in zip(renamed, tensors, strict=True) if given.spec.name not in kept]
+    lacking_specs = [tensor.spec for tensor, name in zip(tensors, stored, strict=True) if name not in places]
+    lenient_names = {spec.name for spec in lacking_specs if not is_refused(keys_of(spec.kind, spec.name))}
+    present = [tensor for tensor, given in zip(renamed, tensors, strict=True) if given.spec.name not in lenient_names]
     check_tensors([tensor.spec for tensor in present], places, where=checkpoint.path, is_partial=True, further=problems)
-    return Matched(present, [*(spec.name for spec in absent), *missing], [*unasked, *unexpected])
+    return Matched(present, [*(spec.name for spec in lacking_specs), *missing], [*unasked, *unexpected])
 
 
 def _first(names: Sequence[str]) -> str:

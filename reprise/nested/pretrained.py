@@ -61,10 +61,10 @@ def _rename(tree: Tree, form: PretrainedForm) -> str:
         name = own_name.removeprefix(form.prefix)
         is_adapter = name in form.adapter
         names[own_name] = (TensorKind.ADAPTER, form.adapter[name]) if is_adapter else (TensorKind.MODEL, name)
-    stored, wanted = {name for _, name in names.values()}, {*form.adapter.values()}
-    odd = [*(wanted - stored), *(name for name in own_names if name in tree.dtypes)]
-    if odd or len(stored) < len(names) - len(form.adapter) + len(wanted):
-        return f"{min(odd, default='a tensor')} has another name or dtype in its files than in the model"
+    stored, adapter_names = {name for _, name in names.values()}, {*form.adapter.values()}
+    mismatches = [*(adapter_names - stored), *(name for name in own_names if name in tree.dtypes)]
+    if mismatches or len(stored) < len(names) - len(form.adapter) + len(adapter_names):
+        return f"{min(mismatches, default='a tensor')} has another name or dtype in its files than in the model"
     tree.stored_as = {own_names[name]: place for name, place in names.items() if place != (TensorKind.MODEL, name)}
     return ""
 
@@ -116,16 +116,18 @@ def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm:
         )
     except (RuntimeError, ValueError) as error:  # of a method that asks for values, or refuses to save
         return PretrainedForm(obstacle=f"PEFT selects no tensors without memory: {type(error).__name__}: {error}")
-    computed = [name for name, value in selected.items() if id(value) not in keys]
-    if computed:
-        return PretrainedForm(obstacle=f"PEFT computes {computed[0]} for its file")
+    computed_names = [name for name, value in selected.items() if id(value) not in keys]
+    if computed_names:
+        return PretrainedForm(obstacle=f"PEFT computes {computed_names[0]} for its file")
     # Of tied tensors one is stored, under the last name: a method adds the one that it looks for after the others.
     own_names = {name: keys[id(value)] for name, value in selected.items()}
     names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
     adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
-    tied = [n for n, own_name in own_names.items() if ".modules_to_save." in own_name and n not in names.values()]
-    if tied:
-        return PretrainedForm(obstacle=f"PEFT looks for {tied[0]} beside the tensor that it is tied to")
+    dropped_names = [
+        n for n, own_name in own_names.items() if ".modules_to_save." in own_name and n not in names.values()
+    ]
+    if dropped_names:
+        return PretrainedForm(obstacle=f"PEFT looks for {dropped_names[0]} beside the tensor that it is tied to")
     return PretrainedForm({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter)
 
 

@@ -29,14 +29,15 @@ def log_untaken(
         entries: the outermost keys that any rank gives.
         returned: the values in the result.
     """
-    given = {*entries} - {MODEL, OPTIMIZER[0], PER_RANK}
-    objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
-    counted = returned.keys() - objects if given else set()
+    given_names = {MODEL, OPTIMIZER[0], *entries}
+    if {*entries} - {MODEL, OPTIMIZER[0], PER_RANK}:
+        objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
+        given_names |= returned.keys() - objects
     leaves = [keys_of_pointer(where) for where in (*saved.values, *saved.groups) if where]
     leaves += [keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values()]
     names = []
     for keys in leaves:
-        if keys[0] in {MODEL, OPTIMIZER[0], *entries, *counted}:
+        if keys[0] in given_names:
             continue
         if not tree.takes_rest:
             names += [keys[0]] if tree.optimizers else []
