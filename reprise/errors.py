@@ -90,6 +90,13 @@ class ReplicaError(CheckpointError):
     """The bits of a tensor differ between its ranks: the state of the run is damaged."""
 
 
+class PartialLoadError(TrainerError):
+    """A load that failed after it had begun to change live state, whose old values are gone.
+
+    A damaged or unfit checkpoint is a CheckpointError and has changed nothing: a handler of that class may start fresh.
+    """
+
+
 class LaunchError(TrainerError):
     """The process group could not be formed, or a peer failed."""
 

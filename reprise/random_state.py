@@ -10,6 +10,7 @@ import torch
 from numpy.random import get_state, set_state
 
 from reprise.errors import MismatchError
+from reprise.tensors.live import own_modes
 
 _HOST = ("python", "numpy", "cpu")
 
@@ -21,11 +22,12 @@ class RandomState:
     `{"rng": {str(rank): RandomState()}}`. Generators that a program has made itself are not in it.
     """
 
+    @own_modes()
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states: large ones as tensors of integers, the rest as numbers."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
-            "python": [version, torch.tensor(words), gauss],
+            "python": [version, torch.tensor(words, device="cpu"), gauss],
             "numpy": _exchanged(get_state(legacy=False), np.ndarray, lambda key: torch.from_numpy(key.copy())),
             "cpu": torch.get_rng_state(),
         }

@@ -20,7 +20,7 @@ from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.file_aligned import zeros_like_files
-from reprise.tensors.live import Contents, LiveTensor
+from reprise.tensors.live import Contents, LiveTensor, own_modes
 
 _log = logging.getLogger(__name__)
 
@@ -165,11 +165,14 @@ class _Cast:
     live: tuple[LiveTensor, ...]
 
     @staticmethod
+    @own_modes()
     def of(contents: Contents, dtype: torch.dtype, file_bytes: int) -> _Cast:
         """Return memory for the shards of `contents`, laid out like the files where their rows are contiguous there."""
         specs = {spec.name: replace(spec, dtype=stored_dtype(dtype, where=spec.name)) for spec in contents.specs}
         shapes = [
-            replace(tensor, spec=specs[tensor.spec.name], local=torch.empty(tensor.box.shape, dtype=dtype))
+            replace(
+                tensor, spec=specs[tensor.spec.name], local=torch.empty(tensor.box.shape, dtype=dtype, device="cpu")
+            )
             for tensor in contents.live
             if not tensor.is_copy
         ]

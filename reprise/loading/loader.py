@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, check_block, not_held, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, not_held, open_tensor_file, require_digest
 from reprise.storage.worker import Worker
-from reprise.tensors.live import LiveTensor
+from reprise.tensors.live import LiveTensor, overwrite, own_modes
 
+# Bytes per read of contiguous bytes: they are in the processor's cache when they are digested.
+CHUNK_BYTES = 1 << 20
 MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
 PROGRESS_S = 1.0
 # Seconds that an aborted load waits for threads that hang in a read.
@@ -33,7 +37,7 @@ class LoadReport:
     """A rank's loading statistics: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
 
     Args:
-        read_bytes: bytes read from files: blocks are read completely, and narrow gaps along with them.
+        read_bytes: bytes read to fill them: blocks are read completely, and narrow gaps along with them.
     """
 
     tensors: int
@@ -41,6 +45,10 @@ class LoadReport:
     read_bytes: int
     filled_bytes: int
     seconds: float
+
+    def __add__(self, other: LoadReport) -> LoadReport:
+        """Return the statistics of two loads, one after the other."""
+        return LoadReport(*map(operator.add, astuple(self), astuple(other)))
 
 
 def check_tensors(
@@ -81,18 +89,23 @@ def check_tensors(
         raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=text)
 
 
+@own_modes()
 def fill(
     checkpoint: Checkpoint,
     places: Mapping[str, Place],
     live: Sequence[LiveTensor],
     *,
     verify: bool = True,
+    is_trial: bool = False,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
 
+    The tensors' version counters rise first, so that autograd refuses a graph with their old values.
+
     Args:
+        is_trial: read and verify alone; no live memory changes.
         threads: number of reading threads; by default the available cores, at most `MOST_THREADS`.
         progress: called by the calling thread about once a second with the bytes filled so far and the total.
 
@@ -105,16 +118,20 @@ def fill(
     tensors = [tensor for tensor in live if tensor.box.numel]
     tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
     targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
+    if not is_trial:
+        torch.autograd.graph.increment_version([tensor.local for tensor in tensors])
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     _synchronize(devices)
     checkpoint.files.expect(_reads(checkpoint, _blocks(checkpoint, places, targets)))
     queue = _Queue(_blocks(checkpoint, places, targets))
     count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-    workers = [_Worker(checkpoint, queue, verify=verify, is_pinned=bool(devices)) for _ in range(count)]
+    is_pinned = bool(devices) and not is_trial
+    workers = [_Worker(checkpoint, queue, verify=verify, is_trial=is_trial, is_pinned=is_pinned) for _ in range(count)]
     _run(workers, queue, progress=progress, total_bytes=sum(target.box.numel for target in targets))
     for target in targets:
         _check_covered(checkpoint, target, sum(worker.filled[target] for worker in workers))
-        target.finish()
+        if not is_trial:
+            target.finish()
     _synchronize(devices)
     return LoadReport(
         tensors=len(live),
@@ -210,6 +227,12 @@ class _Block:
         """Return the offset of its first byte in the tensor."""
         return next(self.piece.image.spans(self.lo, self.hi))[0]
 
+    @property
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranges to read one by one: scattered bytes are read at once, for the gaps between them."""
+        step = CHUNK_BYTES if self.piece.image.is_contiguous else BLOCK_BYTES
+        return ((lo, min(lo + step, self.hi)) for lo in range(self.lo, self.hi, step))
+
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
     """Yield every block with a part of a target in the order of the files: columns of several pieces alternate."""
@@ -248,14 +271,15 @@ def _reads(checkpoint: Checkpoint, blocks: Iterable[_Block]) -> Iterator[tuple[P
     """Yield the byte ranges read for blocks, found by gathering them without a file."""
     gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
     for block in blocks:
-        piece, data = block.piece, buffer[: block.hi - block.lo]
-        gatherer.gather(
-            lambda part, start: spans.append((start, start + part.nbytes)),
-            piece.image,
-            block.lo,
-            data,
-            offset=piece.place.offset,
-        )
+        piece = block.piece
+        for lo, hi in block.chunks:
+            gatherer.gather(
+                lambda part, start: spans.append((start, start + part.nbytes)),
+                piece.image,
+                lo,
+                buffer[: hi - lo],
+                offset=piece.place.offset,
+            )
         path = checkpoint.path / piece.place.file
         yield from ((path, start, end) for start, end in spans)
         spans.clear()
@@ -280,12 +304,13 @@ class _Queue:
 
 
 class _Worker:
-    """Fills blocks on a thread of its own."""
+    """Fills or only verifies blocks on a thread of its own."""
 
-    def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_pinned: bool) -> None:
-        self._checkpoint, self._queue, self._verify = checkpoint, queue, verify
+    def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_trial: bool, is_pinned: bool) -> None:
+        self._checkpoint, self._queue, self._verify, self._is_trial = checkpoint, queue, verify, is_trial
         self._gatherer = Gatherer()
-        self._buffer: Bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned).numpy()
+        memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        self._buffer: Bytes = memory.numpy()
         self.number = 0
         self.read_bytes = self.filled_bytes = 0
         self.filled: Counter[Target] = Counter()
@@ -316,24 +341,35 @@ class _Worker:
         piece, lo, hi = block.piece, block.lo, block.hi
         data, is_there = self._buffer[: hi - lo], False
         if piece.memory is not None and piece.first <= lo and hi <= piece.last:
-            data, is_there = piece.memory[lo - piece.first : hi - piece.first], True
-        self._gatherer.gather(file.read, piece.image, lo, data, offset=piece.place.offset)
+            is_there = True
+            data = data if self._is_trial else piece.memory[lo - piece.first : hi - piece.first]
+        actual = xxhash.xxh3_64()
+        for start, end in block.chunks:
+            at = 0 if self._is_trial else start - lo  # one chunk's memory stays in the cache
+            part = data[at : at + end - start]
+            self._gatherer.gather(file.read, piece.image, start, part, offset=piece.place.offset)
+            if self._verify:
+                actual.update(part.data)
         if self._verify:
             number = (lo - piece.written.lo) // BLOCK_BYTES
             digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            check_block(self._checkpoint, piece.place, data.data, digest=digest.hex(), at=(lo, hi))
-        filled = data.size if is_there else _move(piece, lo, data)
+            require_digest(self._checkpoint, piece.place, actual.hexdigest(), digest=digest.hex(), at=(lo, hi))
+        filled = data.size if is_there else _move(piece, lo, data, is_trial=self._is_trial)
         self.filled[piece.target] += filled
         self.filled_bytes += filled
 
 
-def _move(piece: _Piece, lo: int, data: Bytes) -> int:
-    """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes."""
+def _move(piece: _Piece, lo: int, data: Bytes, *, is_trial: bool) -> int:
+    """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes.
+
+    Args:
+        is_trial: copy nothing.
+    """
     at = filled = 0
     for part in extent(piece.box.shape, lo, lo + data.size):
         box = absolute(part, piece.box)
         common = intersect(box, piece.common)
-        if common.numel:
+        if common.numel and not is_trial:
             array = data[at : at + box.numel].reshape(box.shape)
             piece.target.put(common, array[relative(common, box).slices])
         at += box.numel
@@ -374,7 +410,7 @@ class Target:
         if (
             not local.is_contiguous() and tuple(local.shape) != box.shape
         ):  # its strides may not be expressible in those dimensions
-            local = self._staging = torch.empty(box.shape, dtype=local.dtype)
+            local = self._staging = torch.empty(box.shape, dtype=local.dtype, device="cpu")
         self._memory = _bytes_of(local, self.box.shape)
         self._array: Bytes | None = self._memory.numpy() if self._memory.device.type == "cpu" else None
 
@@ -396,8 +432,7 @@ class Target:
     def finish(self) -> None:
         """Copy staged data to its destination, once all of it has arrived."""
         if self._staging is not None:
-            with torch.no_grad():
-                self.tensor.local.copy_(self._staging.reshape(self.tensor.local.shape))
+            overwrite(self.tensor.local, self._staging.reshape(self.tensor.local.shape))
 
 
 def _bytes_of(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

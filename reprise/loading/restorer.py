@@ -10,7 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from reprise.commit.channel import StoreChannel
-from reprise.errors import LaunchError, MismatchError, TrainerError, UnreadableError
+from reprise.commit.error_message import as_problem
+from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
 from reprise.format.names import MANIFEST
@@ -80,10 +81,14 @@ class Restorer:
         verify: bool = True,
         verify_all: bool = False,
         with_local: bool = False,
+        is_new: bool = False,
+        finish: Callable[[], None] = lambda: None,
     ) -> Restored:
         """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
 
-        No save of these tensors may be under way.
+        Every block is verified on all ranks before the first live byte changes, so damage changes nothing. What is read
+        twice then mostly comes from the page cache, and of a store from the host's cache. No save of these tensors may
+        be under way.
 
         Args:
             check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
@@ -91,15 +96,21 @@ class Restorer:
             verify: check the digests of all blocks read.
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
             with_local: whether local checkpoints are candidates as well.
+            is_new: whether the caller drops the tensors if the load fails, and an older checkpoint fills all that a
+                damaged one does: blocks are then verified where they are filled.
+            finish: changes what is no tensor, given that all are filled. It may be called twice, as an interrupt while
+                state changes is raised only after all of it has changed.
 
         Raises:
+            PartialLoadError: on every rank, if the load fails after the first live byte has changed.
             UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
             CheckpointError: on every rank, if none can be loaded; damaged checkpoints are logged and skipped, unless
                 named exactly.
             MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
         """
         local = self._local if with_local else None
-        shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 else None
+        is_shared = self._channel.world_size > 1 or not is_new
+        shared_load = self._key("store").replace("/", "-") if is_shared else None
         self._files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
@@ -113,7 +124,11 @@ class Restorer:
                     if verify_all:
                         self._verify(checkpoint)
                     tensors = live(checkpoint)
-                    report = self._fill(checkpoint, tensors, verify=verify)
+                    held = [tensor for tensor in tensors if not (is_new or tensor.is_new)]
+                    new = [tensor for tensor in tensors if is_new or tensor.is_new]
+                    report = self._fill(checkpoint, new, verify=verify)
+                    if verify:
+                        self._fill(checkpoint, held, is_trial=True)
                 except TrainerError as error:
                     problem = error
                 try:
@@ -123,14 +138,48 @@ class Restorer:
                     raise
                 except TrainerError as error:
                     damage = None if loaded_from and self._heal(path, error) else error
+            if is_new:
+                self.check_replicas(tensors)
+            else:
+                report += self._change(partial(self._fill, checkpoint, held, verify=verify), finish, tensors)
         finally:
             self._files.end()
-        self.check_replicas(tensors)
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
         is_verified = verify_all or (verify and is_all_read)
         return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
+
+    def _change(
+        self, fill_held: Callable[[], LoadReport], finish: Callable[[], None], tensors: Sequence[LiveTensor]
+    ) -> LoadReport:
+        """Change live state, as all ranks have decided, and return the report of its tensors.
+
+        No message is awaited before all of it has changed on this rank.
+        """
+        problem: TrainerError | None = None
+        report: LoadReport | None = None
+
+        def change() -> None:
+            nonlocal report
+            report = fill_held()
+            finish()
+
+        try:
+            try:
+                _make_whole(change)
+            except TrainerError as error:
+                problem = error
+            self._agree(problem)
+            self.check_replicas(tensors)
+        except TrainerError as error:
+            raise PartialLoadError(
+                "A load failed after it had begun to change the tensors and values that it was given",
+                found=error,
+                fix="Load again on all ranks, or build them anew: they may hold parts of two states.",
+            ) from error
+        assert report is not None
+        return report
 
     def _open(self, chooser: Chooser, path: Path, digest: str) -> Checkpoint:
         """Return the checkpoint that rank 0 has chosen and opened; another rank opens it once it is visible there."""
@@ -208,12 +257,14 @@ class Restorer:
         checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, progress=line.add)
         _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
 
-    def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
+    def _fill(
+        self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool = True, is_trial: bool = False
+    ) -> LoadReport:
         start = time.monotonic()
 
         @cache
         def line() -> ProgressLine:  # made only by a load of more than a second
-            title = f"loading iteration {checkpoint.iteration}"
+            title = f"{'verifying' if is_trial else 'loading'} iteration {checkpoint.iteration}"
             return ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors), start=start)
 
         return fill(
@@ -221,6 +272,7 @@ class Restorer:
             read_places(checkpoint),
             tensors,
             verify=verify,
+            is_trial=is_trial,
             threads=self._files.reading_threads,
             progress=lambda done, _: line().at(done),
         )
@@ -232,6 +284,27 @@ class Restorer:
         """Return an unused key."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
+
+
+def _make_whole(change: Callable[[], None]) -> None:
+    """Make a change that an interrupt must not cut: it is made again, to its end, before the interrupt goes on.
+
+    A second interrupt ends it at once.
+
+    Raises:
+        TrainerError: if the change fails.
+    """
+    try:
+        change()
+    except TrainerError:
+        raise
+    except BaseException as error:  # Ctrl-C, or whatever the handler of a signal raises
+        _log.warning("interrupted while state changes: the load is completed first, unless interrupted again")
+        try:
+            change()
+        except Exception as failure:  # noqa: BLE001 - every rank hears of it
+            raise as_problem(failure) from error
+        raise
 
 
 def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:

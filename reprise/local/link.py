@@ -98,7 +98,7 @@ class Link:
             LaunchError: if the other side is gone.
         """
         try:
-            self._group.send([torch.tensor([_number_of(name), len(data)])], self._peer, _TAG).wait()
+            self._group.send([torch.tensor([_number_of(name), len(data)], device="cpu")], self._peer, _TAG).wait()
             self._group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], self._peer, _TAG).wait()
         except (AttributeError, RuntimeError) as error:
             raise self._broken(error) from error
@@ -112,10 +112,10 @@ class Link:
         number = -1
         try:
             while number != _number_of(name):
-                head = torch.zeros(2, dtype=torch.int64)
+                head = torch.zeros(2, dtype=torch.int64, device="cpu")
                 self._group.recv([head], self._peer, _TAG).wait()
                 number, size = head.tolist()
-                data = torch.empty(size, dtype=torch.uint8)
+                data = torch.empty(size, dtype=torch.uint8, device="cpu")
                 self._group.recv([data], self._peer, _TAG).wait()
         except (AttributeError, RuntimeError) as error:
             raise self._broken(error) from error
@@ -127,7 +127,7 @@ class Link:
         if sends:
             self._group.send([hello_bytes], self._peer, _TAG).wait()
             return
-        answer = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
+        answer = torch.empty(_HELLO_BYTES, dtype=torch.uint8, device="cpu")
         self._group.recv([answer], self._peer, _TAG).wait()
         if not torch.equal(hello_bytes, answer):
             raise LaunchError("Two hosts disagree on the pieces that go from one to the other", where=self._name)

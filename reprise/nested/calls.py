@@ -27,7 +27,7 @@ from reprise.save_arguments import check_numbers, check_patterns, check_target, 
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.location import location
-from reprise.tensors.live import Contents
+from reprise.tensors.live import Contents, own_modes
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def contents_of(
         BaseException: this rank's own error; the others get a TrainerError that names it.
     """
     last = last or LastTensors()
-    with call.preparing():
+    with call.preparing(), own_modes():
         check()
         check_target(folder, iteration)
         check_patterns(from_rank0)
@@ -167,11 +167,12 @@ def fill(
         check: refuses a checkpoint before its tensors are compared with the tree's.
 
     Raises:
-        TrainerError: on every rank; values are replaced only after all tensors are filled on every rank.
+        PartialLoadError: on every rank, if the load fails while it changes the tree.
+        TrainerError: on every rank; nothing has changed.
         BaseException: this rank's own error; the others get a TrainerError that names it.
     """
     channel = call.channel
-    with call.preparing():
+    with call.preparing(), own_modes():
         require_path(path)
         check_strict(strict)
         tree = make_tree()
@@ -189,11 +190,8 @@ def fill(
         check(checkpoint)
 
     restorer = Restorer(channel, nonce=call.nonce)
-    checkpoint = restorer.restore(LoadSource(source), check=check_all, live=filling.live).checkpoint
-    if not tree.receivers:
-        return filling.finish(checkpoint, is_first=channel.coordinates)
-    with channel.agreed("taken"):
-        return filling.finish(checkpoint, is_first=channel.coordinates)
+    restored = restorer.restore(LoadSource(source), check=check_all, live=filling.live, finish=filling.finish)
+    return filling.result(restored.checkpoint, is_first=channel.coordinates)
 
 
 def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from reprise.nested.untaken import log_options, log_untaken
 from reprise.optimizer_state import zeros_for
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
-from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
+from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate, own_modes
 
 _Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
 
@@ -53,6 +53,7 @@ class Filling:
         whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
             empty dicts.
         allocated: by stored name, the tensors of such values.
+        copies: the calls that copy those which stand for live ones back to them.
     """
 
     tree: Tree
@@ -67,7 +68,9 @@ class Filling:
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
     allocated: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: list[Callable[[], None]] = field(default_factory=list)
 
+    @own_modes()
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         """Return the tensors to fill, under their names in a checkpoint.
 
@@ -105,8 +108,13 @@ class Filling:
         self.numbers = {}
         missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
+        meta_names = {stored_name(keys)[1] for keys in self.tree.meta}
         tensors = [
-            replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
+            replace(
+                tensor,
+                spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)),
+                is_new=tensor.spec.name in meta_names,
+            )
             for tensor in self.tensors
         ]
         _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
@@ -125,12 +133,36 @@ class Filling:
         )
         return self.matched.live
 
-    def finish(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
-        """Replace the values, after every rank has filled its tensors.
+    def finish(self) -> None:
+        """Replace the values, after this rank has filled its tensors. A second call does the same again.
+
+        Raises:
+            MismatchError: if an object does not take its state.
+        """
+        with own_modes():
+            self._replace()
+        for where, receiver in self.tree.receivers.items():  # in the modes of the caller, whose code it is
+            if where in self.whole:
+                receiver.give(where, put_back(self.whole[where], self.allocated))
+
+    def result(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
+        """Log the names missing on a side, and return the result of the load.
 
         Args:
             is_first: whether this rank logs the lines common to all ranks.
         """
+        self.matched.log(checkpoint, is_first=is_first)
+        further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
+        if is_first:
+            log_untaken(checkpoint, self.saved, self.tree, self.joint.entries, further_values)
+            log_options(checkpoint, self.tree, self.numbers)
+        return LoadedState(
+            {**further_values, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected
+        )
+
+    def _replace(self) -> None:
+        """Put new tensors and values in their places; the versions of all tensors rise, of DTensors and ties too."""
+        torch.autograd.graph.increment_version(list(self.tree.tensors.values()))
         values = self.values
         self.tree.put_tensors(self.matched.missing)
         for where in self.tree.values:
@@ -146,19 +178,8 @@ class Filling:
                     if not isinstance(group.given.get(key), torch.Tensor):
                         is_list = isinstance(value, list) and isinstance(group.given.get(key), list)
                         group.given[key] = list(value) if is_list else decode_number(value)
-        for call in self.tree.after_load:
+        for call in (*self.tree.after_load, *self.copies):
             call()
-        for where, receiver in self.tree.receivers.items():
-            if where in self.whole:
-                receiver.give(where, put_back(self.whole[where], self.allocated))
-        self.matched.log(checkpoint, is_first=is_first)
-        further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
-        if is_first:
-            log_untaken(checkpoint, self.saved, self.tree, self.joint.entries, further_values)
-            log_options(checkpoint, self.tree, self.numbers)
-        return LoadedState(
-            {**further_values, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected
-        )
 
     def _remaining_values(self, values: NestedValues) -> NestedValues:
         """Return the values of `state` under the outermost keys absent from the call."""
@@ -174,7 +195,7 @@ class Filling:
 
     def _allocate(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
         """Make the tensors of the values with tensors, and yield them."""
-        self.whole, self.allocated = {}, {}
+        self.whole, self.allocated, self.copies = {}, {}, []
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
         states = self._with_tensors(values, places.values())
         for where in (*self.tree.receivers, *self.tree.values, *self._remaining_values(values).values):
@@ -191,8 +212,9 @@ class Filling:
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
             for name in names:
                 spec = places[aliases.get(name, name)].spec
-                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
-                yield from _unreplicated(replace(spec, name=name), stored)
+                stored, tensor, is_new = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
+                self.allocated[name] = tensor
+                yield from _unreplicated(replace(spec, name=name), stored, is_new=is_new)
 
     def _with_tensors(self, values: NestedValues, places: Iterable[Place]) -> NestedValues:
         """Return the values with references to the tensors of objects whose state was stored by leaf, as a dict."""
@@ -213,18 +235,18 @@ class Filling:
 
     def _tensor_for(
         self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new tensor on its device."""
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Return the tensor to fill, the same in memory, and whether it is new: otherwise it is an object's DTensor."""
         if (
             template is not None
             and is_dtensor(template)
             and (form := resolve(template, partial(str, spec.name))) is not None
         ):
-            self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
-            return form.tensor, template.detach()
+            self.copies += [] if form.copy_back is None else [form.copy_back]
+            return form.tensor, template.detach(), False
         device = torch.device("cpu") if template is None or template.is_meta else template.device
         stored = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-        return stored, in_memory(stored, dtype)
+        return stored, in_memory(stored, dtype), True
 
     def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return a stored name for each tied tensor whose first name is missing in the checkpoint."""
@@ -388,7 +410,7 @@ def _is_below(where: str, pointers: Collection[str]) -> bool:
     return any(pointer(keys[:count]) in pointers for count in range(1, len(keys)))
 
 
-def _unreplicated(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+def _unreplicated(spec: TensorSpec, tensor: torch.Tensor, *, is_new: bool = True) -> Iterator[LiveTensor]:
     """Yield a tensor allocated for this load; other ranks' copies are not compared."""
     for tensor_of_rank in locate(spec.kind, spec.name, tensor, grid=Grid.flat(1)):
-        yield replace(tensor_of_rank, replicas=())
+        yield replace(tensor_of_rank, replicas=(), is_new=is_new)

@@ -145,7 +145,7 @@ class _Sums:
             return
         totals = torch.stack(list(sums.values()))
         is_on_device = totals.device.type != "cpu"
-        self._totals = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=is_on_device)
+        self._totals = torch.empty(totals.shape, dtype=totals.dtype, device="cpu", pin_memory=is_on_device)
         self._totals.copy_(totals, non_blocking=True)
         self._event: torch.Event | None = None
         if is_on_device:

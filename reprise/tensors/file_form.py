@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, intersect, relative
 from reprise.tensors.dtypes import is_storable
-from reprise.tensors.live import is_dtensor, memory_holder, with_memory
+from reprise.tensors.live import is_dtensor, memory_holder, overwrite, with_memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -106,7 +106,9 @@ def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
 def materialized(tensor: torch.Tensor) -> torch.Tensor:
     """Return uninitialized memory in place of a meta tensor: of torch's default device, or of a DTensor's mesh."""
     if not is_dtensor(tensor):
-        return torch.empty_like(tensor, device=torch.get_default_device(), requires_grad=False)
+        default = torch.get_default_device()
+        device = torch.device("cpu") if default.type == "meta" else default
+        return torch.empty_like(tensor, device=device, requires_grad=False)
     device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
     return with_memory(tensor, torch.empty_like(memory_holder(tensor), device=device, requires_grad=False))
 
@@ -154,7 +156,7 @@ def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> Storable
 
 def _copy_shards(views: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
     for view, shard in zip(views, shards, strict=True):
-        shard.copy_(view)
+        overwrite(shard, view)
 
 
 def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
@@ -167,7 +169,7 @@ def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
             where=where,
             fix="Give a tensor with memory for each element, such as tensor.clone().",
         )
-    target.copy_(first)
+    overwrite(target, first)
 
 
 def _repeated(local: torch.Tensor) -> list[int]:

@@ -5,6 +5,7 @@ No other module reads the internals of torch's DTensor.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class LiveTensor:
         local: the live memory, of shape `box.shape`; writing to it changes the model.
         replicas: all global ranks with this box, in ascending order.
         is_copy: a second live copy of a tensor saved by other ranks: a load fills it, and a save skips it.
+        is_new: allocated by a load for itself: nobody sees its content before the load's end.
     """
 
     spec: TensorSpec
@@ -56,6 +58,7 @@ class LiveTensor:
     local: torch.Tensor
     replicas: tuple[int, ...]
     is_copy: bool = False
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,19 @@ def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[
         if isinstance(tensor, torch.Tensor)
     ]
     return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in (*tensors, *constant))
+
+
+@contextlib.contextmanager
+def own_modes() -> Iterator[None]:
+    """Leave the caller's inference mode and gradients, for tensors that the library makes."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor to a live one, in the mode in which that was made."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(source)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -479,7 +495,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether both contain a common byte: interleaved columns of a matrix do not."""
     start = min(a.data_ptr(), b.data_ptr())
     end = max(a.data_ptr() + _extent_bytes(a), b.data_ptr() + _extent_bytes(b))
-    is_taken = torch.zeros(end - start, dtype=torch.bool)
+    is_taken = torch.zeros(end - start, dtype=torch.bool, device="cpu")
     _bytes_of(a, is_taken, start).fill_(True)
     return bool(_bytes_of(b, is_taken, start).any())
 

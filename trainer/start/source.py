@@ -148,6 +148,7 @@ class Checkpoints:
             verify=part.section.verify is not Verify.none,
             verify_all=part.section.verify is Verify.full,
             with_local=self.is_own,
+            is_new=True,
         )
         checkpoint = restored.checkpoint
         report = filling.finish(restored)
@@ -183,9 +184,12 @@ class _ExactLoad:
         check_tensors(self._specs(checkpoint), places, where=checkpoint.path)
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return this rank's tensors to fill."""
-        names = {spec.name for spec in self._specs(checkpoint)}
-        return [tensor for tensor in self._part.live() if tensor.spec.name in names]
+        """Return this rank's tensors to fill; the others are zeros again, after a damaged checkpoint that had them."""
+        names, tensors = {spec.name for spec in self._specs(checkpoint)}, list(self._part.live())
+        for tensor in tensors:
+            if tensor.spec.name not in names:
+                tensor.local.zero_()
+        return [tensor for tensor in tensors if tensor.spec.name in names]
 
     def finish(self, restored: Restored) -> LoadReport:
         """Return the report of the load."""
