@@ -1,0 +1,233 @@
+"""A load changes all of the live state or nothing: damage, failing reads and interrupts in between."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from reprise import CheckpointError, PartialLoadError, load_state_dict, save_state_dict
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.format.manifest import BLOCK_BYTES
+from reprise.format.names import FORMAT, STATE
+from reprise.json_file import Document
+from reprise.loading.blocks import blocks_of
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.policy import SavePolicy
+from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.patience import Patience
+from reprise.tensors.live import Contents
+from tests.crash.interrupts import count_lines, interrupt
+from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
+
+LARGE = BLOCK_BYTES // 4 + 3  # elements of float32: two blocks
+
+State = dict[str, Any]
+
+
+class Position:
+    """An object with a state of its own."""
+
+    def __init__(self, value: float) -> None:
+        self.state: State = {"at": [value], "mean": torch.full((2,), value)}
+
+    def state_dict(self) -> State:
+        return self.state
+
+    def load_state_dict(self, state: State) -> None:
+        self.state = state
+
+
+def made(value: float, *, size: int = 3) -> State:
+    """Return a state whose tensors are plain, stand for views of another form, or belong to an object."""
+    return {
+        "model": {"a": torch.full((size,), value), "b": torch.full((2, 2), value)},
+        "conjugate": torch.full((2,), complex(value, value)).conj(),
+        "expanded": torch.full((1,), value).expand(3),
+        "object": Position(value),
+        "epoch": value,
+        "names": [value, "x"],
+    }
+
+
+def text_of(state: State) -> str:
+    """Return all of a state as text, and digests of the large tensors."""
+    model = {name: xxhash.xxh3_64_hexdigest(tensor.numpy()) for name, tensor in state["model"].items()}
+    return repr({**state, "model": model, "object": state["object"].state})
+
+
+def flips(path: Path) -> Iterator[Path]:
+    """Flip one byte in each block of each tensor in turn, yield its file, and put it back."""
+    checkpoint = open_checkpoint(path, FILE_SYSTEM)
+    places = read_places(checkpoint)
+    blocks = list(blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places}))
+    for block in blocks:
+        at = block.place.offset + next(block.packed.spans(block.lo, block.hi))[0]
+        file = path / block.place.file
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        yield file
+        content[at] ^= 1
+        file.write_bytes(content)
+
+
+def test_damage_in_any_block_changes_nothing(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, made(2.0, size=LARGE), iteration=1)
+    target = made(1.0, size=LARGE)
+    before, count = text_of(target), 0
+    for file in flips(path):
+        with pytest.raises(CheckpointError, match=file.name):
+            load_state_dict(path, target)
+        assert text_of(target) == before
+        count += 1
+    assert count == 6
+    load_state_dict(path, target)
+    assert text_of(target) == text_of(made(2.0, size=LARGE))
+
+
+def test_an_older_checkpoint_leaves_no_trace_of_a_damaged_one(tmp_path: Path) -> None:
+    older = made(2.0)
+    for key in ("conjugate", "expanded", "object"):
+        del older[key]
+    del older["model"]["b"]
+    save_state_dict(tmp_path, older, iteration=1)
+    path = save_state_dict(tmp_path, made(3.0), iteration=2)
+    for _ in flips(path):
+        target, expected = made(1.0), made(1.0)
+        expected["model"]["a"] = torch.full((3,), 2.0)
+        expected |= {"epoch": 2.0, "names": [2.0, "x"]}
+        assert load_state_dict(tmp_path, target, strict=False)["iteration"] == 1
+        assert text_of(target) == text_of(expected)
+
+
+SPECS = sample_specs()
+ONE, ROWS = Sharding("one rank", ()), Sharding("rows over 2", (Axis("row", 2),))
+
+
+def saved(folder: Path, iteration: int, state: State) -> Path:
+    """Save the sample tensors and return the path of the checkpoint."""
+
+    def call(channel: StoreChannel) -> None:
+        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce=str(iteration))
+        document: dict[str, Document] = {STATE: {"format": FORMAT, "iteration": iteration}}
+        contents = Contents(tuple(SPECS), tuple(ONE.live(0, SPECS, state)), {}, document)
+        report = checkpointer.save(iteration, contents)
+        assert report is not None
+        assert report.error is None
+        checkpointer.close()
+
+    all_ranks(1, call)
+    return folder / f"iter_{iteration:07d}"
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_damage_on_one_rank_changes_no_rank(tmp_path: Path, has_older: bool) -> None:
+    old, new, live = (sample_state(SPECS, seed=seed) for seed in (1, 2, 3))
+    if has_older:
+        saved(tmp_path, 1, old)
+    damage = flips(saved(tmp_path, 2, new))
+    next(damage)  # in the first row of a tensor, of which rank 1 reads none
+
+    def call(channel: StoreChannel) -> list[str]:
+        tensors = ROWS.live(channel.rank, SPECS, live)
+        restorer = Restorer(channel, nonce="n")
+        try:
+            restorer.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: tensors)
+        except CheckpointError:
+            assert not has_older
+        expected = ROWS.live(channel.rank, SPECS, old if has_older else live)
+        pairs = zip(tensors, expected, strict=True)
+        return [found.spec.name for found, other in pairs if not found.local.equal(other.local)]
+
+    assert all_ranks(2, call) == [[], []]
+
+
+class Counting(Files):
+    """Counts the bytes read, and fails once told to."""
+
+    def __init__(self, *, fails_after: int | None = None) -> None:
+        self.read_bytes, self._fails_after = 0, fails_after
+        self._lock = threading.Lock()
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        with self._lock:
+            self.read_bytes += buffer.nbytes
+            if self._fails_after is not None and self.read_bytes > self._fails_after:
+                raise OSError(errno.EIO, "it failed")
+        return super().read(descriptor, buffer, offset=offset)
+
+
+def restore(path: Path, files: Files, *, is_new: bool = False) -> None:
+    """Load the sample tensors on a single rank."""
+    live = ONE.live(0, SPECS, sample_state(SPECS, seed=2))
+
+    def call(channel: StoreChannel) -> None:
+        restorer = Restorer(channel, nonce="n", files=files, patience=Patience(0.0))
+        restorer.restore(LoadSource(path), check=lambda _: None, live=lambda _: live, is_new=is_new)
+
+    all_ranks(1, call)
+
+
+def test_tensors_that_nobody_has_seen_are_read_once(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, sample_state(SPECS, seed=1))
+    once, twice = Counting(), Counting()
+    restore(path, once, is_new=True)
+    restore(path, twice)
+    assert twice.read_bytes - once.read_bytes == sum(spec.total_bytes for spec in SPECS)
+
+
+def test_a_read_that_fails_after_the_first_change_says_so(tmp_path: Path) -> None:
+    path, whole = saved(tmp_path, 1, sample_state(SPECS, seed=1)), Counting()
+    restore(path, whole)
+    with pytest.raises(PartialLoadError, match="it failed") as caught:
+        restore(path, Counting(fails_after=whole.read_bytes - 1))
+    assert not isinstance(caught.value, CheckpointError)
+
+
+ERRORS: list[type[BaseException]] = [KeyboardInterrupt, SystemExit, RuntimeError]
+
+
+def outcome_at(path: Path, line: int | None, error: type[BaseException]) -> str:
+    """Interrupt a load at a line, and return whether its state is `old`, `new` or a `mixture`."""
+    target, other = made(1.0), made(2.0)
+    old, new = text_of(target), text_of(other)
+    outcome = interrupt(lambda: load_state_dict(path, target), at=line, error=error)
+    assert type(outcome.error) is error, (outcome.place, outcome.error)
+    found = {old: "old", new: "new"}.get(text_of(target), f"mixture {outcome.place}")
+    load_state_dict(path, target)
+    assert text_of(target) == new
+    return found
+
+
+def lines_of(path: Path) -> int:
+    """Return how many lines of the library a load executes, once what it imports and keeps is there."""
+    load_state_dict(path, made(1.0))
+    return count_lines(lambda: load_state_dict(path, made(1.0)))
+
+
+def test_an_interrupt_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, made(2.0), iteration=1)
+    lines, generator = lines_of(path), random.Random(7)
+    sample = generator.sample(range(1, lines + 1), 20) + generator.sample(range(lines * 3 // 4, lines + 1), 20)
+    found = [outcome_at(path, line, generator.choice(ERRORS)) for line in sample]
+    assert set(found) == {"old", "new"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_interrupt_at_every_line(tmp_path: Path, error: type[BaseException]) -> None:
+    path = save_state_dict(tmp_path, made(2.0), iteration=1)
+    found = [outcome_at(path, line, error) for line in range(1, lines_of(path) + 1)]
+    assert set(found) == {"old", "new"}
+    assert found == sorted(found, reverse=True)  # from the first change on, every interrupt ends with the new state
