@@ -14,18 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, not_held, open_tensor_file, require_digest
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, check_block, not_held, open_tensor_file
 from reprise.storage.worker import Worker
 from reprise.tensors.live import LiveTensor, overwrite, own_modes
 
-# Bytes per read of contiguous bytes: they are in the processor's cache when they are digested.
-CHUNK_BYTES = 1 << 20
 MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
 PROGRESS_S = 1.0
 # Seconds that an aborted load waits for threads that hang in a read.
@@ -126,7 +123,10 @@ def fill(
     queue = _Queue(_blocks(checkpoint, places, targets))
     count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     is_pinned = bool(devices) and not is_trial
-    workers = [_Worker(checkpoint, queue, verify=verify, is_trial=is_trial, is_pinned=is_pinned) for _ in range(count)]
+    workers = [
+        _Worker(checkpoint, queue, verify=verify, is_trial=is_trial, is_pinned=is_pinned)
+        for _ in range(count if targets else 0)
+    ]
     _run(workers, queue, progress=progress, total_bytes=sum(target.box.numel for target in targets))
     for target in targets:
         _check_covered(checkpoint, target, sum(worker.filled[target] for worker in workers))
@@ -227,12 +227,6 @@ class _Block:
         """Return the offset of its first byte in the tensor."""
         return next(self.piece.image.spans(self.lo, self.hi))[0]
 
-    @property
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges to read one by one: scattered bytes are read at once, for the gaps between them."""
-        step = CHUNK_BYTES if self.piece.image.is_contiguous else BLOCK_BYTES
-        return ((lo, min(lo + step, self.hi)) for lo in range(self.lo, self.hi, step))
-
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
     """Yield every block with a part of a target in the order of the files: columns of several pieces alternate."""
@@ -271,15 +265,14 @@ def _reads(checkpoint: Checkpoint, blocks: Iterable[_Block]) -> Iterator[tuple[P
     """Yield the byte ranges read for blocks, found by gathering them without a file."""
     gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
     for block in blocks:
-        piece = block.piece
-        for lo, hi in block.chunks:
-            gatherer.gather(
-                lambda part, start: spans.append((start, start + part.nbytes)),
-                piece.image,
-                lo,
-                buffer[: hi - lo],
-                offset=piece.place.offset,
-            )
+        piece, data = block.piece, buffer[: block.hi - block.lo]
+        gatherer.gather(
+            lambda part, start: spans.append((start, start + part.nbytes)),
+            piece.image,
+            block.lo,
+            data,
+            offset=piece.place.offset,
+        )
         path = checkpoint.path / piece.place.file
         yield from ((path, start, end) for start, end in spans)
         spans.clear()
@@ -343,17 +336,11 @@ class _Worker:
         if piece.memory is not None and piece.first <= lo and hi <= piece.last:
             is_there = True
             data = data if self._is_trial else piece.memory[lo - piece.first : hi - piece.first]
-        actual = xxhash.xxh3_64()
-        for start, end in block.chunks:
-            at = 0 if self._is_trial else start - lo  # one chunk's memory stays in the cache
-            part = data[at : at + end - start]
-            self._gatherer.gather(file.read, piece.image, start, part, offset=piece.place.offset)
-            if self._verify:
-                actual.update(part.data)
+        self._gatherer.gather(file.read, piece.image, lo, data, offset=piece.place.offset)
         if self._verify:
             number = (lo - piece.written.lo) // BLOCK_BYTES
             digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            require_digest(self._checkpoint, piece.place, actual.hexdigest(), digest=digest.hex(), at=(lo, hi))
+            check_block(self._checkpoint, piece.place, data.data, digest=digest.hex(), at=(lo, hi))
         filled = data.size if is_there else _move(piece, lo, data, is_trial=self._is_trial)
         self.filled[piece.target] += filled
         self.filled_bytes += filled

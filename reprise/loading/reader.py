@@ -366,16 +366,12 @@ def _check_first_block(checkpoint: Checkpoint, place: Place) -> None:
 
 
 def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:
-    """Compare a block with its digest; see `require_digest`."""
-    require_digest(checkpoint, place, manifest.digest_of(block), digest=digest, at=at)
-
-
-def require_digest(checkpoint: Checkpoint, place: Place, actual: str, *, digest: str, at: tuple[int, int]) -> None:
-    """Compare the actual digest of a block with its own; `at` is its byte range within the piece, for the message.
+    """Compare a block with its digest; `at` is its byte range within the piece, for the message.
 
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
+    actual = manifest.digest_of(block)
     if actual != digest:
         raise CheckpointError(
             "A tensor is damaged",

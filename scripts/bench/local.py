@@ -98,7 +98,11 @@ def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tup
         saver.start()
         restorer = Restorer(single_rank_channel(), nonce=f"local{number}", local=saver.folders)
         restorer.restore(
-            LoadSource(local), check=lambda _: None, live=lambda _: list(subject.tensors()), with_local=True
+            LoadSource(local),
+            check=lambda _: None,
+            live=lambda _: list(subject.tensors()),
+            with_local=True,
+            is_new=True,
         )
         local_s = time.perf_counter() - start
         saver.close()
@@ -106,7 +110,7 @@ def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tup
         checkpointer = Checkpointer(SavePolicy(shared), single_rank_channel(), nonce=f"shared{number}")
         checkpointer.start()
         restorer = Restorer(single_rank_channel(), nonce=f"shared{number}")
-        restorer.restore(LoadSource(shared), check=lambda _: None, live=lambda _: list(subject.tensors()))
+        restorer.restore(LoadSource(shared), check=lambda _: None, live=lambda _: list(subject.tensors()), is_new=True)
         pairs.append((local_s, time.perf_counter() - start))
         checkpointer.close()
     return pairs[1:]

@@ -121,7 +121,7 @@ class _Rank:
 
         def load() -> None:
             live = list(self._subject.state.shards())
-            restorer.restore(LoadSource(self._folder), check=lambda _: None, live=lambda _: live)
+            restorer.restore(LoadSource(self._folder), check=lambda _: None, live=lambda _: live, is_new=True)
 
         digest = self._subject.digest()
         self._subject.spoil()

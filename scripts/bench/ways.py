@@ -144,7 +144,7 @@ def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
 def load_ours(subject: Subject, folder: Path) -> None:
     """Load the newest checkpoint of a folder, checking every digest."""
     restorer = Restorer(single_rank_channel(), nonce="bench")
-    restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
+    restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()), is_new=True)
 
 
 def proven(report: SaveReport | None) -> SaveReport:

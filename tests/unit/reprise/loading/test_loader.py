@@ -28,7 +28,7 @@ from reprise.format.names import FORMAT, STATE
 from reprise.json_file import Json
 from reprise.loading import loader
 from reprise.loading.choose import LoadSource
-from reprise.loading.loader import CHUNK_BYTES, LoadReport, check_tensors, fill
+from reprise.loading.loader import LoadReport, check_tensors, fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
 from reprise.policy import SavePolicy, SaveReport
@@ -236,7 +236,7 @@ def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: P
 def test_a_file_that_ends_early_is_named(large: Path, threads: int) -> None:
     class Shortened(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            return super().read(descriptor, buffer, offset=offset) - (buffer.nbytes == CHUNK_BYTES)
+            return super().read(descriptor, buffer, offset=offset) - (buffer.nbytes == BLOCK_BYTES)
 
     with pytest.raises(CheckpointError, match=r"ended early.*model-00001-of"):
         load(large, threads=threads, files=Shortened())
@@ -253,7 +253,7 @@ def test_a_failing_read_ends_the_load_and_names_the_file(large: Path, threads: i
 def test_an_error_that_is_none_of_ours_is_raised_too(large: Path) -> None:
     class Broken(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == CHUNK_BYTES:
+            if buffer.nbytes == BLOCK_BYTES:
                 raise ZeroDivisionError
             return super().read(descriptor, buffer, offset=offset)
 
@@ -272,7 +272,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
 
     class FailingOnce(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == CHUNK_BYTES:
+            if buffer.nbytes == BLOCK_BYTES:
                 reads.append(offset)
                 if len(reads) == 1:
                     raise OSError(errno.EIO, "it failed")
@@ -282,7 +282,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
     monkeypatch.setattr(loader._Queue, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
         load(large, threads=2, files=FailingOnce())
-    assert len(reads) <= 1 + BLOCK_BYTES // CHUNK_BYTES  # the other worker ends its block
+    assert len(reads) <= 2
     assert all(told)
 
 
@@ -293,7 +293,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
 
     class Stuck(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == CHUNK_BYTES:
+            if buffer.nbytes == BLOCK_BYTES:
                 released.wait(JOIN_S)
             return super().read(descriptor, buffer, offset=offset)
 

@@ -136,8 +136,7 @@ def test_damage_on_one_rank_changes_no_rank(tmp_path: Path, has_older: bool) -> 
     old, new, live = (sample_state(SPECS, seed=seed) for seed in (1, 2, 3))
     if has_older:
         saved(tmp_path, 1, old)
-    damage = flips(saved(tmp_path, 2, new))
-    next(damage)  # in the first row of a tensor, of which rank 1 reads none
+    path = saved(tmp_path, 2, new)
 
     def call(channel: StoreChannel) -> list[str]:
         tensors = ROWS.live(channel.rank, SPECS, live)
@@ -150,7 +149,8 @@ def test_damage_on_one_rank_changes_no_rank(tmp_path: Path, has_older: bool) -> 
         pairs = zip(tensors, expected, strict=True)
         return [found.spec.name for found, other in pairs if not found.local.equal(other.local)]
 
-    assert all_ranks(2, call) == [[], []]
+    for _ in flips(path):
+        assert all_ranks(2, call) == [[], []]
 
 
 class Counting(Files):
