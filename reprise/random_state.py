@@ -10,7 +10,7 @@ import torch
 from numpy.random import get_state, set_state
 
 from reprise.errors import MismatchError
-from reprise.tensors.live import own_modes
+from reprise.tensors.modes import own_modes
 
 _HOST = ("python", "numpy", "cpu")
 

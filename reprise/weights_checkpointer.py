@@ -20,7 +20,8 @@ from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.file_aligned import zeros_like_files
-from reprise.tensors.live import Contents, LiveTensor, own_modes
+from reprise.tensors.live import Contents, LiveTensor
+from reprise.tensors.modes import own_modes
 
 _log = logging.getLogger(__name__)
 

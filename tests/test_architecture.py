@@ -295,6 +295,8 @@ HANDED_ON = {
     ("reprise.saving.writer", "BaseException"),
     ("reprise.stores.ranges", "BaseException"),
     ("reprise.stores.serve", "Exception"),
+    ("reprise.loading.restorer", "BaseException"),
+    ("reprise.loading.restorer", "Exception"),
     ("reprise.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),

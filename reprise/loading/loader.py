@@ -21,7 +21,8 @@ from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, check_block, not_held, open_tensor_file
 from reprise.storage.worker import Worker
-from reprise.tensors.live import LiveTensor, overwrite, own_modes
+from reprise.tensors.live import LiveTensor
+from reprise.tensors.modes import overwrite, own_modes
 
 MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
 PROGRESS_S = 1.0

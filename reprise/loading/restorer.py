@@ -21,7 +21,7 @@ from reprise.loading.loader import LoadReport, fill, touched_pieces
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.files import FILE_SYSTEM, Files, T
 from reprise.storage.patience import Patience, PatientFiles, await_sight
 from reprise.storage.progress_line import ProgressLine
 from reprise.stores.location import files_of, location
@@ -86,9 +86,8 @@ class Restorer:
     ) -> Restored:
         """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
 
-        Every block is verified on all ranks before the first live byte changes, so damage changes nothing. What is read
-        twice then mostly comes from the page cache, and of a store from the host's cache. No save of these tensors may
-        be under way.
+        Every block is verified on all ranks before a live byte changes; the second read mostly comes from the page
+        cache, and of a store from the host's. No save of these tensors may be under way.
 
         Args:
             check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
@@ -97,9 +96,8 @@ class Restorer:
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
             with_local: whether local checkpoints are candidates as well.
             is_new: whether the caller drops the tensors if the load fails, and an older checkpoint fills all that a
-                damaged one does: blocks are then verified where they are filled.
-            finish: changes what is no tensor, given that all are filled. It may be called twice, as an interrupt while
-                state changes is raised only after all of it has changed.
+                damaged one does: a single read verifies and fills them.
+            finish: changes the rest of the state once all tensors are filled; an interrupt leads to a second call.
 
         Raises:
             PartialLoadError: on every rank, if the load fails after the first live byte has changed.
@@ -109,46 +107,57 @@ class Restorer:
             MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
         """
         local = self._local if with_local else None
-        is_shared = self._channel.world_size > 1 or not is_new
-        shared_load = self._key("store").replace("/", "-") if is_shared else None
+        shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
         self._files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
-        damage: TrainerError | None = None
-        problem: TrainerError | None
+
+        def prepare(checkpoint: Checkpoint) -> tuple[Sequence[LiveTensor], LoadReport]:
+            if verify_all:
+                self._verify(checkpoint)
+            tensors = live(checkpoint)
+            new = [tensor for tensor in tensors if is_new or tensor.is_new]
+            report = self._fill(checkpoint, new, verify=verify)
+            if verify and not is_new:
+                self._fill(checkpoint, _held(tensors), is_trial=True)
+            return tensors, report
+
         try:
-            while True:
-                path, digest, loaded_from = self._pick(chooser, damage, check, live)
-                problem = None
-                try:
-                    checkpoint = self._open(chooser, path, digest)
-                    if verify_all:
-                        self._verify(checkpoint)
-                    tensors = live(checkpoint)
-                    held = [tensor for tensor in tensors if not (is_new or tensor.is_new)]
-                    new = [tensor for tensor in tensors if is_new or tensor.is_new]
-                    report = self._fill(checkpoint, new, verify=verify)
-                    if verify:
-                        self._fill(checkpoint, held, is_trial=True)
-                except TrainerError as error:
-                    problem = error
-                try:
-                    self._agree(problem)
-                    break
-                except LaunchError:  # a lost rank says nothing of the checkpoint
-                    raise
-                except TrainerError as error:
-                    damage = None if loaded_from and self._heal(path, error) else error
+            checkpoint, loaded_from, (tensors, report) = self._prepared(chooser, check, live, prepare)
             if is_new:
                 self.check_replicas(tensors)
             else:
-                report += self._change(partial(self._fill, checkpoint, held, verify=verify), finish, tensors)
+                report += self._change(partial(self._fill, checkpoint, _held(tensors), verify=verify), finish, tensors)
         finally:
             self._files.end()
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
-        is_verified = verify_all or (verify and is_all_read)
-        return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
+        return Restored(checkpoint, report, verify_all or (verify and is_all_read), loaded_from, chooser.damaged)
+
+    def _prepared(
+        self,
+        chooser: Chooser,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+        prepare: Callable[[Checkpoint], T],
+    ) -> tuple[Checkpoint, str, T]:
+        """Return the first candidate prepared by every rank, the origin of its bytes, and the result of `prepare`."""
+        damage: TrainerError | None = None
+        while True:
+            path, digest, loaded_from = self._pick(chooser, damage, check, live)
+            problem: TrainerError | None = None
+            try:
+                checkpoint = self._open(chooser, path, digest)
+                prepared = prepare(checkpoint)
+            except TrainerError as error:
+                problem = error
+            try:
+                self._agree(problem)
+                return checkpoint, loaded_from, prepared
+            except LaunchError:  # a lost rank says nothing of the checkpoint
+                raise
+            except TrainerError as error:
+                damage = None if loaded_from and self._heal(path, error) else error
 
     def _change(
         self, fill_held: Callable[[], LoadReport], finish: Callable[[], None], tensors: Sequence[LiveTensor]
@@ -284,6 +293,11 @@ class Restorer:
         """Return an unused key."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
+
+
+def _held(tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
+    """Return the tensors that the caller sees during the load."""
+    return [tensor for tensor in tensors if not tensor.is_new]
 
 
 def _make_whole(change: Callable[[], None]) -> None:

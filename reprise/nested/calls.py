@@ -27,7 +27,8 @@ from reprise.save_arguments import check_numbers, check_patterns, check_target, 
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.location import location
-from reprise.tensors.live import Contents, own_modes
+from reprise.tensors.live import Contents
+from reprise.tensors.modes import own_modes
 
 _log = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from reprise.nested.untaken import log_options, log_untaken
 from reprise.optimizer_state import zeros_for
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
-from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate, own_modes
+from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
+from reprise.tensors.modes import own_modes
 
 _Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
 

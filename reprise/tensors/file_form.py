@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, intersect, relative
 from reprise.tensors.dtypes import is_storable
-from reprise.tensors.live import is_dtensor, memory_holder, overwrite, with_memory
+from reprise.tensors.live import is_dtensor, memory_holder, with_memory
+from reprise.tensors.modes import overwrite
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

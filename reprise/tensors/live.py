@@ -5,7 +5,6 @@ No other module reads the internals of torch's DTensor.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -229,19 +228,6 @@ def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[
         if isinstance(tensor, torch.Tensor)
     ]
     return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in (*tensors, *constant))
-
-
-@contextlib.contextmanager
-def own_modes() -> Iterator[None]:
-    """Leave the caller's inference mode and gradients, for tensors that the library makes."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor to a live one, in the mode in which that was made."""
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.copy_(source)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
