@@ -95,8 +95,7 @@ class Restorer:
             verify: check the digests of all blocks read.
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
             with_local: whether local checkpoints are candidates as well.
-            is_new: whether the caller drops the tensors if the load fails, and an older checkpoint fills all that a
-                damaged one does: a single read verifies and fills them.
+            is_new: whether nobody keeps the tensors of a failed load: one read verifies and fills them.
             finish: changes the rest of the state once all tensors are filled; an interrupt leads to a second call.
 
         Raises:
