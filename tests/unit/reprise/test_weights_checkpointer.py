@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +112,18 @@ def test_a_held_repeat_stays(tmp_path: Path) -> None:
             (tmp_path / "weights/iter_0000002/hold").touch()
     names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
     assert names == ["iter_0000002", "iter_0000002.superseded-1", "iter_0000002.superseded-2"]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "device"])
+def test_a_save_in_a_mode_is_followed_by_one_outside(
+    tmp_path: Path, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    weights, values = started(tmp_path), VALUES.clone()
+    given = contents(values, 2)
+    with mode():
+        weights.save(2, given)
+    weights.save(4, given)
+    weights.close()
+    assert weights.saver.results.last_error is None
+    assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
+    assert torch.equal(saved(tmp_path, 4), VALUES.to(torch.bfloat16))
