@@ -21,7 +21,8 @@ from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import Series, evaluation_table, read_all_evaluations
 from trainer.compare.plot import plot_comparison, plot_comparisons
-from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve, read_curves
+from trainer.compare.points import Curve
+from trainer.compare.read import LLMC_LOG, METRICS_FILE, read_curves
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -156,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-missing-prefix", action="store_true", help="TEST may start later than BASE, as after a resume"
     )
     parser.add_argument(
-        "--last-wins", action="store_true", help="in a text log, the later of two lines of one iteration counts"
+        "--last-wins",
+        action="store_true",
+        help="in the log of a resumed run, a later launch replaces what an earlier one logged from there on",
     )
     parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences to BASE")
     parser.add_argument(

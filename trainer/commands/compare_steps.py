@@ -26,8 +26,8 @@ from reprise.errors import DataError, TrainerError, count_of
 from reprise.files import FILE_SYSTEM, exists
 from reprise.json_file import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
-from trainer.compare.points import Point
-from trainer.compare.read import Curve, read_curve
+from trainer.compare.points import Curve, Point
+from trainer.compare.read import read_curve
 from trainer.compare.steps import (
     RECORDS,
     StepDifference,

@@ -50,7 +50,8 @@ from reprise.json_file import Json, dumps, finite_number
 from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content, saved_lineage
 from trainer.commands.arguments import amount, any_path, natural, positive
 from trainer.compare.evaluations import FOLLOW
-from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.compare.read import METRICS_FILE
+from trainer.compare.records import parse_records
 from trainer.config.saved import RUN_CONFIG
 
 FINE, FAILED, IMPOSSIBLE = 0, 1, 2

@@ -10,7 +10,7 @@ from typing import overload
 import numpy
 from numpy.typing import NDArray
 
-from trainer.compare.points import QUANTITIES, Point, Reading
+from trainer.compare.points import QUANTITIES, Curve, Point, Reading
 
 Integers = NDArray[numpy.int64]
 Floats = NDArray[numpy.float64]
@@ -66,6 +66,10 @@ class Points(Sequence[Point]):
         values, exact, present = self.values[:, places], self.exact[:, places], self.present[:, places]
         return Points(self.iterations[places], values, exact, present)
 
+    def without(self, iterations: Integers) -> Points:
+        """Return the points but for those of some iterations."""
+        return self.take(numpy.flatnonzero(~numpy.isin(self.iterations, iterations)))
+
     def __len__(self) -> int:
         return len(self.iterations)
 
@@ -95,6 +99,18 @@ def common_points(base: Points, test: Points) -> tuple[Points, Points]:
         return base, test
     _, *places = numpy.intersect1d(base.iterations, test.iterations, assume_unique=True, return_indices=True)
     return base.take(places[0]), test.take(places[1])
+
+
+def windows(curve: Curve) -> Integers:
+    """Return how many iterations each loss of a curve is the mean of; 0 if that is unknown."""
+    iterations = Points.of(curve.points).iterations
+    if not curve.meaning.is_mean:
+        return numpy.full(len(iterations), 0 if curve.meaning.is_mean is None else 1)
+    steps = numpy.diff(iterations, prepend=0)
+    intervals, counts = numpy.unique(steps[1:] if len(steps) > 1 else steps, return_counts=True)
+    # A line that is lost widens no mean.
+    means: Integers = numpy.minimum(steps, intervals[counts.argmax()])
+    return means
 
 
 def missing_iterations(points: Points, iterations: Integers) -> Integers:

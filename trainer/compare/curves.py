@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, count_of
-from trainer.compare.points import CurveDifference, Reading, absolute_difference
-from trainer.compare.read import VALID_LOSS, Curve
+from trainer.compare.formats import OURS
+from trainer.compare.points import Curve, CurveDifference, Reading, absolute_difference
+from trainer.compare.read import VALID_LOSS
 from trainer.compare.text_table import format_table
 
 if TYPE_CHECKING:
-    from trainer.compare.columns import Points
+    from trainer.compare.columns import Integers, Points
     from trainer.compare.differences import Differences
 
 # Absolute, by dtype.
@@ -46,9 +47,10 @@ class Comparison:
         tolerance: None if equal bits were required.
         compared: iterations on both sides.
         differences: values of compared iterations not equal under `tolerance`, by iteration.
-        different_iterations: every iteration that is unequal or missing on a side, in order.
+        different_iterations: every compared iteration that is unequal, in order.
         evaluated: iterations with a validation loss on both sides. Another one is no difference.
-        missing_in_base, missing_in_test: iterations only on the other side, which count as different.
+        missing_in_base, missing_in_test: iterations only on the other side, without which curves are not equal.
+        unlike: iterations left out, whose losses are means of other numbers of iterations.
         allowed_prefix: iterations before the first of the test side, with leave to be missing there.
         bit_equal: compared iterations whose values are all known to have equal bits.
         largest: the largest difference of two losses, within the tolerance or not; None when all are equal.
@@ -66,10 +68,11 @@ class Comparison:
     bit_equal: int
     largest: CurveDifference | None
     evaluated: int = 0
+    unlike: tuple[int, ...] = ()
 
     @property
     def equal(self) -> bool:
-        return not self.different_iterations
+        return not (self.different_iterations or self.missing_in_base or self.missing_in_test)
 
     @property
     def bit_identical(self) -> bool:
@@ -78,12 +81,17 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The last line of a report. The total counts every iteration of either side."""
-        total = self.compared + len(self.missing_in_base) + len(self.missing_in_test) + len(self.allowed_prefix)
+        """The last line of a report: the iterations of both sides, then those that one lacks."""
+        sides = {"test": self.missing_in_test, "base": self.missing_in_base}
+        missing = [f"{len(found)} in {side} (first at {found[0]})" for side, found in sides.items() if found]
+        total = self.compared + (0 if missing else len(self.allowed_prefix))
+        both = " in both" if missing else ""
         if different := self.different_iterations:
-            return f"DIFFERENT: {len(different)} of {total} iterations, first at {different[0]}"
-        relation = "bit-identical" if self.bit_identical else f"equal within {self.tolerance}"
-        return f"{relation}: {self.compared}/{total} iterations"
+            parts = [f"DIFFERENT: {len(different)} of {total} iterations{both}, first at {different[0]}"]
+        else:
+            relation = "bit-identical" if self.bit_equal == self.compared else f"equal within {self.tolerance}"
+            parts = [f"{relation}: {self.compared}/{total} iterations{both}"] if total else []
+        return "; ".join([*parts, f"MISSING: {', '.join(missing)}"] if missing else parts)
 
 
 def tolerance_of(base: Curve, test: Curve) -> Tolerance:
@@ -95,7 +103,7 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     """Compare two curves iteration by iteration.
 
     A tolerance applies to the losses of training and of validation. With None, these, grad_norm and lr must have equal
-    bits wherever both sides have them. An iteration missing on a side is different.
+    bits wherever both sides have them. Losses that are means of other numbers of iterations are left out.
 
     Args:
         base: the reference.
@@ -104,7 +112,7 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         allow_missing_prefix: do not count iterations before the first of `test`, as for a resumed run.
 
     Raises:
-        DataError: equal bits are required and a loss is known as a decimal only.
+        DataError: equal bits are required and a loss is known as a decimal only, or none of the losses are alike.
     """
     from trainer.compare.columns import Points, absolute_differences, beyond, common_points, missing_iterations, unequal
     from trainer.compare.differences import Differences, difference_at
@@ -114,6 +122,10 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         _require_exact(base.source, of_base)
         _require_exact(test.source, of_test)
     sides = common_points(of_base, of_test)
+    unlike = _unlike(base, test, sides[0].iterations)
+    if unlike.size:
+        of_base, of_test = of_base.without(unlike), of_test.without(unlike)
+        sides = common_points(of_base, of_test)
     common = sides[0].iterations
     is_unequal = unequal(*sides)
     losses = sides[0].values[:1], sides[1].values[:1]
@@ -141,14 +153,50 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         tolerance=tolerance,
         compared=common.size,
         differences=differences,
-        different_iterations=differences.iterations_with(missing_in_base, missing[prefix:]),
+        different_iterations=differences.distinct_iterations(),
         missing_in_base=tuple(missing_in_base.tolist()),
         missing_in_test=tuple(missing[prefix:].tolist()),
         allowed_prefix=tuple(missing[:prefix].tolist()),
         bit_equal=int(is_equal.sum()),
         largest=difference_at(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
         evaluated=len(evaluated),
+        unlike=tuple(unlike.tolist()),
     )
+
+
+def _unlike(base: Curve, test: Curve, common: Integers) -> Integers:
+    """Return those of the iterations of both curves at which the losses are means of other numbers of iterations."""
+    from trainer.compare.columns import Points, windows
+
+    if not (base.meaning.is_mean or test.meaning.is_mean):
+        return common[:0]
+    places = (Points.of(curve.points).iterations.searchsorted(common) for curve in (base, test))
+    of_base, of_test = (windows(curve)[place] for curve, place in zip((base, test), places, strict=True))
+    is_unlike = (of_base != of_test) & (of_base > 0) & (of_test > 0)
+    if common.size and is_unlike.all():
+        single = (base if base.meaning.is_mean else test).meaning
+        raise DataError(
+            "The losses are means of other numbers of iterations",
+            where=f"{base.source} and {test.source}",
+            expected="losses of each iteration on both sides, or means of as many",
+            found=f"means of {of_base[-1]} and {of_test[-1]} at iteration {common[-1]}",
+            fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
+        )
+    unlike: Integers = common[is_unlike]
+    return unlike
+
+
+def meanings(curves: Mapping[str, Curve]) -> list[str]:
+    """Return what the losses of curves mean, by name, a line each; none if all are of metrics.jsonl."""
+    is_usual = all(curve.meaning == OURS for curve in curves.values())
+    return [] if is_usual else [f"{name}: {meaning_of(curve)}" for name, curve in curves.items()]
+
+
+def meaning_of(curve: Curve) -> str:
+    """Return what the losses of a curve mean, in words."""
+    from trainer.compare.columns import windows
+
+    return curve.meaning.describe(int(windows(curve).max(initial=0)))
 
 
 def report(comparison: Comparison, *, max_rows: int = 20) -> str:
@@ -159,6 +207,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         max_rows: maximum number of listed values, and of ranges of missing iterations.
     """
     lines = [_about("base", comparison.base), _about("test", comparison.test)]
+    lines += [f"losses     {line}" for line in meanings({"base": comparison.base, "test": comparison.test})]
     lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
     rule = (
         "equal bits in losses, grad_norm and lr"
@@ -172,6 +221,8 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         lines.append(f"missing    in test: {_ranges(comparison.missing_in_test, max_rows)}{_hint(comparison)}")
     if comparison.missing_in_base:
         lines.append(f"missing    in base: {_ranges(comparison.missing_in_base, max_rows)}")
+    if comparison.unlike:
+        lines.append(f"left out   means of other numbers of iterations: {_ranges(comparison.unlike, max_rows)}")
     lines.append(_bits(comparison))
     if comparison.evaluated:
         lines.append(f"evaluated  at {count_of(comparison.evaluated, 'iteration')} in both: {_validation(comparison)}")

@@ -51,10 +51,9 @@ class Differences(Sequence[CurveDifference]):
         order = numpy.lexsort((iterations, is_apart))
         return Differences(base, test, places, quantities, evaluations, iterations, order)
 
-    def iterations_with(self, *others: Integers) -> tuple[int, ...]:
-        """Return the iterations with a difference and others, each once and in order."""
-        ordered = numpy.sort(numpy.concatenate((self.iterations, *others)), kind="stable")  # merges what is in order
-        return tuple(ordered[numpy.diff(ordered, prepend=-1) > 0].tolist())
+    def distinct_iterations(self) -> tuple[int, ...]:
+        """Return the iterations with a difference, each once and in order."""
+        return tuple(numpy.unique(self.iterations).tolist())
 
     def __len__(self) -> int:
         return len(self.order)

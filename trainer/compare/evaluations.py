@@ -8,7 +8,8 @@ from pathlib import Path
 from reprise.errors import DataError
 from reprise.files import exists, is_dir, matching, read_regular
 from reprise.json_file import Json, integer
-from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
+from trainer.compare.read import METRICS_FILE, VALID_LOSS
+from trainer.compare.records import parse_records
 from trainer.compare.text_table import format_table
 
 FOLLOW = "follow"  # the stem of the records of `reprise follow`

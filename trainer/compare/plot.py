@@ -10,8 +10,7 @@ from typing import Any
 from trainer.compare.curves import Comparison, Tolerance
 from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
-from trainer.compare.points import absolute_difference
-from trainer.compare.read import Curve
+from trainer.compare.points import Curve, absolute_difference
 from trainer.compare.table import short_verdict
 
 _BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"

@@ -1,9 +1,12 @@
-"""A point of a loss curve, and a difference of two."""
+"""A loss curve, a point of it, and a difference of two."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.compare.formats import OURS, Meaning
 
 QUANTITIES = ("loss", "grad_norm", "lr")
 
@@ -30,6 +33,26 @@ class Point:
         """The values in hexadecimal, by `QUANTITIES`."""
         readings = (self.loss, self.grad_norm, self.lr)
         return tuple(None if reading is None else reading.value.hex() for reading in readings)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The points of a run in order of iteration, each iteration at most once; never empty from `read_curve`.
+
+    Attributes:
+        source: its file, for messages.
+        dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
+        notes: remarks on the file for the report, such as a truncated last line.
+        evaluations: the validation losses by iteration; none from a text log.
+        meaning: of its losses.
+    """
+
+    source: str
+    points: Sequence[Point]
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+    evaluations: Mapping[int, Reading] = field(default_factory=dict)
+    meaning: Meaning = OURS
 
 
 @dataclass(frozen=True, slots=True)

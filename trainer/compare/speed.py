@@ -10,7 +10,8 @@ from typing import Any
 
 from reprise.errors import DataError
 from reprise.json_file import finite_number
-from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
+from trainer.compare.read import METRICS_FILE, read_run_file
+from trainer.compare.records import parse_records
 from trainer.compare.text_table import format_table
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.

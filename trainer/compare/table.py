@@ -8,10 +8,12 @@ from typing import Any
 
 from reprise.errors import count_of
 from reprise.json_file import finite
-from trainer.compare.curves import Comparison
-from trainer.compare.read import LLMC_LOG, METRICS_FILE, Curve
+from trainer.compare.curves import Comparison, meaning_of, meanings
+from trainer.compare.points import Curve
+from trainer.compare.read import LLMC_LOG, METRICS_FILE
 from trainer.compare.text_table import format_table
 
+DIFFERENT, MISSING = "DIFFERENT", "MISSING"
 Row = dict[str, Any]
 
 
@@ -89,15 +91,17 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
         f"{curve.dtype or 'dtype unknown, taken as float32'}"
         for side, name, curve in zip(["base", *["test"] * len(comparisons)], names, curves, strict=True)
     ]
+    lines += [f"losses  {line}" for line in meanings(dict(zip(names, curves, strict=True)))]
     lines += dict.fromkeys(f"note  {note}" for curve in curves for note in curve.notes)
     rows = [_cells(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)]
     lines += ["", *format_table([list(rows[0]), *(list(row.values()) for row in rows)]), ""]
-    different = [name for comparison, name in zip(comparisons, names[1:], strict=True) if not comparison.equal]
+    different, missing = ([row["run"] for row in rows if row["result"] == word] for word in (DIFFERENT, MISSING))
+    verdicts = list[str]()
     if different:
-        lines.append(f"DIFFERENT: {len(different)} of {len(rows)} runs from {names[0]}: {', '.join(different)}")
-    else:
-        lines.append(f"equal: {len(rows)} of {len(rows)} runs to {names[0]}")
-    return "\n".join(lines)
+        verdicts.append(f"{DIFFERENT}: {len(different)} of {len(rows)} runs from {names[0]}: {', '.join(different)}")
+    if missing:
+        verdicts.append(f"{MISSING}: iterations of {len(missing)} of {len(rows)} runs: {', '.join(missing)}")
+    return "\n".join([*lines, "; ".join(verdicts) or f"equal: {len(rows)} of {len(rows)} runs to {names[0]}"])
 
 
 def short_verdict(comparison: Comparison) -> str:
@@ -106,13 +110,15 @@ def short_verdict(comparison: Comparison) -> str:
         return "bit-identical"
     if comparison.equal:
         return f"equal within {comparison.tolerance}"
-    return f"DIFFERENT from {comparison.different_iterations[0]} on"
+    if comparison.different_iterations:
+        return f"{DIFFERENT} from {comparison.different_iterations[0]} on"
+    return f"{MISSING} from {min((*comparison.missing_in_base, *comparison.missing_in_test))} on"
 
 
 def _cells(comparison: Comparison, name: str) -> dict[str, str]:
     different, largest = comparison.different_iterations, comparison.largest
     missing = len(comparison.missing_in_base) + len(comparison.missing_in_test)
-    verdict = "DIFFERENT" if different else short_verdict(comparison)
+    verdict = DIFFERENT if different else MISSING if missing else short_verdict(comparison)
     return {
         "run": name,
         "result": verdict,
@@ -134,5 +140,6 @@ def _about(curve: Curve, name: str) -> Row:
         "first_iteration": curve.points[0].iteration,
         "last_iteration": curve.points[-1].iteration,
         "dtype": curve.dtype,
+        "losses": meaning_of(curve),
         "notes": list(curve.notes),
     }

@@ -9,8 +9,8 @@ import numpy
 from numpy.typing import NDArray
 
 from trainer.compare.curves import compare, tolerance_of
-from trainer.compare.points import Point, Reading
-from trainer.compare.read import CONFIG_FILE, METRICS_FILE, Curve, read_dtype
+from trainer.compare.points import Curve, Point, Reading
+from trainer.compare.read import CONFIG_FILE, METRICS_FILE, read_dtype
 from trainer.report.history import Floats, History, LogColumns
 
 Mask = NDArray[numpy.bool_]

@@ -17,7 +17,8 @@ from reprise.errors import DataError
 from reprise.files import exists, is_dir, matching, read_regular
 from reprise.json_file import Json
 from trainer.compare.points import Reading
-from trainer.compare.read import METRICS_FILE, VALID_LOSS, parse_records
+from trainer.compare.read import METRICS_FILE, VALID_LOSS
+from trainer.compare.records import parse_records
 from trainer.metrics.launch_log import LAUNCHES
 
 _MOST_ITERATIONS = 1 << 53  # which float64 holds

@@ -13,7 +13,8 @@ from reprise.files import Files, is_dir, read_regular
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
-from trainer.compare.read import METRICS_FILE, parse_records
+from trainer.compare.read import METRICS_FILE
+from trainer.compare.records import parse_records
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, saved_values

@@ -12,7 +12,7 @@ from reprise.errors import CheckpointError, NonFiniteError, TrainerError
 from reprise.files import exists, read_regular
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
-from trainer.compare.read import parse_records
+from trainer.compare.records import parse_records
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap

@@ -47,7 +47,7 @@ def losses_of(curve: Curve) -> dict[int, float]:
         ("step 7/18865 | train loss 4.25 | norm 1.5 | lr 3.00e-04 | (9.0 ms | 7 tok/s)", (7, 4.25, 1.5, 3e-4)),
         ("E20250101 10:00:00.1 1 main.cc:9] step    7/10 | train loss 4.25 | lr 3e-04 | (1 ms)", (7, 4.25, None, 3e-4)),
         ("\x1b[32m[rank0]: step 7/10 | train loss 4.25\x1b[0m", (7, 4.25, None, None)),
-        ("iter 7: loss 4.2500, time 12.3ms, mfu -100.00%", (7, 4.25, None, None)),
+        ("iter 6: loss 4.2500, time 12.3ms, mfu -100.00%", (7, 4.25, None, None)),
         (
             " [2024-01-01 00:00:00] iteration        7/     100 | consumed samples:           56 | elapsed time per "
             "iteration (ms): 9.1 | learning rate: 3.0E-04 | global batch size:     8 | lm loss: 4.25E+00 | "
@@ -101,7 +101,7 @@ def test_lines_that_are_not_training_losses_are_passed_over(line: str) -> None:
 def test_every_way_to_write_a_number_is_read(written: str, value: float) -> None:
     for line in (
         f"step 1/2 | train loss {written} | x",
-        f"iter 1: loss {written}, time",
+        f"iter 0: loss {written}, time",
         f"iteration 1/ 2 | lm loss: {written} |",
     ):
         assert absolute_difference(losses_of(parse_log(line + "\n", source="log"))[1], value) == 0
@@ -360,7 +360,10 @@ def test_decimals_prove_no_equal_bits() -> None:
 def test_missing_iterations_are_differences() -> None:
     comparison = compare(metrics({1: 2.0, 2: 2.0, 3: 2.0}), metrics({2: 2.0, 4: 2.0}), tolerance=Tolerance(1.0))
     assert (comparison.missing_in_test, comparison.missing_in_base) == ((1, 3), (4,))
-    assert comparison.verdict == "DIFFERENT: 3 of 4 iterations, first at 1"
+    assert (
+        comparison.verdict
+        == "bit-identical: 1/1 iterations in both; MISSING: 2 in test (first at 1), 1 in base (first at 4)"
+    )
 
 
 def test_an_allowed_prefix_covers_only_the_start_of_test() -> None:

@@ -28,8 +28,7 @@ def test_they_are_in_the_order_of_a_sorted_list(
     found = Differences.of(base, test, mask, evaluations, apart=apart)
     assert [*map(repr, found)] == [*map(repr, expected)]
     assert repr(found[1:3]) == repr(tuple(expected[1:3]))
-    others = numpy.array([3, 20])
-    assert found.iterations_with(others) == tuple(sorted({3, 20, *(d.iteration for d in expected)}))
+    assert found.distinct_iterations() == tuple(sorted({d.iteration for d in expected}))
 
 
 def test_a_difference_is_built_when_it_is_asked_for() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from reprise.errors import DataError
 from trainer.compare import metrics_file, read
 from trainer.compare.columns import Points
-from trainer.compare.read import parse_metrics, parse_records, read_curves
+from trainer.compare.read import parse_metrics, read_curves
+from trainer.compare.records import parse_records
 
 FLOATS = st.floats() | st.floats(1e-6, 20) | st.sampled_from([0.0, -0.0, 5e-324, math.nan, math.inf, 1e308])
 KEYS = st.sampled_from(["loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr", "lr_hex", "seconds", "time", "event"])

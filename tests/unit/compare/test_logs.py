@@ -1,0 +1,275 @@
+"""Logs as their programs write them: each is read rightly, or refused with what to do."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import DataError
+from trainer.compare.curves import Tolerance, compare, report
+from trainer.compare.read import Curve, parse_log, read_curve
+from trainer.compare.table import report_all, summarize
+
+GREEN, RED, OFF = "\x1b[32m", "\x1b[31m", "\x1b[39m"
+LOSSES = {1: 10.95, 2: 10.5, 3: 9.75}
+MEANS = {10: 10.5, 20: 9.25, 30: 8.125}
+
+
+def megatron(losses: dict[int, float], *, label: str = "lm loss", before: str = " [2025-05-27 15:23:07]") -> str:
+    return "".join(
+        f"{before} iteration {n:8d}/      30 | consumed samples: {n * 8:12d} | elapsed time per iteration (ms): 9.1 | "
+        f"throughput per GPU (TFLOP/s/GPU): 40.4 | learning rate: 1.500000E-06 | global batch size:     8 | "
+        f"{label}: {loss:.6E} | loss scale: 1.0 | grad norm: 5.960 | number of skipped iterations:   0 |\n"
+        for n, loss in losses.items()
+    )
+
+
+def titan(losses: dict[int, float]) -> str:
+    return "".join(
+        f"[rank0]:[titan] 2025-10-30 14:32:58,897 - root - INFO - {RED}step: {n:2}  {GREEN}loss: {loss:7.4f}  "
+        f"\x1b[38;2;180;60;0mgrad_norm:  3.6855  {OFF}memory:  2.47GiB(3.12%)  tps: 3,502  tflops: 1,190.25  mfu: 0.19%"
+        f"{OFF}\n"
+        for n, loss in losses.items()
+    )
+
+
+def olmo(losses: dict[int, float]) -> str:
+    where = "2026-08-08 12:01:00 INFO [olmo_core.train.callbacks.console_logger:68]"
+    return "".join(
+        f"{where} [step={n:,}/2,000,epoch=1,eta=5h11m]\n    optim/LR=4.000e-04\n    optim/total grad norm=1,234\n"
+        f"    train/CE loss={loss}\n    train/PPL=51,139\n{where} Saving checkpoint for step {n} to '/ckpt'...\n"
+        for n, loss in losses.items()
+    )
+
+
+def trainer_state(losses: dict[int, float]) -> str:
+    entries = [
+        {"epoch": n / 30, "grad_norm": 1.5, "learning_rate": 5e-5, "loss": loss, "step": n}
+        for n, loss in losses.items()
+    ]
+    entries.insert(1, {"epoch": 0.3, "eval_loss": 3.0, "eval_runtime": 1.0, "step": 10})
+    entries.append({"epoch": 1.0, "step": 30, "total_flos": 1.0, "train_loss": 9.29, "train_runtime": 9.0})
+    return json.dumps({"best_metric": None, "epoch": 1.0, "global_step": 30, "log_history": entries}, indent=2)
+
+
+def llama_factory(losses: dict[int, float]) -> str:
+    entries: list[dict[str, object]] = [
+        {"current_steps": n, "total_steps": 30, "loss": loss, "lr": 2.6e-05, "epoch": n / 30, "elapsed_time": "0:09:01"}
+        for n, loss in losses.items()
+    ]
+    entries.append({"current_steps": 30, "total_steps": 30, "eval_loss": 3.0, "epoch": 1.0})
+    return "".join(json.dumps(entry) + "\n" for entry in entries)
+
+
+def rows(head: str, form: str, losses: dict[int, float], *, first: int = 1) -> str:
+    lines = (form.format(n=n + first - 1, loss=loss) for n, loss in losses.items())
+    return "\n".join([head, *lines, ""])
+
+
+def decimal_comma(text: str) -> str:
+    return text.replace(".", ",")
+
+
+LIGHTNING = "0,0,,10.95\n0,0,11.0,\n0,1,,10.5\n0,2,,9.75\n"
+NANOGPT = """\
+tokens per iteration will be: 16,384
+step 0: train loss 10.9911, val loss 10.9876
+iter 0: loss 10.9500, time 31045.12ms, mfu -100.00%
+iter 1: loss 10.5000, time 120.31ms, mfu -100.00%
+iter 2: loss 9.7500, time 119.93ms, mfu -100.00%
+"""
+LLMC = "val loss 11.010\n" + "".join(
+    f"step {n:4d}/3 | loss {loss:.6f} (+nanz)| norm 1.5 (+nanz)| lr 3.00e-04 | 9.1 ms\n" for n, loss in LOSSES.items()
+)
+RESTARTED = (
+    "".join(f"step {n}/9 | train loss {loss} |\n" for n, loss in {**LOSSES, 4: 9.5, 5: 9.25}.items())
+    + "[rank0]: Traceback\nresumed from iteration 1\n"
+    + "".join(f"step {n}/9 | train loss {loss} |\n" for n, loss in {2: 10.5, 3: 9.875}.items())
+)
+READ: dict[str, tuple[str | bytes, str, dict[int, float], str]] = {
+    "Megatron-LM, a mean of ten": (megatron(MEANS), "a.log", MEANS, "Megatron: mean of 10 iterations, of the whole"),
+    "Megatron-LM, each iteration": (megatron(LOSSES), "a.log", LOSSES, "Megatron: each iteration's, of the"),
+    "Megatron-DeepSpeed by torchrun": (
+        megatron(MEANS, before="[default7]:").replace(" | elapsed", " | consumed tokens: 655,360 | elapsed"),
+        "a.log",
+        MEANS,
+        "Megatron: mean of 10 iterations",
+    ),
+    "GPT-NeoX": (
+        megatron(MEANS, label="lm_loss", before=" samples/sec: 12.345 |"),
+        "a.log",
+        MEANS,
+        "Megatron: mean of 10 iterations",
+    ),
+    "nanoGPT": (NANOGPT, "a.log", LOSSES, "each iteration's, of the last micro batch of rank 0, counted from 0"),
+    "llm.c by CUDA": (LLMC, "a.log", LOSSES, "step lines: each iteration's"),
+    "torchtitan in colours": (titan(LOSSES), "a.log", LOSSES, "torchtitan: each iteration's"),
+    "OLMo-core past 1000": (olmo({999: 10.95, 1000: 10.5}), "a.log", {999: 10.95, 1000: 10.5}, "OLMo-core: each"),
+    "trainer_state.json": (trainer_state(MEANS), "trainer_state.json", MEANS, "HF Trainer: mean of 10 iterations"),
+    "LLaMA-Factory": (llama_factory(MEANS), "trainer_log.jsonl", MEANS, "LLaMA-Factory: mean of 10 iterations"),
+    "Lightning": ("epoch,step,val_loss,train_loss\n" + LIGHTNING, "metrics.csv", LOSSES, "rank 0's batch"),
+    "W&B in CSV": (
+        rows('"Step","run-1 - train/loss","run-1 - train/loss__MIN","run-1 - train/loss__MAX"',
+             '"{n}","{loss}","0","99"', LOSSES),
+        "wandb_export.csv",
+        LOSSES,
+        "W&B: as its program logged it",
+    ),
+    "W&B in JSON": (
+        rows("", '{{"_step": 1{n}, "train/global_step": {n}, "train/loss": {loss}}}', LOSSES),
+        "history.jsonl",
+        LOSSES,
+        "W&B: as its program logged it",
+    ),
+    "TensorBoard in CSV": (
+        rows("Wall time,Step,Value", "1654943296.2150984,{n},{loss}", LOSSES).replace("\n", "\r\n"),
+        "run.csv",
+        LOSSES,
+        "TensorBoard: as its program logged it",
+    ),
+    "TensorBoard in JSON": (json.dumps([[1.5, n, x] for n, x in LOSSES.items()]), "run.json", LOSSES, "TensorBoard"),
+    "a table with decimal commas": (
+        decimal_comma(rows("step;loss", "{n};{loss:.3f}", LOSSES)),
+        "a.csv",
+        LOSSES,
+        "table: as its program logged it",
+    ),
+    "a table with both separators": (
+        "step;loss\n1.000;1.100,5\n2.000;1.999,25\n",
+        "a.csv",
+        {1000: 1100.5, 2000: 1999.25},
+        "table",
+    ),
+    "lines with separators of thousands": (
+        "step 1,000/10,000 | train loss 1,234.5 | norm 2,345.25\nstep 1,001/10,000 | train loss 9.5 |\n",
+        "a.log",
+        {1000: 1234.5, 1001: 9.5},
+        "step lines",
+    ),
+    "lines with decimal commas": (
+        decimal_comma("".join(f"iter {n - 1}: loss {loss:.4f}, time 1.5ms\n" for n, loss in LOSSES.items())),
+        "a.log",
+        LOSSES,
+        "nanoGPT",
+    ),
+    "UTF-16 of PowerShell": (
+        codecs.BOM_UTF16_LE + LLMC.replace("\n", "\r\n").encode("utf-16-le"),
+        "a.txt",
+        LOSSES,
+        "step lines",
+    ),
+    "UTF-16 after ASCII": (
+        b"step 1/3 | train loss 10.95 |\n" + LLMC.partition("/3")[2].encode("utf-16-le"),
+        "a.txt",
+        {2: 10.5, 3: 9.75, 1: 10.95},
+        "step lines",
+    ),
+    "lines between progress bars": (
+        " 0%|          | 0/3 [00:00<?, ?it/s]\r".join(LLMC.splitlines(keepends=True)),
+        "a.log",
+        LOSSES,
+        "step lines",
+    ),
+    "ranks that agree": (
+        "".join(f"{rank}: step {n}/3 | train loss {x} |\n" for n, x in LOSSES.items() for rank in range(4)),
+        "slurm.out",
+        LOSSES,
+        "step lines",
+    ),
+}  # fmt: skip
+
+
+def read(folder: Path, name: str, content: str | bytes, **options: bool) -> Curve:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_curve(folder / name, **options)
+
+
+def losses_of(curve: Curve) -> dict[int, float]:
+    return {point.iteration: point.loss.value for point in curve.points}
+
+
+@pytest.mark.parametrize(("content", "name", "losses", "meaning"), READ.values(), ids=READ)
+def test_a_log_is_read_as_its_program_means_it(
+    tmp_path: Path, content: str | bytes, name: str, losses: dict[int, float], meaning: str
+) -> None:
+    curve = read(tmp_path, name, content)
+    assert losses_of(curve) == losses
+    found = compare(curve, curve, tolerance=Tolerance(1e-5))
+    assert meaning in report(found)
+    assert meaning in report_all([found, found], ["a", "b", "c"])
+    assert meaning in summarize(found, "a")["losses"]
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "HF Trainer's lines": ("{'loss': 10.95, 'learning_rate': 5e-05, 'epoch': 0.1}\n" * 2, "trainer_state.json"),
+    "HF Trainer's lines, version 5": ("{'loss': '10.95', 'epoch': '0.1'}\n", "trainer_state.json"),
+    "a progress bar of accelerate": (
+        "".join(f"\r 10%|#  | {n}/30 [00:01<00:09,  9.9it/s, loss={x}]" for n, x in LOSSES.items()),
+        "a file or a tracker",
+    ),
+    "commas of two meanings": ("step 1/3 | train loss 10,995 |\n", "LC_ALL=C"),
+    "ranks that differ": (
+        "".join(f"[rank{r}]: step {n}/3 | train loss {x + r} |\n" for n, x in LOSSES.items() for r in range(2)),
+        "one rank",
+    ),
+    "ranks one after the other": (
+        "".join(f"{r}: step {n}/3 | train loss {x + r} |\n" for r in range(2) for n, x in LOSSES.items()), "one rank",
+    ),
+    "ranks without a name": (
+        "".join(f"step {n}/3 | train loss {x + r} |\n" for n, x in LOSSES.items() for r in range(2)),
+        "one rank",
+    ),
+    "two runs of W&B": ("Step,a - loss,b - loss\n1,2.5,3.5\n", "one run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("last_wins", [False, True])
+@pytest.mark.parametrize(("content", "fix"), REFUSED.values(), ids=REFUSED)
+def test_a_log_that_cannot_be_read_says_what_to_do(tmp_path: Path, content: str, fix: str, last_wins: bool) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, "a.log", content, last_wins=last_wins)
+    if not (caught.value.fix and "--last-wins" in caught.value.fix and not last_wins):
+        assert fix in str(caught.value)
+    assert "a.log" in str(caught.value)
+
+
+def test_the_last_launch_replaces_all_that_an_earlier_one_logged(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--last-wins"):
+        read(tmp_path, "a.log", RESTARTED)
+    curve = read(tmp_path, "a.log", RESTARTED, last_wins=True)
+    assert losses_of(curve) == {1: 10.95, 2: 10.5, 3: 9.875}
+    assert "3 lines of launches" in curve.notes[0]
+
+
+def compared(base: str, test: str) -> Sequence[str]:
+    curves = (parse_log(text, source=name) for text, name in ((base, "base.log"), (test, "test.log")))
+    return report(compare(*curves, tolerance=Tolerance(1e-5))).splitlines()
+
+
+def test_a_mean_of_ten_is_not_compared_with_one_iteration() -> None:
+    single = dict.fromkeys(range(1, 31), 10.5)
+    with pytest.raises(DataError, match=r"means of 10 and 1 at iteration 30.*--log-interval 1"):
+        compared(megatron(MEANS), megatron(single))
+    with pytest.raises(DataError, match="--log-interval 1"):
+        compared(titan(single), megatron(MEANS))
+    assert compared(megatron(MEANS), megatron(MEANS, label="lm_loss"))[-1] == "equal within 1e-05: 3/3 iterations"
+    assert compared(megatron(MEANS), trainer_state(MEANS))[-1] == "equal within 1e-05: 3/3 iterations"
+
+
+def test_only_the_means_of_as_many_iterations_are_compared() -> None:
+    first = trainer_state({1: 10.95, **MEANS})
+    lines = compared(trainer_state({**MEANS, 10: 10.0}), first)
+    assert "left out   means of other numbers of iterations: 10 (1 in all)" in lines
+    assert lines[-1] == "equal within 1e-05: 2/2 iterations in both; MISSING: 1 in base (first at 1)"
+    lost = {n: loss for n, loss in MEANS.items() if n != 20} | {40: 8.0, 50: 7.5}
+    assert "MISSING: 1 in test (first at 20)" in compared(megatron({**MEANS, 40: 8.0, 50: 7.5}), megatron(lost))[-1]
+
+
+def test_nanogpt_is_compared_at_the_iteration_of_its_loss() -> None:
+    lines = compared(NANOGPT, LLMC)
+    assert lines[-1] == "equal within 1e-05: 3/3 iterations"
+    assert any("its step 0 is iteration 1" in line for line in lines)

@@ -1,0 +1,218 @@
+"""The formats of training logs: what their lines and columns look like, and what a number in them means."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+Comma = Literal["", "decimal", "thousands"]  # what a comma in a number is, if that is known
+
+# A whole number, with or without thousands separators.
+COUNT = r"\d{1,3}(?:[,.'_\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+"
+_INSTEAD = "Compare what the program writes to a file or a tracker."
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a loss in a log means.
+
+    Args:
+        program: that writes the log.
+        is_mean: whether a loss is the mean of the iterations since the line before; None for an export of a tracker,
+            which has what the program logged.
+        first: the number of the first iteration.
+        share: the part of the batch whose loss it is.
+        single: the setting with which the program logs every iteration.
+    """
+
+    program: str = ""
+    is_mean: bool | None = False
+    first: int = 1
+    share: str = "the whole batch"
+    single: str = ""
+
+    def describe(self, window: int) -> str:
+        """Return the meaning in words, given how many iterations a loss is the mean of."""
+        number = {0: "as its program logged it", 1: "each iteration's"}.get(window, f"mean of {window} iterations")
+        counted = f", counted from {self.first}" if self.first != 1 else ""
+        return f"{self.program}: {number}, of {self.share}{counted}"
+
+
+@dataclass(frozen=True, slots=True)
+class LineForm:
+    """The form of a program's training lines, of which indented lines `name=value` are a part.
+
+    Args:
+        example: shown in messages.
+        head: matches a line up to its fields; its group is the iteration.
+        separator: of the fields.
+        labels: expressions of what stands before the numbers, by quantity.
+        comma: what one in a number is.
+    """
+
+    meaning: Meaning
+    example: str
+    head: str
+    separator: str
+    labels: dict[str, str]
+    comma: Comma = ""
+    pattern: re.Pattern[str] = field(init=False)
+    fields: dict[str, re.Pattern[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pattern = rf"{self.head.replace('COUNT', f'({COUNT})')}([^\n]*(?:\n {{4}}\S[^\n]*=[^\n]*)*)"
+        object.__setattr__(self, "pattern", re.compile(pattern, re.IGNORECASE | re.MULTILINE))
+        fields = {
+            quantity: re.compile(rf"(?:\A|{self.separator})\s*(?:{label})\s*([^\s|(]+)", re.IGNORECASE)
+            for quantity, label in self.labels.items()
+        }
+        object.__setattr__(self, "fields", fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnForm:
+    """The columns of a table or of JSON objects.
+
+    Args:
+        example: shown in messages.
+        columns: expressions of the names, by quantity and for `iteration`; of several alternatives the first counts.
+        beside: expressions of names that are there too.
+    """
+
+    meaning: Meaning
+    example: str
+    columns: dict[str, str]
+    beside: tuple[str, ...] = ()
+
+    def find(self, names: list[str]) -> dict[str, list[str]] | None:
+        """Return the names of each quantity among those of a table; None if it has another form."""
+        found = {quantity: _matching(pattern, names) for quantity, pattern in self.columns.items()}
+        needed = [found["iteration"], found["loss"], *(_matching(pattern, names) for pattern in self.beside)]
+        return found if all(needed) else None
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """Return the names that match the first alternative of an expression that any name matches."""
+    for alternative in pattern.split("|"):
+        if found := [name for name in names if re.fullmatch(alternative, name.strip(), re.IGNORECASE)]:
+            return found
+    return []
+
+
+OURS = Meaning("metrics.jsonl")
+_HF = Meaning("HF Trainer", is_mean=True, single="logging_steps=1")
+_STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?"
+_RATES = {"grad_norm": "grad_norm", "lr": "lr|learning_rate"}
+
+LINE_FORMS = (
+    LineForm(
+        Meaning("step lines"),
+        "step 1/100 | train loss 4.2 |",
+        r"\bstep\s+COUNT\s*/\s*[\d,.]+\s*\|",
+        r"\|",
+        {"loss": r"(?:(?:train|lm)\s+)?loss:?\s", "grad_norm": r"(?:grad\s+)?norm:?\s", "lr": r"lr:?\s"},
+    ),
+    LineForm(
+        Meaning("Megatron", is_mean=True, single="--log-interval 1"),
+        " iteration 10/ 100 | lm loss: 4.2E+00 |",
+        r"\biteration\s+COUNT\s*/\s*[\d,.]+\s*\|",
+        r"\|",
+        {"loss": r"(?:(?:train|lm)[ _])?loss:", "grad_norm": "grad norm:", "lr": "learning rate:"},
+    ),
+    LineForm(
+        Meaning("nanoGPT", first=0, share="the last micro batch of rank 0"),
+        "iter 10: loss 4.2,",
+        r"\biter\s+COUNT:",
+        ",",
+        {"loss": r"loss\s"},
+    ),
+    LineForm(
+        Meaning("llm.c", first=0),
+        "s:9 trl:4.2",
+        r"^s:COUNT\s+(?=trl:)",
+        r"\s",
+        {"loss": "trl:", "grad_norm": "norm:", "lr": "lr:"},
+    ),
+    LineForm(
+        Meaning("llm.c", first=0),
+        "step 9: train loss 4.2 (took 8 ms)",
+        r"\bstep\s+COUNT:(?=\s*train\s+loss\s[^,(\n]*\(took\b)",
+        ",",
+        {"loss": r"train\s+loss\s"},
+    ),
+    LineForm(
+        Meaning("torchtitan"),
+        "step:  1  loss:  4.2",
+        r"(?<!validate )\bstep:\s+COUNT\s",
+        r"\s",
+        {"loss": "loss:", "grad_norm": "grad_norm:"},
+    ),
+    LineForm(
+        Meaning("OLMo-core"),
+        "[step=1/100,epoch=1]",
+        r"\[step=COUNT/[^\]\n]*\]",
+        r"\n",
+        {
+            "loss": "train/(?:CE |CrossEntropy)loss=",
+            "grad_norm": "optim/total[ _]grad[ _]norm=",
+            "lr": r"optim/LR[^=\n]*=",
+        },
+        comma="thousands",
+    ),
+)
+
+COLUMN_FORMS = (
+    ColumnForm(
+        Meaning("LLaMA-Factory", is_mean=True, single="logging_steps: 1"),
+        "trainer_log.jsonl (LLaMA-Factory)",
+        {"iteration": "current_steps", "loss": "loss", **_RATES},
+    ),
+    ColumnForm(
+        _HF,
+        "trainer_state.json (HF Trainer)",
+        {"iteration": "step", "loss": "loss", **_RATES},
+        beside=("epoch", "learning_rate"),
+    ),
+    ColumnForm(
+        Meaning("TensorBoard", is_mean=None),
+        "a CSV or JSON download of TensorBoard",
+        {"iteration": "step", "loss": "value"},
+        beside=("wall time",),
+    ),
+    ColumnForm(
+        Meaning("W&B", is_mean=None),
+        "a CSV or JSON export of W&B",
+        {"iteration": r"(?:.*/)?global_step|step|_step", "loss": rf"(?:.* - )?{_LOSS}|.*/global_avg_loss", **_RATES},
+        beside=("_step|.* - .*",),
+    ),
+    ColumnForm(
+        Meaning("Lightning", first=0, share="rank 0's batch (without sync_dist)"),
+        "metrics.csv (Lightning)",
+        {"iteration": "step", "loss": _LOSS, "lr": "lr.*"},
+        beside=("epoch",),
+    ),
+    ColumnForm(
+        Meaning("table", is_mean=None),
+        "a table with the columns step and loss",
+        {"iteration": _STEP, "loss": _LOSS, **_RATES},
+    ),
+)  # fmt: skip
+
+# Losses that cannot be read: how they look, what they are, and what to do.
+UNREADABLE = (
+    (
+        r"\{'loss': '?[-\d.ni]",
+        "lines of an HF Trainer, which do not say the step",
+        "Compare the trainer_state.json of its last checkpoint.",
+    ),
+    (
+        r"\d%\|[^\n]*\|\s*\d+/\d+ \[[^\n]*\bloss\s*[=:]",
+        "a progress bar, whose loss may be that of an earlier iteration",
+        _INSTEAD,
+    ),
+)
+FORMATS = (
+    f"metrics.jsonl records with iteration and loss, {', '.join(f'`{form.example}`' for form in LINE_FORMS)}, "
+    f"{', '.join(form.example for form in COLUMN_FORMS)}"
+)

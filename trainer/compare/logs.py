@@ -1,0 +1,191 @@
+"""Reads the losses of other programs' logs: lines of text, tables, and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sized
+
+from reprise.errors import DataError, count_of
+from reprise.json_file import MAX_INTEGER
+from trainer.compare.formats import COLUMN_FORMS, COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning
+from trainer.compare.points import Curve, Point
+from trainer.compare.records import first_object, parse_records, read_number
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# The rank or host before a line, as torchrun, srun and pdsh write it, or a program itself.
+_RANK = re.compile(r"^\s*(?:(\[[a-z_]+\d+\](?=:))|([\w.-]*\d+(?=:\s)))|\brank\W{0,3}(\d+)", re.IGNORECASE)
+_TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
+_HEAD = 1 << 16  # of a log: characters in which its form is looked for first
+
+Entry = tuple[str, str, Point]  # the place, the rank that wrote it, and the point
+Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
+
+
+def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
+    """Parse a log in one of the formats of `trainer.compare.formats`.
+
+    A last line without a newline may end inside a number, so it is read up to its last `|`, `,` or space only.
+
+    Args:
+        last_wins: whether a later launch replaces what an earlier one has logged from its first iteration on.
+
+    Raises:
+        DataError: there is no training loss, one is not a number, or an iteration comes twice with other values.
+    """
+    from trainer.compare.columns import Points
+
+    text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    notes = list[str]()
+    meaning, entries = _entries_of_table(text, source, notes) or _entries_of_lines(text, source, notes)
+    points = _collect(entries, source, notes, last_wins=last_wins)
+    require_points(points, source, text)
+    if meaning.first == 0:
+        notes.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
+    if max(points) > MAX_INTEGER:
+        raise DataError("An iteration is too large", where=source, expected=f"<= {MAX_INTEGER}", found=max(points))
+    return Curve(source, Points.of([points[n] for n in sorted(points)]), notes=tuple(notes), meaning=meaning)
+
+
+def require_points(points: Sized, source: str, text: str = "") -> None:
+    """Refuse a file without a point, given the text of a log, which may have losses that cannot be compared."""
+    if not len(points):
+        known = (parts for parts in UNREADABLE if re.search(parts[0], text))
+        _, found, fix = next(known, ("", "none of these", None))
+        raise DataError("There is no training loss", where=source, expected=FORMATS, found=found, fix=fix)
+
+
+def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Point]:
+    """Return the points by iteration; refuse different losses of one, unless a later launch has logged them."""
+    points, ranks = dict[int, Point](), dict[int, str]()
+    repeated, last, replaced = set[int](), -1, 0
+    for where, rank, point in entries:
+        iteration = point.iteration
+        earlier = points.get(iteration)
+        if earlier is not None and earlier.bits != point.bits:
+            repeated |= {iteration} if iteration == last else set()
+            values = {"expected": f"loss {earlier.loss.value:.9g}", "found": f"loss {point.loss.value:.9g}"}
+            if ranks.get(iteration, "") != rank or len(repeated) > 1:
+                raise DataError(
+                    f"Several ranks print losses of their own for iteration {iteration}",
+                    where=where,
+                    **values,
+                    fix="Keep the lines of one rank, or log the mean over ranks.",
+                )
+            if not last_wins:
+                raise DataError(
+                    f"Iteration {iteration} comes twice with other values",
+                    where=where,
+                    **values,
+                    fix="In the log of a resumed run, --last-wins takes the later launch; of several ranks, keep one.",
+                )
+        while last_wins and points and next(reversed(points)) >= iteration:  # in order, as each launch is
+            replaced += points.popitem()[1].bits != point.bits
+        points[iteration], last = point, iteration
+        if rank:
+            ranks[iteration] = rank
+    if replaced:
+        notes.append(f"{source}: {count_of(replaced, 'line')} of launches that a later one replaced were left out")
+    return points
+
+
+def _entries_of_lines(text: str, source: str, notes: list[str]) -> tuple[Meaning, Iterator[Entry]]:
+    end = _HEAD
+    while True:
+        for form in LINE_FORMS:
+            if any(form.fields["loss"].search(match[2]) for match in form.pattern.finditer(text, 0, end)):
+                return form.meaning, _read_lines(text, form, source, notes)
+        if end >= len(text):
+            return Meaning(), iter(())
+        end *= 4
+
+
+def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Iterator[Entry]:
+    number, seen = 1, 0
+    for match in form.pattern.finditer(text):
+        start, fields = match.start(), match[2]
+        number, seen = number + text.count("\n", seen, start), start
+        where = f"{source}, line {number}"
+        is_torn = match.end() == len(text)
+        if is_torn:
+            fields = fields[: max(map(fields.rfind, "|, ")) + 1]
+        readings = {
+            quantity: read_number(found[1].rstrip(",;)"), where, comma=form.comma)
+            for quantity, pattern in form.fields.items()
+            if (found := pattern.search(fields))
+        }
+        if "loss" in readings:
+            rank = _RANK.search(text, text.rfind("\n", 0, start) + 1, start)
+            iteration = int(re.sub(r"\D", "", match[1])) + 1 - form.meaning.first
+            yield where, rank[rank.lastindex or 0] if rank else "", Point(iteration, **readings)
+        elif is_torn:
+            notes.append(f"{where} is torn (no newline at its end) and was left out")
+
+
+def _entries_of_table(text: str, source: str, notes: list[str]) -> tuple[Meaning, Iterator[Entry]] | None:
+    """Return the points of JSON or of a CSV file; None for a text of another form."""
+    comma: Comma = ""
+    names, rows = _rows_of_json(text, source, notes)
+    if not names:
+        header = text[:_HEAD].lstrip().partition("\n")[0]
+        delimiter = max(",;\t", key=header.count)
+        comma = "" if delimiter == "," else "decimal"
+        names, rows = next(csv.reader([header], delimiter=delimiter), []), _rows_of_csv(text, delimiter, source, notes)
+    for form in COLUMN_FORMS:
+        columns = form.find(names)
+        if columns is not None:
+            if len(columns["loss"]) > 1:
+                raise DataError(
+                    "Several columns hold a loss",
+                    where=source,
+                    expected="one",
+                    found=", ".join(columns["loss"]),
+                    fix="Export one run and one loss.",
+                )
+            chosen = {quantity: found[0] for quantity, found in columns.items() if found}
+            return form.meaning, _read_rows(rows, chosen, form.meaning, comma)
+    return None
+
+
+def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning, comma: Comma) -> Iterator[Entry]:
+    for where, row in rows:
+        cells = {quantity: str(row[name]).strip() for quantity, name in columns.items() if row.get(name) is not None}
+        count = cells.pop("iteration", "")
+        if not count or not cells.get("loss"):
+            continue
+        if re.fullmatch(r"\d+\.0*", count) and not (comma and "," in cells["loss"]):
+            count = count.partition(".")[0]
+        if not re.fullmatch(COUNT, count):
+            raise DataError("A row with a loss has no iteration", where=where, expected="an integer", found=repr(count))
+        readings = {quantity: read_number(cell, where, comma=comma) for quantity, cell in cells.items() if cell}
+        yield where, "", Point(int(re.sub(r"\D", "", count)) + 1 - meaning.first, **readings)
+
+
+def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
+    """Return the names in the objects of a JSON document, or of JSON lines, and the objects."""
+    rows = list[Row]()
+    if re.match(r"\s*[\[{]", text):
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            document = None
+        if document is None and first_object(text) is not None:
+            records, torn = parse_records(text, source=source)
+            notes += torn
+            rows += records
+        entries = document.get("log_history", [document]) if isinstance(document, dict) else document
+        for number, entry in enumerate(entries if isinstance(entries, list) else [], start=1):
+            cells = dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry
+            rows += [(f"{source}, entry {number}", cells)] if isinstance(cells, dict) else []
+    return list(dict.fromkeys(name for _, row in rows for name in row)), iter(rows)
+
+
+def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> Iterator[Row]:
+    whole = text if text.endswith(("\n", '"')) else text[: text.rfind("\n") + 1]
+    reader = csv.DictReader(io.StringIO(whole.lstrip()), delimiter=delimiter)
+    for row in reader:
+        yield f"{source}, line {reader.line_num}", row
+    if whole is not text:
+        notes.append(f"{source}, line {reader.line_num + 1} is torn (no newline at its end) and was left out")
