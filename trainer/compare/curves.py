@@ -83,7 +83,7 @@ class Comparison:
     def verdict(self) -> str:
         """The last line of a report: the iterations of both sides, then those that one lacks."""
         sides = {"test": self.missing_in_test, "base": self.missing_in_base}
-        missing = [f"{len(found)} in {side} (first at {found[0]})" for side, found in sides.items() if found]
+        missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes]
         total = self.compared + (0 if missing else len(self.allowed_prefix))
         both = " in both" if missing else ""
         if different := self.different_iterations:
@@ -114,18 +114,14 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     Raises:
         DataError: equal bits are required and a loss is known as a decimal only, or none of the losses are alike.
     """
-    from trainer.compare.columns import Points, absolute_differences, beyond, common_points, missing_iterations, unequal
+    from trainer.compare.columns import absolute_differences, beyond, common_points, missing_iterations, unequal
     from trainer.compare.differences import Differences, difference_at
 
-    of_base, of_test = Points.of(base.points), Points.of(test.points)
+    of_base, of_test, unlike = _alike_points(base, test)
     if tolerance is None:
         _require_exact(base.source, of_base)
         _require_exact(test.source, of_test)
     sides = common_points(of_base, of_test)
-    unlike = _unlike(base, test, sides[0].iterations)
-    if unlike.size:
-        of_base, of_test = of_base.without(unlike), of_test.without(unlike)
-        sides = common_points(of_base, of_test)
     common = sides[0].iterations
     is_unequal = unequal(*sides)
     losses = sides[0].values[:1], sides[1].values[:1]
@@ -164,14 +160,18 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     )
 
 
-def _unlike(base: Curve, test: Curve, common: Integers) -> Integers:
-    """Return those of the iterations of both curves at which the losses are means of other numbers of iterations."""
-    from trainer.compare.columns import Points, windows
+def _alike_points(base: Curve, test: Curve) -> tuple[Points, Points, Integers]:
+    """Return the points of curves without those whose losses are means of other numbers of iterations, and these."""
+    from trainer.compare.columns import Points, common_points, windows
 
+    points = Points.of(base.points), Points.of(test.points)
     if not (base.meaning.is_mean or test.meaning.is_mean):
-        return common[:0]
-    places = (Points.of(curve.points).iterations.searchsorted(common) for curve in (base, test))
-    of_base, of_test = (windows(curve)[place] for curve, place in zip((base, test), places, strict=True))
+        return *points, points[0].iterations[:0]
+    common = common_points(*points)[0].iterations
+    of_base, of_test = (
+        windows(curve)[columns.iterations.searchsorted(common)]
+        for curve, columns in zip((base, test), points, strict=True)
+    )
     is_unlike = (of_base != of_test) & (of_base > 0) & (of_test > 0)
     if common.size and is_unlike.all():
         single = (base if base.meaning.is_mean else test).meaning
@@ -183,7 +183,7 @@ def _unlike(base: Curve, test: Curve, common: Integers) -> Integers:
             fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
         )
     unlike: Integers = common[is_unlike]
-    return unlike
+    return points[0].without(unlike), points[1].without(unlike), unlike
 
 
 def meanings(curves: Mapping[str, Curve]) -> list[str]:

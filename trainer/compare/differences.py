@@ -53,7 +53,8 @@ class Differences(Sequence[CurveDifference]):
 
     def distinct_iterations(self) -> tuple[int, ...]:
         """Return the iterations with a difference, each once and in order."""
-        return tuple(numpy.unique(self.iterations).tolist())
+        ordered = numpy.sort(self.iterations, kind="stable")  # merges what is in order
+        return tuple(ordered[numpy.diff(ordered, prepend=-1) > 0].tolist())
 
     def __len__(self) -> int:
         return len(self.order)

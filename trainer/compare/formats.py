@@ -87,16 +87,16 @@ class ColumnForm:
 
     def find(self, names: list[str]) -> dict[str, list[str]] | None:
         """Return the names of each quantity among those of a table; None if it has another form."""
-        found = {quantity: _matching(pattern, names) for quantity, pattern in self.columns.items()}
-        needed = [found["iteration"], found["loss"], *(_matching(pattern, names) for pattern in self.beside)]
-        return found if all(needed) else None
+        columns = {quantity: _matching(pattern, names) for quantity, pattern in self.columns.items()}
+        needs = [columns["iteration"], columns["loss"], *(_matching(pattern, names) for pattern in self.beside)]
+        return columns if all(needs) else None
 
 
 def _matching(pattern: str, names: list[str]) -> list[str]:
     """Return the names that match the first alternative of an expression that any name matches."""
     for alternative in pattern.split("|"):
-        if found := [name for name in names if re.fullmatch(alternative, name.strip(), re.IGNORECASE)]:
-            return found
+        if matches := [name for name in names if re.fullmatch(alternative, name.strip(), re.IGNORECASE)]:
+            return matches
     return []
 
 

@@ -15,8 +15,8 @@ from trainer.compare.points import Curve, Point
 from trainer.compare.records import first_object, parse_records, read_number
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# The rank or host before a line, as torchrun, srun and pdsh write it, or a program itself.
-_RANK = re.compile(r"^\s*(?:(\[[a-z_]+\d+\](?=:))|([\w.-]*\d+(?=:\s)))|\brank\W{0,3}(\d+)", re.IGNORECASE)
+# The rank before a line, as torchrun and srun write it, or a program itself.
+_RANK = re.compile(r"^\s*(?:\[[a-z_]+(?=\d+\]:)|(?=\d+:\s))(\d+)|\brank\W{0,3}(\d+)", re.IGNORECASE | re.MULTILINE)
 _TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
 _HEAD = 1 << 16  # of a log: characters in which its form is looked for first
 
@@ -52,9 +52,9 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
 def require_points(points: Sized, source: str, text: str = "") -> None:
     """Refuse a file without a point, given the text of a log, which may have losses that cannot be compared."""
     if not len(points):
-        known = (parts for parts in UNREADABLE if re.search(parts[0], text))
-        _, found, fix = next(known, ("", "none of these", None))
-        raise DataError("There is no training loss", where=source, expected=FORMATS, found=found, fix=fix)
+        refusals = (refusal for refusal in UNREADABLE if re.search(refusal[0], text))
+        _, content, fix = next(refusals, ("", "none of these", None))
+        raise DataError("There is no training loss", where=source, expected=FORMATS, found=content, fix=fix)
 
 
 def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Point]:
@@ -67,12 +67,12 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
         if earlier is not None and earlier.bits != point.bits:
             repeated |= {iteration} if iteration == last else set()
             values = {"expected": f"loss {earlier.loss.value:.9g}", "found": f"loss {point.loss.value:.9g}"}
-            if ranks.get(iteration, "") != rank or len(repeated) > 1:
+            if ranks.get(iteration, rank) != rank or len(repeated) > 1:
                 raise DataError(
                     f"Several ranks print losses of their own for iteration {iteration}",
                     where=where,
                     **values,
-                    fix="Keep the lines of one rank, or log the mean over ranks.",
+                    fix="Keep the lines of one rank; of launches with other ranks, cut the rank off each line.",
                 )
             if not last_wins:
                 raise DataError(
@@ -112,9 +112,9 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Ite
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
         readings = {
-            quantity: read_number(found[1].rstrip(",;)"), where, comma=form.comma)
+            quantity: read_number(token[1].rstrip(",;)"), where, comma=form.comma)
             for quantity, pattern in form.fields.items()
-            if (found := pattern.search(fields))
+            if (token := pattern.search(fields))
         }
         if "loss" in readings:
             rank = _RANK.search(text, text.rfind("\n", 0, start) + 1, start)
@@ -144,8 +144,8 @@ def _entries_of_table(text: str, source: str, notes: list[str]) -> tuple[Meaning
                     found=", ".join(columns["loss"]),
                     fix="Export one run and one loss.",
                 )
-            chosen = {quantity: found[0] for quantity, found in columns.items() if found}
-            return form.meaning, _read_rows(rows, chosen, form.meaning, comma)
+            first = {quantity: matches[0] for quantity, matches in columns.items() if matches}
+            return form.meaning, _read_rows(rows, first, form.meaning, comma)
     return None
 
 
