@@ -34,7 +34,9 @@ class Meaning:
 
     def describe(self, window: int) -> str:
         """Return the meaning in words, given how many iterations a loss is the mean of."""
-        number = {0: "as its program logged it", 1: "each iteration's"}.get(window, f"mean of {window} iterations")
+        if self.is_mean is None:
+            return f"{self.program}: as its program logged it"
+        number = f"mean of {window} iterations" if window > 1 else "each iteration's"
         counted = f", counted from {self.first}" if self.first != 1 else ""
         return f"{self.program}: {number}, of {self.share}{counted}"
 
@@ -198,6 +200,13 @@ COLUMN_FORMS = (
         {"iteration": _STEP, "loss": _LOSS, **_RATES},
     ),
 )  # fmt: skip
+
+
+def column_form_of(names: list[str]) -> tuple[Meaning, dict[str, list[str]]] | None:
+    """Return what the losses of a table mean, and the names of each quantity; None if it has no known form."""
+    forms = ((form.meaning, form.find(names)) for form in COLUMN_FORMS)
+    return next(((meaning, columns) for meaning, columns in forms if columns), None)
+
 
 # Losses that cannot be read: how they look, what they are, and what to do.
 UNREADABLE = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sized
 
 from reprise.errors import DataError, count_of
 from reprise.json_file import MAX_INTEGER
-from trainer.compare.formats import COLUMN_FORMS, COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning
+from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
 from trainer.compare.points import Curve, Point
 from trainer.compare.records import first_object, parse_records, read_number
 
@@ -133,20 +133,16 @@ def _entries_of_table(text: str, source: str, notes: list[str]) -> tuple[Meaning
         delimiter = max(",;\t", key=header.count)
         comma = "" if delimiter == "," else "decimal"
         names, rows = next(csv.reader([header], delimiter=delimiter), []), _rows_of_csv(text, delimiter, source, notes)
-    for form in COLUMN_FORMS:
-        columns = form.find(names)
-        if columns is not None:
-            if len(columns["loss"]) > 1:
-                raise DataError(
-                    "Several columns hold a loss",
-                    where=source,
-                    expected="one",
-                    found=", ".join(columns["loss"]),
-                    fix="Export one run and one loss.",
-                )
-            first = {quantity: matches[0] for quantity, matches in columns.items() if matches}
-            return form.meaning, _read_rows(rows, first, form.meaning, comma)
-    return None
+    form = column_form_of(names)
+    if form is None:
+        return None
+    meaning, columns = form
+    losses = columns["loss"]
+    if len(losses) > 1:
+        fix = "Export one run and one loss."
+        raise DataError("Several columns hold a loss", where=source, expected="one", found=", ".join(losses), fix=fix)
+    chosen = {quantity: matches[0] for quantity, matches in columns.items() if matches}
+    return meaning, _read_rows(rows, chosen, meaning, comma)
 
 
 def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning, comma: Comma) -> Iterator[Entry]:
@@ -171,7 +167,7 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], 
             document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
-        if document is None and first_object(text) is not None:
+        if document is None and column_form_of([*(first_object(text) or ())]):
             records, torn = parse_records(text, source=source)
             notes += torn
             rows += records
@@ -183,9 +179,9 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], 
 
 
 def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> Iterator[Row]:
-    whole = text if text.endswith(("\n", '"')) else text[: text.rfind("\n") + 1]
-    reader = csv.DictReader(io.StringIO(whole.lstrip()), delimiter=delimiter)
+    complete = text if text.endswith(("\n", '"')) else text[: text.rfind("\n") + 1]
+    reader = csv.DictReader(io.StringIO(complete.lstrip()), delimiter=delimiter)
     for row in reader:
         yield f"{source}, line {reader.line_num}", row
-    if whole is not text:
+    if complete is not text:
         notes.append(f"{source}, line {reader.line_num + 1} is torn (no newline at its end) and was left out")

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from reprise.files import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
 from reprise.json_file import integer
-from trainer.compare.formats import COLUMN_FORMS
+from trainer.compare.formats import column_form_of
 from trainer.compare.logs import parse_log, require_points
 from trainer.compare.points import QUANTITIES, Curve, Point, Reading
 from trainer.compare.records import first_object, read_number, read_record
@@ -197,8 +197,8 @@ class _MetricsLines:
 def _is_metrics(text: str, file: Path) -> bool:
     """Return whether a text is that of a metrics.jsonl, by its first line, or by the file's name if that is unknown."""
     record = first_object(text)
-    is_foreign = record is not None and any(form.find([*record]) for form in COLUMN_FORMS)
-    return (record is not None and "iteration" in record) or (file.suffix == ".jsonl" and not is_foreign)
+    keys = [*record] if record else []
+    return "iteration" in keys or (file.suffix == ".jsonl" and column_form_of(keys) is None)
 
 
 def read_dtype(config: Path) -> str | None:

@@ -174,6 +174,7 @@ READ: dict[str, tuple[str | bytes, str, dict[int, float], str]] = {
         LOSSES,
         "step lines",
     ),
+    "lines below a configuration in JSON": ('{"step": 1, "lr": 0.1}\n' + LLMC, "a.log", LOSSES, "step lines"),
     "ranks that agree": (
         "".join(f"{rank}: step {n}/3 | train loss {x} |\n" for n, x in LOSSES.items() for rank in range(4)),
         "slurm.out",
