@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,22 @@ SETUP_S = 30
 CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
 RETRY_S = 120
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
+_REFUSES = "the store refuses the credentials"
+_REGION = "the bucket lies in another region: set AWS_REGION"
+# What only a user can mend, by the code in the store's answer.
+_REFUSALS = {
+    "NoSuchBucket": _NO_BUCKET,
+    "ContainerNotFound": _NO_BUCKET,
+    "AccessDenied": f"{_REFUSES}: allow them to list, read, write and delete there",
+    "InvalidAccessKeyId": f"{_REFUSES}: correct AWS_ACCESS_KEY_ID, or AWS_ENDPOINT_URL",
+    "SignatureDoesNotMatch": f"{_REFUSES}: correct AWS_SECRET_ACCESS_KEY",
+    "ExpiredToken": f"{_REFUSES}: renew them",
+    "InvalidToken": f"{_REFUSES}: renew them",
+    "RequestTimeTooSkewed": "this host's clock differs from the store's: set it",
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +74,9 @@ class StoredObject:
 class StoreClient:
     """The requests to one store. Every method may be called from several threads.
 
-    All methods raise OSError: ENOENT for what is not there, EACCES for refused credentials, ESTALE for another version
-    than requested, EIO for all else once obstore's retries are over.
+    All methods raise OSError: ENOENT for what is not there, EACCES for what the store refuses until a user mends it,
+    such as credentials or a bucket that does not exist, ESTALE for another version than requested, EIO for all else
+    once obstore's retries are over.
 
     Args:
         root: the store, as in `StoreUrl.root`.
@@ -126,7 +144,7 @@ class StoreClient:
             obstore.put(self._store(len(data)), key, data, mode="create")
         except exceptions.AlreadyExistsError:
             return bytes(self.read(key, 0, self.head(key).size)) == data
-        except (exceptions.BaseError, FileExistsError) as error:
+        except (exceptions.BaseError, OSError) as error:
             if isinstance(error, FileExistsError):
                 return bytes(self.read(key, 0, self.head(key).size)) == data
             raise _os_error(error, self.root, key) from error
@@ -225,23 +243,25 @@ def _translated(root: str, key: str) -> Iterator[None]:
     """Turn the errors of obstore into those of a file system, which the callers know how to treat."""
     try:
         yield
-    except exceptions.BaseError as error:
-        raise _os_error(error, root, key) from error
-    except OSError as error:
-        if error.errno is not None:
+    except (exceptions.BaseError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise
-        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO  # obstore gives no number
-        raise _error(number, _first_line(error), root, key) from error
+        raise _os_error(error, root, key) from error
 
 
 def _os_error(error: Exception, root: str, key: str) -> OSError:
-    if isinstance(error, exceptions.NotFoundError) or "<Code>NoSuchBucket" in str(error):
+    answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", str(error))
+    code, message = answer.groups("") if answer else ("", "")
+    if code in _REFUSALS:
+        return _error(errno.EACCES, f"{_REFUSALS[code]} ({code}{message and ': '}{message})", root, key)
+    if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
         return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
     if isinstance(error, exceptions.PreconditionError):
         return _error(errno.ESTALE, "the object was replaced while it was read", root, key)
-    if isinstance(error, _REFUSED) or "<Code>ExpiredToken" in str(error):  # which S3 answers with 400
-        return _error(errno.EACCES, f"the store refuses the credentials: {_first_line(error)}", root, key)
-    return _error(errno.EIO, _first_line(error), root, key)
+    text = f"{code}: {message}" if code else _first_line(error)
+    if isinstance(error, _REFUSED):
+        return _error(errno.EACCES, f"{_REFUSES}: {text}", root, key)
+    return _error(errno.EIO, text, root, key)
 
 
 def _error(number: int, text: str, root: str, key: str) -> OSError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -147,7 +148,8 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
         CheckpointError: if there is no such folder, or the store holds checkpoints of another run.
         ConfigError: if the URL lies in the folder.
         LockError: if another process mirrors the folder.
-        OSError: with `--once`, if the store fails. Otherwise it is tried again without end.
+        OSError: with `--once`, if the store fails, and from a command, if it refuses what only a user can mend.
+            Otherwise it is tried again without end.
     """
     url, folder = StoreUrl.parse(options.url), _checkpoints_of(options.run, is_awaited=options.attached)
     url.require_outside(folder)
@@ -180,7 +182,8 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 if is_done or options.hosts > 1 or pool is not None:
                     orders.wake.wait(POLL_S)
             except (OSError, LockError, CheckpointError) as error:
-                if options.once:
+                is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
+                if options.once or (is_refused and not options.attached):
                     raise
                 announcer.failed(error)
                 orders.wake.wait(pause_s * random.uniform(0.5, 1.5))

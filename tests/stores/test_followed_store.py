@@ -138,6 +138,21 @@ def test_a_follower_waits_for_what_is_still_to_come(site: Site) -> None:
     assert follow(site, Runner(), once=True) == [5, 10]
 
 
+def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    save(site.folder, [5])
+    site.mirror()
+    marker = site.store / STILL_MIRRORED
+    events = (lambda: None, marker.touch, lambda: None, marker.unlink)
+    assert follow(site, Runner(*events)) == [5]
+    said = [record.message for record in caplog.records if "is the newest checkpoint" in record.message]
+    assert [line.partition("; ")[2] for line in said] == [
+        "its run has stopped: waiting for its next start",
+        "waiting for the next",
+        "its run has stopped: waiting for its next start",
+    ]
+
+
 def test_the_record_of_a_url_lies_beside_the_caller(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,20 @@ def test_others_open_what_plain_tools_download(port: int, tmp_path: Path) -> Non
         assert torch.equal(values[name], tensor), name
 
 
+def test_a_bucket_that_does_not_exist_is_named_at_once(port: int, tmp_path: Path) -> None:
+    save(tmp_path / "run", [5])
+    url = "s3://absent/run"
+    for words in (
+        ["checkpoint", "mirror", tmp_path / "run", url],
+        ["checkpoint", "ls", url],
+        ["doctor", url],
+        ["follow", url, "--", "true", "{}"],
+    ):
+        text = reprise(*words, endpoint=server(port), cwd=tmp_path, is_ok=False)
+        assert "the bucket does not exist: create it, or correct the URL (NoSuchBucket" in text
+        assert "<?xml" not in text
+
+
 def test_an_expired_token_is_named_at_once(tmp_path: Path) -> None:
     with faulty(1, Faults(expired=1)) as endpoint:
         save(tmp_path, [5])

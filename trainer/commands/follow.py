@@ -221,6 +221,7 @@ class Follower:
         self._choice, self._metric = choice, metric
         self._digests: dict[str, tuple[ManifestVersion, str]] = {}  # by checkpoint
         self._problems: dict[str, str] = {}  # by checkpoint
+        self._newest: tuple[Path, bool] | None = None  # in a store, and whether its run goes on, as the log says
 
     def follow(self, *, once: bool = False, poll_s: float = 2.0) -> int:
         """Follow the run to its last iteration, or until the runner is stopped, and return the exit status.
@@ -338,6 +339,7 @@ class Follower:
         if not committed:
             return False
         path = folder.iteration(committed[-1])
+        goes_on = is_file(folder.root / STILL_MIRRORED) if is_stored(folder.root) else False
         try:
             state, train = _json_at(path / STATE), _json_at(path / RUN_CONFIG)["config"]["train"]
             samples = train.get("train_samples")
@@ -345,9 +347,13 @@ class Follower:
                 state["iteration"] >= train["train_iters"] if samples is None else state["consumed_samples"] >= samples
             )
         except (TrainerError, LookupError, TypeError, AttributeError):  # of a program that has no last iteration
-            return False
+            is_at_end = False
         if is_stored(folder.root):
-            return is_at_end and not is_file(folder.root / STILL_MIRRORED)
+            if self._newest != (path, goes_on) and not is_at_end:
+                event = "waiting for the next" if goes_on else "its run has stopped: waiting for its next start"
+                _log.info("%s is the newest checkpoint; %s", shown_name(path), event)
+            self._newest = path, goes_on
+            return is_at_end and not goes_on
         return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
 
     def _problem(self, path: Path, problem: str) -> None:
