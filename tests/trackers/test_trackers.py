@@ -151,6 +151,18 @@ def test_a_follower_that_is_ended_has_sent_all(tracker: str, tmp_path: Path) -> 
     assert processes.curves(run.folder) == expected(run.folder)
 
 
+def test_a_store_that_mlflow_refuses_is_told_with_its_fix(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow.tracking")
+    processes = Processes("mlflow", tmp_path / "store")
+    run = LoggedRun(tmp_path / "run")
+    run.start(0)
+    run.train(1, 3)
+    ended = processes.publish(run.folder, MLFLOW_TRACKING_URI=f"file://{tmp_path}/mlruns")
+    assert ended.returncode == 2
+    assert "The tracker refuses the run" in ended.stderr
+    assert "MLFLOW_ALLOW_FILE_STORE" in ended.stderr
+
+
 def test_an_unreachable_mlflow_server_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mlflow.tracking")
     processes = Processes("mlflow", tmp_path / "store")

@@ -1,6 +1,7 @@
 """Send the metrics of a run to a tracker: `reprise publish RUN --to TRACKER [--follow]`.
 
-The exit status is 0 when the tracker has every line, 1 when it cannot be reached, 2 when the run cannot be published.
+The exit status is 0 when the tracker has every line, 1 when it cannot be reached, 2 when the run cannot be published or
+the tracker refuses it.
 """
 
 from __future__ import annotations
@@ -86,16 +87,27 @@ def _after_another(publisher: Callable[[], Publisher], pause: Callable[[float], 
 
 
 def publish(publisher: Publisher, tracker: Tracker) -> int:
-    """Send what the tracker lacks, and return the exit status."""
+    """Send what the tracker lacks, and return the exit status.
+
+    Raises:
+        DataError: if the tracker refuses the run.
+    """
     try:
         publisher.collect()
         count = publisher.send()
         publisher.finish()
     except tracker.failures as error:
+        if tracker.is_refusal(error):
+            raise _refused(error) from error
         print(f"reprise publish: the tracker cannot be reached, try again later: {error!r}", file=sys.stderr)
         return UNREACHABLE
-    print(f"sent {count_of(count, 'line')}; the remote run is {', '.join(publisher.remote_ids[-1:]) or 'not begun'}")
+    name = ", ".join(publisher.remote_ids[-1:]) or "not begun"
+    print(f"sent {count_of(count, 'line')}; the remote run is {name}{tracker.place and ' in '}{tracker.place}")
     return FINE
+
+
+def _refused(error: Exception) -> DataError:
+    return DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}")
 
 
 def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> int:
@@ -103,8 +115,11 @@ def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool
 
     Args:
         pause: waits for a multiple of the interval between looks at the log.
+
+    Raises:
+        DataError: if the tracker refuses the run from the start.
     """
-    goes_on, failures = True, 0
+    goes_on, failures, is_accepted = True, 0, False
     while goes_on:
         goes_on = pause(min(2.0**failures, 2.0**6))
         try:
@@ -112,10 +127,14 @@ def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool
             publisher.send()
             if failures:
                 _log.info("the tracker can be reached again")
-            failures = 0
+            failures, is_accepted = 0, True
         except tracker.failures as error:
+            is_refusal = tracker.is_refusal(error)
+            if is_refusal and not is_accepted:
+                raise _refused(error) from error
             if not failures:
-                _log.warning("the tracker cannot be reached, its lines wait: %r", error)
+                state = "refuses" if is_refusal else "cannot be reached"
+                _log.warning("the tracker %s, its lines wait: %r", state, error)
             failures += 1
             publisher.reopen()
     return UNREACHABLE if failures else publish(publisher, tracker)
@@ -163,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise publish",
         description="Send the metrics of a run to a tracker, each line once, whatever was killed or moved before.",
-        epilog="Exit status: 0 the tracker has every line, 1 it cannot be reached, 2 the run cannot be published.",
+        epilog="Exit status: 0 the tracker has every line, 1 it cannot be reached, 2 it refuses the run.",
     )
     parser.add_argument("run", metavar="RUN", type=existing_folder, help="run folder")
     parser.add_argument("--to", metavar="TRACKER", required=True, choices=tuple(TRACKERS), help=", ".join(TRACKERS))

@@ -30,13 +30,18 @@ class MlflowTracker(Tracker):
         self._client: Any = None
         self._run_id = ""
 
+    def http_status(self, error: Exception) -> int:
+        if isinstance(error, MlflowException):
+            return int(error.get_http_status_code())
+        return super().http_status(error)
+
     def open(self, run: RemoteRun) -> int:
         client = self._client = MlflowClient()
         experiment = client.get_experiment_by_name(run.project)
         number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         matches = client.search_runs([number], f"tags.`{_ID}` = '{run.id}'")
         remote = matches[0] if matches else client.create_run(number, tags={_ID: run.id}, run_name=run.name)
-        self._run_id = remote.info.run_id
+        self._run_id, self.place = remote.info.run_id, client.tracking_uri
         client.update_run(self._run_id, status="RUNNING")
         for values in _batches(run.config.items(), 100):
             params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in values]

@@ -26,6 +26,7 @@ class SwanlabTracker(Tracker):
     """
 
     failures = (OSError, requests.RequestException, AuthenticationError)
+    refusals = (AuthenticationError,)
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -36,6 +37,7 @@ class SwanlabTracker(Tracker):
             self._run.finish()
         self._folder = run.folder / run.id
         self._folder.mkdir(exist_ok=True)
+        self.place = str(self._folder)
         self._run = swanlab.init(
             project=run.project,
             name=run.name,

@@ -31,6 +31,7 @@ class TensorboardTracker(Tracker):
     def open(self, run: RemoteRun) -> int:
         folder = run.folder / run.id
         folder.mkdir(exist_ok=True)
+        self.place = str(folder)
         path = next(iter(matching(folder, "events.out.tfevents.*")), None)
         if path is None:
             path = folder / _EVENTS.format(int(time.time()))

@@ -64,6 +64,18 @@ class Tracker(ABC):
     """A tracker, with one of its runs open at a time. Its library is imported when an object is made."""
 
     failures: tuple[type[Exception], ...] = (OSError,)  # what its library raises where a tracker cannot be reached
+    refusals: tuple[type[Exception], ...] = ()  # those of them that only a user can mend
+    place = ""  # of the open run, for people
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Return whether a failure is one that only a user can mend, by its class or the status of HTTP."""
+        status = self.http_status(error)
+        is_busy = status in (408, 429)
+        return isinstance(error, self.refusals) or (400 <= status < 500 and not is_busy)
+
+    def http_status(self, error: Exception) -> int:
+        """Return the status in the answer of a server, 0 without one."""
+        return int(getattr(getattr(error, "response", None), "status_code", 0))
 
     @abstractmethod
     def open(self, run: RemoteRun) -> int:

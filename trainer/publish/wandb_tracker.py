@@ -15,6 +15,7 @@ from typing import Any
 
 import wandb
 from google.protobuf.message import DecodeError
+from wandb.errors import AuthenticationError, UsageError
 from wandb.proto.wandb_internal_pb2 import Record
 
 from reprise.files import matching, read_regular
@@ -35,6 +36,7 @@ class WandbTracker(Tracker):
     """
 
     failures = (OSError, wandb.Error)
+    refusals = (AuthenticationError, UsageError)
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -59,6 +61,7 @@ class WandbTracker(Tracker):
             settings=settings,
         )
         self._run.define_metric("*", step_metric="iteration")
+        self.place = self._run.url or str(place)
         if not self._run.offline:
             return int(self._run.starting_step)
         return max((last_step(read_regular(path)) for path in files), default=-1) + 1

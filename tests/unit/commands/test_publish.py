@@ -1,0 +1,99 @@
+"""`reprise publish`: what it says, and which failures of a tracker end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from reprise.errors import DataError
+from tests.published_runs import LoggedRun, MemoryTracker, publisher
+from trainer.commands.publish import UNREACHABLE, follow, main, publish
+from trainer.publish.tracker import RemoteRun, TrackerRow
+
+
+class AnswerError(OSError):
+    """The answer of a server, as requests has it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status}: as the server has it")
+        self.response = SimpleNamespace(status_code=status)
+
+
+class Server(MemoryTracker):
+    """A tracker that answers some requests with a status."""
+
+    def __init__(self, *statuses: int) -> None:
+        super().__init__()
+        self._statuses = list(statuses)
+
+    def open(self, run: RemoteRun) -> int:
+        self._answer()
+        return super().open(run)
+
+    def send(self, rows: Sequence[TrackerRow]) -> None:
+        self._answer()
+        super().send(rows)
+
+    def _answer(self) -> None:
+        if self._statuses and (status := self._statuses.pop(0)) != 200:
+            raise AnswerError(status)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LoggedRun:
+    logged = LoggedRun(tmp_path / "run")
+    logged.start(0)
+    logged.train(1, 3)
+    return logged
+
+
+def once(run: LoggedRun, tracker: Server) -> int:
+    with closing(publisher(run.folder, tracker)) as sender:
+        return publish(sender, tracker)
+
+
+def followed(run: LoggedRun, tracker: Server, pause: Callable[[float], bool]) -> int:
+    with closing(publisher(run.folder, tracker)) as sender:
+        return follow(sender, tracker, pause)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_tracker_that_refuses_ends_a_publication(run: LoggedRun, status: int) -> None:
+    for tracker in (Server(status), Server(200, status)):
+        with pytest.raises(DataError, match=f"The tracker refuses the run.*{status}: as the server has it"):
+            once(run, tracker)
+    with pytest.raises(DataError, match=f"{status}: as the server has it"):
+        followed(run, Server(status), lambda _: True)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_tracker_that_is_too_busy_is_tried_again(run: LoggedRun, status: int) -> None:
+    tracker = Server(status)
+    assert once(run, tracker) == UNREACHABLE
+    pauses = [True, False]
+    tracker = Server(status)
+    assert followed(run, tracker, lambda _: pauses.pop(0)) == 0
+    assert len(tracker.losses(tracker.opened[0])) == 3
+
+
+def test_a_tracker_that_refuses_later_is_waited_for(run: LoggedRun) -> None:
+    tracker = Server(200, 200, 401)
+
+    def pause(_: float) -> bool:
+        if len(tracker.opened) == 1:
+            run.train(4, 4)
+        return len(tracker.opened) < 2
+
+    assert followed(run, tracker, pause) == 0
+    assert len(tracker.losses(tracker.opened[0])) == 4
+
+
+def test_a_publication_to_tensorboard_says_where(run: LoggedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.folder), "--to", "tensorboard"]) == 0
+    said = capsys.readouterr().out
+    assert f"in {run.folder / 'publish' / 'tensorboard'}" in said
+    assert list(Path(said.split(" in ")[-1].strip()).glob("events.out.tfevents.*"))
