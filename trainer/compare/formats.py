@@ -216,7 +216,7 @@ UNREADABLE = (
         "Compare the trainer_state.json of its last checkpoint.",
     ),
     (
-        r"\d%\|[^\n]*\|\s*\d+/\d+ \[[^\n]*\bloss\s*[=:]",
+        r"\d%\|[^\n]*\|\s*\d+/\d+ \[[^\n]*loss\s*[=:]",
         "a progress bar, whose loss may be that of an earlier iteration",
         _INSTEAD,
     ),

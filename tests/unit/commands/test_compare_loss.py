@@ -89,6 +89,25 @@ def test_a_resumed_run_is_equal_only_with_the_prefix_allowed(tmp_path: Path, com
     assert "1-40 (40 in all)" in allowed.stdout
 
 
+def test_missing_iterations_are_told_apart_from_different_ones(tmp_path: Path, compare_loss: Run) -> None:
+    whole, off = make_run(tmp_path / "whole", CURVE), make_run(tmp_path / "off", CURVE | {3: 9.0})
+    short = make_run(tmp_path / "short", {i: CURVE[i] for i in range(1, 21)})
+    result = compare_loss(whole, off, short)
+    assert (result.returncode, last_line(result)) == (
+        1, "DIFFERENT: 1 of 2 runs from whole: off; MISSING: iterations of 1 of 2 runs: short",
+    )  # fmt: skip
+    rows = [line.split() for line in result.stdout.split("\n\n")[1].splitlines()[1:]]
+    assert [(row[1], *row[3:7]) for row in rows] == [
+        ("DIFFERENT", "100", "0", "1", "3"),
+        ("MISSING", "20", "80", "0", "-"),
+    ]
+    found = json.loads(compare_loss(whole, short, "--json").stdout)["runs"][0]
+    assert (found["equal"], found["different"], found["missing_in_test"]) == (False, 0, 80)
+    both = compare_loss(off, short)
+    said = "DIFFERENT: 1 of 20 iterations in both, first at 3; MISSING: 80 in test (first at 21)"
+    assert (both.returncode, last_line(both)) == (1, said)
+
+
 def test_different_runs_exit_with_1_and_name_the_first_iteration(tmp_path: Path, compare_loss: Run) -> None:
     other = CURVE | {41: 9.0, 60: math.nan, 8: -math.inf}
     result = compare_loss(make_run(tmp_path / "a", CURVE), make_run(tmp_path / "b", other))

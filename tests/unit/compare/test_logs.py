@@ -212,6 +212,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "".join(f"\r 10%|#  | {n}/30 [00:01<00:09,  9.9it/s, loss={x}]" for n, x in LOSSES.items()),
         "a file or a tracker",
     ),
+    "a progress bar of diffusers": (
+        "Steps:  33%|#  | 1/3 [00:01<00:02,  1.0s/it, lr=0.0001, step_loss=10.9]\r",
+        "a file or a tracker",
+    ),
     "commas of two meanings": ("step 1/3 | train loss 10,995 |\n", "LC_ALL=C"),
     "ranks that differ": (
         "".join(f"[rank{r}]: step {n}/3 | train loss {x + r} |\n" for n, x in LOSSES.items() for r in range(2)),
