@@ -46,7 +46,7 @@ class FileCalls:
 
     def write_new(self, path: Path, data: bytes) -> int:
         """Write a new file and return its open descriptor; its content is durable after `sync`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
             self.write(descriptor, [memoryview(data)], offset=0)

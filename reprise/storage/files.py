@@ -44,7 +44,7 @@ class Files(FileCalls):
 
     def open_for_writing(self, path: Path) -> int:
         """Open a shared file for writing, creating it if missing, never truncating; several ranks do so at once."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def open_direct(self, path: Path) -> int | None:
         """Open an existing shared file for direct I/O, bypassing the page cache; None if its file system has none.
@@ -142,7 +142,7 @@ class Files(FileCalls):
 
     def mark(self, path: Path) -> None:
         """Make an empty marker file for other hosts to see. It need not survive a power failure."""
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def size(self, path: Path) -> int:
         """Return a regular file's size in bytes.

@@ -148,7 +148,7 @@ class Hold:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(self.name, flags, 0o644, dir_fd=self._descriptor)
+        file = os.open(self.name, flags, 0o666, dir_fd=self._descriptor)
         try:
             os.write(file, json.dumps(asdict(HoldingProcess.of_this_process())).encode())
             os.fsync(file)

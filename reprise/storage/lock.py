@@ -185,7 +185,7 @@ class FolderLock:
 
     def _open(self) -> int:
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a socket
                 raise self._no_file() from error

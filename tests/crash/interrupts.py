@@ -51,7 +51,7 @@ class _Tracer:
     kind: str
     outcome: Outcome = field(default_factory=Outcome)
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> _Tracer | None:
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(LIBRARY):
             return None
         frame.f_trace_opcodes = self.kind == "opcode"

@@ -163,7 +163,7 @@ class FollowLog:
         Raises:
             DataError: if a line is no JSON object.
         """
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             data = read_regular(path)
             end = data.rfind(b"\n") + 1

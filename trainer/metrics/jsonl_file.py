@@ -31,7 +31,7 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting = bytearray()
         self._lock = threading.Lock()  # of the lines that wait
         self._syncing = threading.Lock()  # of the descriptor, but for writes

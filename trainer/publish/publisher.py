@@ -175,7 +175,7 @@ def _lock(folder: Path) -> int:
         LockError: if another process holds it.
         DataError: if the folder is a copy, and the one it was copied from is still there.
     """
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _settle_owner(descriptor, folder)
