@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from reprise.nested.module_tree import tree_of, tree_of_dict
 from reprise.nested.own_state import own_state
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
-from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target, check_vacant
+from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_vacant, target_folder
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
 
@@ -89,28 +90,29 @@ class AsyncSaver:
         self._known, self._calls, self._is_closed = KnownTables(), 0, False
         self._last = LastTensors()
         with call.agreed():
-            check_target(folder, 0)
+            self._folder = target_folder(folder)
             check_patterns(from_rank0)
             check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
             check_limits(
                 staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
             )
-        self._folder, self._from_rank0, self._overwrite = folder, tuple(from_rank0), overwrite
-        policy = SavePolicy(
-            Path(folder),
-            retention=Retention(max_checkpoint_keep),
-            file_bytes=file_bytes,
-            commit_timeout_s=commit_timeout_s,
-            async_save=True,
-            copies_at_call=True,
-            staging_bytes=staging_bytes,
-            stall_timeout_s=stall_timeout_s,
-        )
-        try:
+            self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
+            policy = SavePolicy(
+                self._folder,
+                retention=Retention(max_checkpoint_keep),
+                file_bytes=file_bytes,
+                commit_timeout_s=commit_timeout_s,
+                async_save=True,
+                copies_at_call=True,
+                staging_bytes=staging_bytes,
+                stall_timeout_s=stall_timeout_s,
+            )
             self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
+        try:
             self._checkpointer.start()
         except BaseException as error:
             call.report(error)
+            self._checkpointer.close()
             raise
 
     def prepare(
@@ -233,27 +235,30 @@ class AsyncSaver:
 
     def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         name = f"AsyncSaver.save(iteration={iteration})"
-        contents = self._contents(name, iteration, make_tree, is_replicated=is_replicated)
-        try:
-            self._checkpointer.save(iteration, contents, again=True)
-        finally:  # later than the save, as the program may be at its end already
-            program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
+        with self._joint_call(name, iteration, make_tree, is_replicated=is_replicated) as contents:
+            try:
+                self._checkpointer.save(iteration, contents, again=True)
+            finally:  # later than the save, as the program may be at its end already
+                program_end.finish_at_end(self, self._checkpointer.landing)
 
     def _prepare(self, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
-        contents = self._contents("AsyncSaver.prepare()", None, make_tree, is_replicated=is_replicated)
-        self._checkpointer.prepare(contents)
+        with self._joint_call("AsyncSaver.prepare()", None, make_tree, is_replicated=is_replicated) as contents:
+            self._checkpointer.prepare(contents)
 
-    def _contents(self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool) -> Contents:
+    @contextlib.contextmanager
+    def _joint_call(
+        self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool
+    ) -> Iterator[Contents]:
         """Agree on the contents of a call; without an iteration, nothing is to be saved yet."""
         self._calls += 1
+        attempts = self._checkpointer.attempts
         call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
         try:
-            return contents_of(
+            yield contents_of(
                 call,
                 make_tree,
                 cache=self._known,
                 last=self._last,
-                folder=self._folder,
                 iteration=iteration or 0,
                 from_rank0=self._from_rank0,
                 is_replicated=is_replicated,
@@ -261,7 +266,8 @@ class AsyncSaver:
                 before_decision=lambda: self._require_vacant(iteration),
             )
         except BaseException as error:
-            if call.is_agreed and not isinstance(error, TrainerError):  # on this rank alone, which is out of step
+            is_alone = call.is_out_of_step and not isinstance(error, TrainerError)
+            if is_alone and self._checkpointer.attempts == attempts:  # else all ranks learn that the attempt is aborted
                 self._is_closed = True
                 call.report(error)
             raise

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 
@@ -86,6 +87,33 @@ class _Started:
     def is_over(self) -> bool:
         """Return whether there is nothing to wait for."""
         return self.job.is_done or self.save_job.snapshot.is_aborted
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A background save under way, for the end of a program that has dropped its saver."""
+
+    iteration: int
+    job: Job
+    timeout_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has become a checkpoint."""
+        return self.job.is_done and self.job.error is None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the save, after an error for a short time only, else raise why it became no checkpoint."""
+        if error is None:
+            self.job.wait(self.timeout_s)
+        elif not self.job.ends(_LINGER_S):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Log that nobody waits for the save any longer."""
+        _log.error("iteration %d was not saved: its save did not end within %.0f s", self.iteration, _LINGER_S)
 
 
 class Checkpointer:
@@ -299,6 +327,19 @@ class Checkpointer:
         """Return whether a background save is under way."""
         return self._started is not None and not self._started.job.is_done
 
+    @property
+    def landing(self) -> Landing | None:
+        """Return the last save while its outcome is not taken."""
+        started = self._started
+        if started is None:
+            return None
+        return Landing(started.save_job.attempt.iteration, started.job, self._policy.commit_timeout_s)
+
+    @property
+    def attempts(self) -> int:
+        """Return the number of saves begun, which is equal on all ranks while they are in step."""
+        return self._attempts.count
+
     def drain(self, timeout_s: float) -> None:
         """Wait until the background thread has nothing to do, not even for an aborted save, or for a while."""
         job = self._stuck if self._started is None else self._started.job
@@ -309,9 +350,8 @@ class Checkpointer:
         """Let go of the lock: this process is about to end with an error. A save under way, which is good, may land."""
         try:
             self.drain(_LINGER_S)
-            if self._started is not None and self.is_saving:
-                iteration = self._started.save_job.attempt.iteration
-                _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, _LINGER_S)
+            if (landing := self.landing) is not None and self.is_saving:
+                landing.give_up()
             else:
                 self.wait()  # its failure is logged
         finally:  # also after an interrupt, or a defect of the save
@@ -330,6 +370,16 @@ class Checkpointer:
             self._worker_channel.release()
         self.abandon()
 
+    def __enter__(self) -> Checkpointer:
+        """Return the checkpointer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the checkpointer; a second call completes one that an interrupt has ended."""
+        self.close()
+
     @property
     def _is_async(self) -> bool:
         return self._policy.async_save
@@ -344,6 +394,10 @@ class Checkpointer:
         except BaseException as error:
             self._abort(Attempt(iteration, name, self._owned.folder, Layout((), {})), as_problem(error), shared)
             self._keep([(iteration, name)])
+            started = self._started
+            if started is not None and started.save_job.attempt.name == name:
+                self._let_go(started)
+                self.drain(_LINGER_S)  # what it has written is removed, and the next save finds an idle thread
             raise
 
     def _start(self, save_job: SaveJob, called: float, start: float) -> None:

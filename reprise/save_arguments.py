@@ -12,16 +12,24 @@ from reprise.paths import exists, is_url
 from reprise.storage.folder import iteration_name
 
 
-def check_target(folder: str | Path, iteration: int) -> None:
-    """Refuse a folder or an iteration unfit for a save.
+def target_folder(folder: str | Path) -> Path:
+    """Return the absolute path of a folder to save to.
 
     Raises:
         ConfigError: `folder` is a URL, or no path.
-        CheckpointError: for an iteration outside the names of folders.
     """
     require_path(folder)
     if is_url(str(folder)):
         raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
+    return Path(folder).absolute()
+
+
+def check_iteration(iteration: int) -> None:
+    """Refuse an iteration outside the names of folders.
+
+    Raises:
+        CheckpointError: naming it.
+    """
     if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
         raise CheckpointError(
             "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
@@ -93,14 +101,13 @@ def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> Non
         )
 
 
-def check_vacant(folder: str | Path, iteration: int) -> None:
+def check_vacant(folder: Path, iteration: int) -> None:
     """Refuse an existing iteration of the folder.
 
     Raises:
         CheckpointError: naming its path.
     """
-    check_target(folder, iteration)
-    path = Path(folder) / iteration_name(iteration)
+    path = folder / iteration_name(iteration)
     if exists(path):
         fix = "Save another iteration, or with overwrite=True, which keeps this one as `.superseded-k`."
         raise CheckpointError("The iteration is there already", where=path, fix=fix)

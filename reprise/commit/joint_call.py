@@ -86,6 +86,11 @@ class JointCall:
         if not isinstance(error, TrainerError):
             self.channel.fail(as_problem(error).what)
 
+    @property
+    def is_out_of_step(self) -> bool:
+        """Return whether other ranks may go on with this call after an error on this rank alone."""
+        return self.channel.world_size > 1 and (self.is_agreed or not self._is_decided)
+
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Let no rank go on, and none wait, if this rank raises anything in this block."""

@@ -73,7 +73,7 @@ def gather(
         LockError: if a run saves to `out`.
     """
     parts = list[Checkpoint]()
-    for path in map(Path, hosts):
+    for path in (Path(host).absolute() for host in hosts):
         if not is_dir(path):
             raise no_folder(path)
         parts += open_parts(LoadSource.named(path).path, FILE_SYSTEM)
@@ -81,14 +81,11 @@ def gather(
     folder = CheckpointFolder(Path(out), FILE_SYSTEM, terms)
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
-    lock.acquire()
-    try:
+    with lock, lock:
         for number, attempt in folder.partials():  # of a call that was killed
             if attempt.startswith(_ATTEMPT):
                 folder.files.remove_tree(folder.partial(number, attempt))
         return _join(parts, folder, progress)
-    finally:
-        lock.release()
 
 
 def _join(parts: list[Checkpoint], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:

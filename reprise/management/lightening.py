@@ -21,7 +21,7 @@ from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_file, read_places
 from reprise.management.listing import is_whole
 from reprise.management.paths import TERMS, checkpoint_folder
-from reprise.management.pruning import locked
+from reprise.management.pruning import lock_of
 from reprise.paths import read_regular
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder, FolderTerms
@@ -76,9 +76,10 @@ def drop_optimizer(
             where=place,
             fix="Drop it in the folder of the run: its mirror uploads the lighter checkpoints.",
         )
-    checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
+    checkpoints = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
+    held = lock_of(checkpoints, dry_run=dry_run)
     try:
-        with contextlib.nullcontext() if dry_run else locked(checkpoints) as lock:
+        with held as lock, held:
             if lock is not None:
                 checkpoints.sweep()
             return _drop(checkpoints, before, lock)

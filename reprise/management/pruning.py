@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +84,9 @@ def prune(
     place = location(folder)
     if is_stored(place):
         return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
-    checkpoints = CheckpointFolder(checkpoint_folder(Path(folder)), FILE_SYSTEM, terms)
-    with contextlib.nullcontext() if dry_run else locked(checkpoints) as lock:
+    checkpoints = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
+    held = lock_of(checkpoints, dry_run=dry_run)
+    with held as lock, held:
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
         retained = sorted(set(committed) - set(iterations))
@@ -136,15 +137,11 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
     return PruneReport(tuple(expired), tuple(sorted({*committed} - gone)), dry_run)
 
 
-@contextlib.contextmanager
-def locked(folder: CheckpointFolder) -> Iterator[FolderLock]:
-    """Hold the lock of a checkpoint folder."""
-    lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
-    lock.acquire()
-    try:
-        yield lock
-    finally:
-        lock.release()
+def lock_of(folder: CheckpointFolder, *, dry_run: bool) -> FolderLock | contextlib.nullcontext[None]:
+    """Return the lock of a checkpoint folder, to be entered twice; without a lock for a dry run."""
+    if dry_run:
+        return contextlib.nullcontext()
+    return FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
 
 
 def _require_whole(folder: CheckpointFolder, retained: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -23,7 +22,14 @@ from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
 from reprise.nested.tree import Tree
 from reprise.policy import Retention, SavePolicy
-from reprise.save_arguments import check_numbers, check_patterns, check_target, check_vacant, require_path
+from reprise.save_arguments import (
+    check_iteration,
+    check_numbers,
+    check_patterns,
+    check_vacant,
+    require_path,
+    target_folder,
+)
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.location import location
@@ -49,7 +55,6 @@ def contents_of(
     *,
     cache: KnownTables,
     last: LastTensors | None = None,
-    folder: str | Path,
     iteration: int,
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
@@ -73,7 +78,7 @@ def contents_of(
     last = last or LastTensors()
     with call.preparing(), own_modes():
         check()
-        check_target(folder, iteration)
+        check_iteration(iteration)
         check_patterns(from_rank0)
         tree = make_tree()
         values = values_of(tree)
@@ -117,34 +122,28 @@ def save_now(
         TrainerError: if the save did not become a checkpoint.
         BaseException: as `contents_of`.
     """
-    with contextlib.ExitStack() as ending:
+    with call.preparing():
+        path = target_folder(folder)
+        check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes)
+        policy = SavePolicy(path, retention=Retention(keep), file_bytes=file_bytes)
+        checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
 
-        def new_checkpointer() -> Checkpointer:
-            policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
-            checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
-            ending.callback(checkpointer.close)
-            return checkpointer
+    def take_folder() -> None:
+        checkpointer.take_folder()
+        if not overwrite:
+            check_vacant(path, iteration)
 
-        owning: list[Checkpointer] = []
-
-        def take_folder() -> None:
-            owning.append(new_checkpointer())
-            owning[0].take_folder()
-            if not overwrite:
-                check_vacant(folder, iteration)
-
+    with checkpointer, checkpointer:  # again, where an interrupt ends the first exit
         contents = contents_of(
             call,
             make_tree,
             cache=known_tables("save", call.channel),
-            folder=folder,
             iteration=iteration,
             from_rank0=from_rank0,
             is_replicated=is_replicated,
-            check=lambda: check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes),
             before_decision=take_folder,
         )
-        report = (owning[0] if owning else new_checkpointer()).save(iteration, contents)
+        report = checkpointer.save(iteration, contents)
     assert report is not None
     if report.error is not None:
         raise report.error
@@ -175,13 +174,13 @@ def fill(
     channel = call.channel
     with call.preparing(), own_modes():
         require_path(path)
+        source = location(path)
         check_strict(strict)
         tree = make_tree()
         tree.prepare_load()
         local = local_tensors(tree)
         table = local.table(tree, ())
     joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
-    source = location(path)
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
     filling = Filling(tree, local.shared(joint, channel.rank), joint, strict=strict)

@@ -49,12 +49,9 @@ def write_checkpoint(
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
     try:
         lock = FolderLock(folder.root, nonce, files=folder.files)
-        lock.acquire()
-        try:
+        with lock, lock:
             folder.sweep()
             _write(attempt, write, documents=documents, aliases=aliases, lock=lock)
-        finally:
-            lock.release()
     except OSError as error:
         raise folder.cannot_write(error) from error
     return folder.iteration(iteration)

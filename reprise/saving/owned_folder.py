@@ -163,15 +163,15 @@ class OwnedFolder:
             self._settle(frozenset(), marks=marks)
 
     def _take_lock(self) -> None:
-        lock = FolderLock(
+        self.lock = FolderLock(
             self.folder.root,
             self._nonce,
             another=self.folder.terms.another,
             is_local=self._is_local,
             files=self.folder.files,
+            owner=self,
         )
-        lock.acquire()
-        self.lock = lock
+        self.lock.acquire()
 
     def _settle(self, elsewhere: Collection[str], *, marks: bool) -> None:
         """Complete the attempts committed by another host, sweep all others, and mark the folder."""

@@ -98,7 +98,7 @@ class Snapshot:
             CheckpointError: after `abort`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._states[id(chunk)] is not _State.STAGING)
+            self._changed.wait_for(lambda: self._is_aborted or self._states[id(chunk)] is not _State.STAGING)
             self._require()
             is_staged = self._states[id(chunk)] is _State.STAGED
             if not is_staged:

@@ -89,11 +89,18 @@ class FolderTerms:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder of a run's saves. Only rank 0 changes names in it, and only under the lock."""
+    """The folder of a run's saves. Only rank 0 changes names in it, and only under the lock.
+
+    `root` becomes absolute: a later change of the working folder changes nothing.
+    """
 
     root: Path
     files: Files
     terms: FolderTerms = FolderTerms()
+
+    def __post_init__(self) -> None:
+        """Make the root absolute."""
+        object.__setattr__(self, "root", self.root.absolute())
 
     def cannot_write(self, error: OSError, *, what: str = "The checkpoint folder") -> CheckpointError:
         """Return the error of this folder if it cannot be written."""

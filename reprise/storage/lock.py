@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -12,15 +13,19 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
 
 from reprise.atomic import make_folders
 from reprise.errors import LockError
 from reprise.paths import exists, read_regular
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
+from reprise.storage.worker import Job
 
 _log = logging.getLogger(__name__)
 
@@ -29,21 +34,12 @@ HEARTBEAT_S = 15.0
 STALE_S = 120.0
 _LOOK_S = 1.0
 _RELEASE_S = 5.0  # for a sync that hangs
+_DROPPED_S = 120.0  # for the save under way of a dropped saver
 _MOST_BYTES = 64 << 10
 
 # Of the locks of this process. flock(2) belongs to the open file, which a forked child shares: as long as the child, a
 # worker of a DataLoader for one, has it open, the kernel keeps the lock of a parent that has died.
 _descriptors: set[int] = set()
-
-
-def _close_in_child() -> None:
-    for descriptor in _descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +50,70 @@ class Holder:
     pid: int
     nonce: str
     started: float
+
+
+@dataclass(eq=False, slots=True)
+class _Hold:
+    """The lock in the hands of its thread, which an interrupt of the main thread leaves alone.
+
+    Args:
+        owner: returns None once nothing but a save under way may refer to the lock.
+        calls: what the thread does next; None ends it.
+    """
+
+    path: Path
+    me: Holder
+    owner: Callable[[], object]
+    calls: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
+    descriptor: int | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def keep(self) -> None:
+        """Make calls and keep the heartbeat going until None comes, then release the lock."""
+        _holds.add(self)
+        while True:
+            try:
+                job = self.calls.get(timeout=HEARTBEAT_S)
+            except Empty:
+                if self.is_named():  # else it is somebody else's to keep alive
+                    with contextlib.suppress(OSError):
+                        os.utime(self.path)
+                continue
+            if job is None:
+                break
+            job.run()
+            del job  # it refers to the lock, which may be dropped
+        if self.descriptor is not None:
+            if self.is_named():  # else the name there is somebody else's
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.descriptor, 0)
+                    keep_block(self.descriptor)
+            _close(self.descriptor)
+            self.descriptor = None
+        _holds.discard(self)
+        self.is_over.set()
+
+    def is_named(self) -> bool:
+        """Return whether the lock file names this lock."""
+        holder = _holder(self.path)
+        return holder is not None and holder.nonce == self.me.nonce
+
+
+_holds: set[_Hold] = set()
+
+
+def _leave_to_parent() -> None:
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+    for hold in _holds:  # its thread is the parent's
+        hold.descriptor = None
+        hold.is_over.set()
+    _holds.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def is_locked(folder: Path, name: str = "lock") -> bool:
@@ -70,16 +130,23 @@ def is_locked(folder: Path, name: str = "lock") -> bool:
 
 
 class FolderLock:
-    """The lock of one folder, held from `acquire` to `release` or to the end of the process.
+    """The lock of one folder, held from `acquire` to `release`, or until nothing refers to it any more.
 
     Between processes of one host, flock(2) alone decides: the kernel releases it when the holder dies. Between hosts
     whose file system does not propagate flock, the holder's heartbeat (the file's modification time) decides.
+
+    A thread takes the lock, keeps it and releases it, so that an interrupt of the caller comes before or after each of
+    these. An interrupt of `__exit__` itself is met by a second one:
+
+        with lock, lock:
+            ...
 
     Args:
         kind: the kind of folder, for messages.
         another: what to give for another folder, for messages.
         is_local: whether the folder is this host's own, whatever the host was called before: flock alone decides.
         name: the name of the lock file.
+        owner: whoever the lock is for, if a save under way refers to the lock longer; the lock itself by default.
     """
 
     def __init__(
@@ -93,17 +160,18 @@ class FolderLock:
         is_local: bool = False,
         files: Files = FILE_SYSTEM,
         name: str = "lock",
+        owner: object = None,
     ) -> None:
         self._files = files
         self._is_local = is_local
         self._kind, self._another = kind, another
-        self._path = folder / name
+        self._path = folder.absolute() / name
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
         self._clock = clock
-        self._descriptor: int | None = None
+        self._owner = weakref.ref(self if owner is None else owner)
+        self._hold: _Hold | None = None
+        self._shown: Job | None = None
         self._stop = threading.Event()
-        self._shown = threading.Event()
-        self._showing_error: OSError | None = None
 
     def acquire(self) -> None:
         """Take the lock.
@@ -116,9 +184,43 @@ class FolderLock:
                 left.
         """
         make_folders(self._files, self._path.parent)
-        self._descriptor = self._take()
-        beat = partial(self._beat, self._descriptor)
-        threading.Thread(target=beat, name="lock-heartbeat", daemon=True).start()
+        earlier = [hold for hold in tuple(_holds) if hold.path == self._path]
+        try:
+            self._acquire()
+        except LockError:
+            if not _have_ended(earlier):
+                raise
+            self._acquire()
+
+    def _acquire(self) -> None:
+        self._stop.clear()
+        hold = self._hold = _Hold(self._path, self._me, self._owner)
+        taken, self._shown = Job(partial(self._take, hold)), Job(partial(self._show, hold))
+        try:
+            threading.Thread(target=hold.keep, name="lock-heartbeat", daemon=True).start()
+            hold.calls.put(taken)
+            hold.calls.put(self._shown)
+            taken.wait()
+        except BaseException:
+            self.release()
+            raise
+
+    def __enter__(self) -> FolderLock:
+        """Take the lock, unless it is held, and return it."""
+        if self._hold is None:
+            self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        self.release()
+
+    def __del__(self) -> None:
+        """Release a dropped lock; this may be called at any point of any thread, and waits for nothing."""
+        if self._hold is not None:
+            self._hold.calls.put(None)
 
     def check(self) -> None:
         """Raise if the lock is no longer ours.
@@ -129,16 +231,16 @@ class FolderLock:
             LockError: if another job took it over.
             OSError: if the folder does not exist, or the file cannot be synced.
         """
-        if self._descriptor is not None:
+        hold = self._hold
+        if hold is not None and hold.descriptor is not None and self._shown is not None:
             self._shown.wait()
-        if self._showing_error is not None:
-            raise self._showing_error
-        if self._descriptor is not None and not exists(self._path):
-            lost, self._descriptor = self._descriptor, self._take()
-            _close(lost)
-            os.fsync(self._descriptor)
-        holder = self._holder()
-        if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
+            if not exists(self._path):
+                lost = hold.descriptor
+                self._take(hold)
+                _close(lost)
+                os.fsync(hold.descriptor)
+        holder = _holder(self._path)
+        if hold is None or hold.descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
 
     def refuse_if_taken(self) -> None:
@@ -152,28 +254,24 @@ class FolderLock:
         except OSError as error:
             if error.errno != errno.EFBIG:  # a file of that size is a lock of nobody
                 return
-        holder = self._holder()
+        holder = _holder(self._path)
         if holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
 
     def release(self) -> None:
         """Release the lock; calling it again is fine."""
         self._stop.set()
-        if self._descriptor is not None and self._shown.wait(_RELEASE_S):  # else the end of the process releases it
-            holder = self._holder()
-            if holder is not None and holder.nonce == self._me.nonce:  # else the name there is somebody else's
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, 0)
-                    keep_block(self._descriptor)
-            _close(self._descriptor)
-            self._descriptor = None
+        if self._hold is not None:
+            self._hold.calls.put(None)
+            if self._hold.is_over.wait(_RELEASE_S):  # else the end of the process releases it
+                self._hold = None
 
-    def _take(self) -> int:
-        """Open the lock file, creating it if missing, take the lock and return the descriptor."""
+    def _take(self, hold: _Hold) -> None:
+        """Open the lock file, creating it if missing, and take the lock."""
         descriptor = self._open()
         try:
             self._lock(descriptor)
-            holder = self._holder()
+            holder = _holder(self._path)
             if holder is not None and holder.host != self._me.host and not self._is_local:
                 self._refuse_if_alive(holder)
             os.ftruncate(descriptor, 0)
@@ -181,7 +279,13 @@ class FolderLock:
         except (OSError, LockError):
             _close(descriptor)
             raise
-        return descriptor
+        hold.descriptor = descriptor
+
+    @staticmethod
+    def _show(hold: _Hold) -> None:
+        """Sync a lock file that was taken."""
+        if hold.descriptor is not None:
+            os.fsync(hold.descriptor)
 
     def _open(self) -> int:
         try:
@@ -213,15 +317,14 @@ class FolderLock:
         )
         deadline = time.monotonic() + STALE_S
         while time.monotonic() < deadline:
-            self._stop.wait(min(_LOOK_S, HEARTBEAT_S))
-            if self._heartbeat() != seen:
+            if self._stop.wait(min(_LOOK_S, HEARTBEAT_S)) or self._heartbeat() != seen:
                 raise self._refusal(holder)
 
     def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._refusal(self._holder()) from None
+            raise self._refusal(_holder(self._path)) from None
         except OSError as error:
             raise LockError(
                 f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
@@ -229,37 +332,22 @@ class FolderLock:
                 fix=f"Let the file system carry flock(2), or name {self._another}.",
             ) from error
 
-    def _beat(self, descriptor: int) -> None:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            self._showing_error = error
-        finally:
-            self._shown.set()
-        while not self._stop.wait(HEARTBEAT_S):
-            holder = self._holder()
-            if holder is not None and holder.nonce == self._me.nonce:  # else it is somebody else's to keep alive
-                with contextlib.suppress(OSError):
-                    os.utime(self._path)
-
     def _heartbeat(self) -> float:
         return self._path.stat().st_mtime
 
-    def _holder(self) -> Holder | None:
-        try:
-            holder = Holder(**json.loads(read_regular(self._path, limit_bytes=_MOST_BYTES)))
-            time.localtime(holder.started)
-        except (OSError, OverflowError, RecursionError, ValueError, TypeError):
-            return None
-        return holder
-
     def _refusal(self, holder: Holder | None) -> LockError:
-        owner = "a holder that left no name"
+        what, owner = f"Another job writes to this {self._kind}", "a holder that left no name"
         fix = f"End that job, or give this one {self._another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             owner = f"host {holder.host}, pid {holder.pid}, started {started}"
-        if holder is not None and holder.host == self._me.host and not _is_alive(holder.pid):
+        if holder is not None and holder.nonce in {hold.me.nonce for hold in tuple(_holds)} - {self._me.nonce}:
+            what = f"This process writes to this {self._kind} already"
+            fix = (
+                "Call `close` on the AsyncSaver that has it, which lives as long as a variable or the traceback of an "
+                f"error refers to it, wait for the call on another thread that has it, or name {self._another}."
+            )
+        elif holder is not None and holder.host == self._me.host and not _is_alive(holder.pid):
             owner += "; that process is gone, and a child of it has the lock open"
             fix = f"End that child, which `fuser {self._path}` names, or give this job {self._another}."
         if holder is not None and holder.host != self._me.host:  # it may have died with its host
@@ -269,7 +357,7 @@ class FolderLock:
                 f"If that job runs, end it, or give this one {self._another}. If it is dead, start "
                 f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
             )
-        return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=owner, fix=fix)
+        return LockError(what, where=self._path.parent, found=owner, fix=fix)
 
     def _no_file(self) -> LockError:
         return LockError(
@@ -277,6 +365,24 @@ class FolderLock:
             where=self._path,
             fix=f"Remove it, or name {self._another}.",
         )
+
+
+def _holder(path: Path) -> Holder | None:
+    """Return the holder that a lock file names, or None."""
+    try:
+        holder = Holder(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))
+        time.localtime(holder.started)
+    except (OSError, OverflowError, RecursionError, ValueError, TypeError):
+        return None
+    return holder
+
+
+def _have_ended(holds: list[_Hold]) -> bool:
+    """Wait for the dropped ones of this process's locks; return whether there were any, and all have ended."""
+    if holds:
+        gc.collect()
+    dropped = [hold for hold in holds if hold.owner() is None]
+    return bool(dropped) and all(hold.is_over.wait(_DROPPED_S) for hold in dropped)
 
 
 def _close(descriptor: int) -> None:

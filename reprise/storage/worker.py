@@ -24,15 +24,19 @@ class Job:
     def run_from(queue: SimpleQueue[Job | None]) -> None:
         """Run jobs in their order until None comes; each keeps its exception. Called by a worker only."""
         while (job := queue.get()) is not None:
-            try:
-                job._call()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
-                job._error = error
-            finally:
-                job._call = _nothing  # what it holds is not needed any more
-                job._done.set()
+            job.run()
             del job
+
+    def run(self) -> None:
+        """Make the call, and keep its exception. Called once, by a worker only."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
+            self._error = error
+        finally:
+            self._call = _nothing  # what it holds is not needed any more
+            self._done.set()
 
     @property
     def is_done(self) -> bool:
@@ -86,7 +90,7 @@ def _nothing() -> None:
 class Worker:
     """Runs jobs in turn on daemon threads; the program's exit does not wait for them.
 
-    Each of the first jobs starts one.
+    Each of the first jobs starts one. The threads end with the worker, after the jobs that it was given.
     """
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
@@ -104,10 +108,14 @@ class Worker:
         self._queue.put(job)
         return job
 
+    def __del__(self) -> None:
+        """End the threads; this may be called at any point of any thread, and waits for nothing."""
+        for _ in range(self._count):  # an interrupt may have come before a thread was counted
+            self._queue.put(None)
+
     def close(self, timeout_s: float | None = None) -> None:
         """Let the threads end after the queued jobs; a thread that hangs is a daemon and is left behind."""
-        for _ in self._threads:
-            self._queue.put(None)
+        self.__del__()
         for thread in self._threads:
             thread.join(timeout_s)
         self._threads.clear()

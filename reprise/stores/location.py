@@ -11,15 +11,17 @@ _MARK = "://"  # of every URL; no path without it asks further
 
 
 def location(text: str | Path) -> Path:
-    """Return the path in a text: a path of this host, or the URL of a store.
+    """Return the path in a text: an absolute path of this host, or the URL of a store.
+
+    A later change of the working folder changes nothing.
 
     Raises:
         ConfigError: for a malformed URL of a store.
     """
     if isinstance(text, Path):
-        return text
+        return text.absolute()
     if _MARK not in text or not is_store_url(text):
-        return Path(text)
+        return Path(text).absolute()
     from reprise.stores.path import store_path
 
     return store_path(text)

@@ -16,7 +16,7 @@ import secrets
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -167,7 +167,7 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 is_last = options.once or orders.is_finishing
                 if passes is None:
                     if options.host == 0 or pool is not None:
-                        stack.enter_context(_locked(folder, is_local=pool is not None))
+                        stack.enter_context(_lock_of(folder, is_local=pool is not None))
                     passes = MirrorPass(
                         StoreClient(url.root), url, folder, rule, pool=pool,
                         host=options.host, hosts=options.hosts, stall_s=options.stall_s,
@@ -190,16 +190,10 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, *, is_local: bool) -> Iterator[None]:
-    lock = FolderLock(
+def _lock_of(folder: Path, *, is_local: bool) -> FolderLock:
+    return FolderLock(
         folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run", is_local=is_local
     )
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _checkpoints_of(run: Path, *, is_awaited: bool) -> Path:

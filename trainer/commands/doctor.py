@@ -277,10 +277,8 @@ def _rename(files: Files, scratch: Path) -> tuple[str, str]:
 
 
 def _lock(files: Files, scratch: Path) -> tuple[str, str]:
-    lock = FolderLock(scratch, "doctor")
-    lock.acquire()
-    lock.release()
-    return FINE, "flock"
+    with FolderLock(scratch, "doctor"):
+        return FINE, "flock"
 
 
 def _reserve(files: Files, scratch: Path) -> tuple[str, str]:

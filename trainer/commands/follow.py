@@ -105,14 +105,10 @@ def _follow(options: argparse.Namespace, command: Sequence[str], runner: Command
     folder = Path.cwd() if is_stored(run) else run
     stem = f"{FOLLOW}.{options.name}" if options.name else FOLLOW
     lock = FolderLock(folder, secrets.token_hex(4), kind=f"{stem}.jsonl", another="another --name", name=f"{stem}.lock")
-    lock.acquire()
-    try:
-        with FollowLog.open(folder / f"{stem}.jsonl", check=lock.check) as log:
-            choice = Choice(options.every, options.first, weights=options.weights)
-            follower = Follower(run, command, log, runner, choice=choice, metric=options.json_metric)
-            return follower.follow(once=options.once, poll_s=poll_s)
-    finally:
-        lock.release()
+    with lock, lock, FollowLog.open(folder / f"{stem}.jsonl", check=lock.check) as log:
+        choice = Choice(options.every, options.first, weights=options.weights)
+        follower = Follower(run, command, log, runner, choice=choice, metric=options.json_metric)
+        return follower.follow(once=options.once, poll_s=poll_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,16 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
     """
     lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
     has_lock = channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve())
-    with channel.agreed("run folder"):
-        try:
-            if has_lock:
-                lock.acquire()
-        except OSError as error:
-            raise run_folder_failed(folder, error) from error
     try:
+        with channel.agreed("run folder"):
+            try:
+                if has_lock:
+                    lock.acquire()
+            except OSError as error:
+                raise run_folder_failed(folder, error) from error
         yield
     finally:
-        if has_lock:
-            lock.release()
+        lock.release()
 
 
 def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
