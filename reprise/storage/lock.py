@@ -25,7 +25,7 @@ from reprise.atomic import make_folders
 from reprise.errors import LockError
 from reprise.paths import exists, read_regular
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
-from reprise.storage.worker import Job
+from reprise.storage.worker import Job, ending_with
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class _Hold:
     Args:
         owner: returns None once nothing but a save under way may refer to the lock.
         calls: what the thread does next; None ends it.
+        dropped: puts None once nothing refers to the lock.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class _Hold:
     owner: Callable[[], object]
     calls: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     descriptor: int | None = None
+    dropped: object = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def keep(self) -> None:
@@ -195,6 +197,7 @@ class FolderLock:
     def _acquire(self) -> None:
         self._stop.clear()
         hold = self._hold = _Hold(self._path, self._me, self._owner)
+        hold.dropped = ending_with(self, hold.calls)
         taken, self._shown = Job(partial(self._take, hold)), Job(partial(self._show, hold))
         try:
             threading.Thread(target=hold.keep, name="lock-heartbeat", daemon=True).start()
@@ -216,11 +219,6 @@ class FolderLock:
     ) -> None:
         """Release the lock."""
         self.release()
-
-    def __del__(self) -> None:
-        """Release a dropped lock; this may be called at any point of any thread, and waits for nothing."""
-        if self._hold is not None:
-            self._hold.calls.put(None)
 
     def check(self) -> None:
         """Raise if the lock is no longer ours.

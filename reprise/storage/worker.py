@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 from reprise.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class Job:
@@ -21,11 +25,16 @@ class Job:
         self._error: BaseException | None = None
 
     @staticmethod
-    def run_from(queue: SimpleQueue[Job | None]) -> None:
-        """Run jobs in their order until None comes; each keeps its exception. Called by a worker only."""
+    def run_from(queue: SimpleQueue[Job | None], _dropped: object = None) -> None:
+        """Run jobs in their order until None comes; each keeps its exception. Called by a worker only.
+
+        Args:
+            _dropped: a reference that puts None once what it refers to is gone; it has to live until then.
+        """
         while (job := queue.get()) is not None:
             job.run()
             del job
+        queue.put(None)  # for the next thread
 
     def run(self) -> None:
         """Make the call, and keep its exception. Called once, by a worker only."""
@@ -95,30 +104,39 @@ class Worker:
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._name, self._count = name, threads
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._open()
+
+    def _open(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._dropped = ending_with(self, self._queue)
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
         if len(self._threads) < self._count:
-            thread = threading.Thread(target=Job.run_from, args=(self._queue,), name=self._name, daemon=True)
+            queue = (self._queue, self._dropped)
+            thread = threading.Thread(target=Job.run_from, args=queue, name=self._name, daemon=True)
             thread.start()  # the system may refuse it
             self._threads.append(thread)
         job = Job(call)
         self._queue.put(job)
         return job
 
-    def __del__(self) -> None:
-        """End the threads; this may be called at any point of any thread, and waits for nothing."""
-        for _ in range(self._count):  # an interrupt may have come before a thread was counted
-            self._queue.put(None)
-
     def close(self, timeout_s: float | None = None) -> None:
         """Let the threads end after the queued jobs; a thread that hangs is a daemon and is left behind."""
-        self.__del__()
+        self._queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
-        self._threads.clear()
+        self._open()
+
+
+def ending_with(owner: T, queue: SimpleQueue[Job | None]) -> weakref.ref[T]:
+    """Return a reference that puts None once its owner is gone.
+
+    That may be at any point of any thread. It runs nothing of Python, which could be interrupted or wait for a lock
+    that the same thread has.
+    """
+    return weakref.ref(owner, partial(queue.put, None))
 
 
 class Stopped(Exception):
@@ -133,16 +151,23 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
     other error.
     """
     jobs = [Job(call) for call in calls]
-    helpers = max(0, min(threads, len(jobs)) - 1)
     queue: SimpleQueue[Job | None] = SimpleQueue()
-    for job in (*jobs, *[None] * (helpers + 1)):
+    for job in (*jobs, None):
         queue.put(job)
-    pool = Worker(name, threads=helpers)
-    with contextlib.suppress(RuntimeError):
-        for _ in range(helpers):
-            pool.submit(partial(Job.run_from, queue))
-    Job.run_from(queue)
-    errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
-    pool.close()
+    helpers = [
+        threading.Thread(target=Job.run_from, args=(queue,), name=name, daemon=True)
+        for _ in range(min(threads, len(jobs)) - 1)
+    ]
+    started = list[threading.Thread]()
+    try:
+        with contextlib.suppress(RuntimeError):
+            for helper in helpers:
+                helper.start()
+                started.append(helper)
+        Job.run_from(queue)
+        errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
+    finally:  # whatever interrupts this thread: what the others work on is not used again before they end
+        for helper in started:
+            helper.join()
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
