@@ -355,6 +355,7 @@ class Checkpointer:
             else:
                 self.wait()  # its failure is logged
         finally:  # also after an interrupt, or a defect of the save
+            self._worker.close(0.0)
             if self._owned is not None:
                 self._owned.release()
 

@@ -6,7 +6,7 @@ Most leaders get the files from another leader: see `Relay`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from reprise.commit import commit_state
@@ -54,13 +54,15 @@ class HostsCommit(TwoPhaseCommit):
         self._exchange, self._copying, self._relay = local.exchange, local.copying, local.relay
         self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
         self._order = b""
-        self._actions |= {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}
 
     def run(self) -> None:
         """Make the checkpoint, and begin its copies; see `TwoPhaseCommit.run`."""
         super().run()
         if self._channel.rank in self._attempt.hosts.leaders:
             self._copying.committed(self._attempt, self._order)
+
+    def _calls(self) -> dict[Action, Callable[[], Event]]:
+        return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}
 
     def _await_decision(self) -> Event:
         """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""

@@ -66,15 +66,6 @@ class TwoPhaseCommit:
         self._error: BaseException | None = None  # of this rank
         self._report = RankReport(attempt.iteration)
         self._reports: dict[int, RankReport] = {}  # on rank 0, by rank
-        self._actions: dict[Action, Callable[[], Event]] = {
-            Action.REPORT: self._send_report,
-            Action.AWAIT_DECISION: self._await_decision,
-            Action.LOOK: self._look,
-            Action.COLLECT: self._collect,
-            Action.PREPARE: self._prepare,
-            Action.RENAME: self._rename,
-            Action.BROADCAST: self._broadcast,
-        }
 
     def run(self) -> None:
         """Make the checkpoint, or learn of the failed attempt.
@@ -93,11 +84,23 @@ class TwoPhaseCommit:
             action = self._shared.take(event)
             if action in (Action.END, Action.NOTHING):
                 break
-            call = self._actions[action]
+            call = self._calls()[action]
         state = self._shared.current
         self._tables.ended(is_committed=state.made_checkpoint)
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
+
+    def _calls(self) -> dict[Action, Callable[[], Event]]:
+        """Return the call of each action. Kept, they would keep this object, and with it the lock of the folder."""
+        return {
+            Action.REPORT: self._send_report,
+            Action.AWAIT_DECISION: self._await_decision,
+            Action.LOOK: self._look,
+            Action.COLLECT: self._collect,
+            Action.PREPARE: self._prepare,
+            Action.RENAME: self._rename,
+            Action.BROADCAST: self._broadcast,
+        }
 
     def _failure(self, error: BaseException, *, is_silence: bool) -> Event:
         if is_silence:

@@ -148,8 +148,11 @@ class Snapshot:
 
     def abort(self) -> None:
         """Let live memory change at once. A save still reading live memory must not be committed."""
+        self._is_aborted = True
+        with contextlib.suppress(RuntimeError):  # not ours: an interrupt may have ended a block before its release
+            while True:
+                self._changed.release()
         with self._changed:
-            self._is_aborted = True
             self._changed.notify_all()
 
     @property
@@ -182,9 +185,13 @@ class Snapshot:
 
     def _stage_all(self, share: deque[Chunk]) -> None:
         """Copy chunks to the arena until none is left, or the arena is full. Any thread."""
-        with contextlib.suppress(IndexError):
-            while self._stage(share.popleft()):
-                pass
+        try:
+            with contextlib.suppress(IndexError):
+                while self._stage(share.popleft()):
+                    pass
+        except BaseException:
+            self.abort()  # the other threads go on
+            raise
 
     def _stage(self, chunk: Chunk) -> bool:
         """Copy a chunk to the arena unless a writer has it already; return False if the arena is full."""

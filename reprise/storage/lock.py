@@ -207,6 +207,8 @@ class FolderLock:
         except BaseException:
             self.release()
             raise
+        finally:
+            del taken  # it has the error, whose traceback refers to this frame
 
     def __enter__(self) -> FolderLock:
         """Take the lock, unless it is held, and return it."""

@@ -46,6 +46,7 @@ class Job:
         finally:
             self._call = _nothing  # what it holds is not needed any more
             self._done.set()
+            del self  # the traceback of the error refers to this frame
 
     @property
     def is_done(self) -> bool:
@@ -77,7 +78,10 @@ class Job:
                 fix="The disk or a peer hangs; committed checkpoints are untouched.",
             )
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the traceback of the error refers to this frame, and to its callers
 
 
 def _clear_frames(error: BaseException) -> None:

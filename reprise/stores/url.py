@@ -42,7 +42,7 @@ class StoreUrl:
                 found=_without_secret(text),
                 fix="Mounted file systems are given by their path.",
             )
-        if any(mark in match["rest"] for mark in "@?#"):
+        if {"@", ":"} & set(match["rest"].partition("/")[0]) or {"?", "#"} & set(match["rest"]):
             raise ConfigError(
                 "A URL of a store has a user, a query or a fragment",
                 expected=f"{scheme}://bucket/folder",
@@ -90,4 +90,4 @@ def is_store_url(text: str) -> bool:
 def _without_secret(text: str) -> str:
     """Return a URL without what may be a user and a password, or a signature."""
     head, _, tail = text.partition("://")
-    return re.sub(r"[?#].*", "?...", f"{head}://{re.sub(r'^[^/]*@', '...@', tail)}") if tail else text
+    return re.sub(r"[?#].*", "?...", f"{head}://{re.sub(r'^[^/]*:.*@|^[^/]*@', '...@', tail)}") if tail else text

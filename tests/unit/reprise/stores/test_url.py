@@ -16,6 +16,8 @@ from reprise.stores.url import StoreUrl, is_store_url
         ("gs://bucket", "gs://bucket", ""),
         ("az://container/x", "az://container", "x"),
         ("file:///data/run", "file://", "data/run"),
+        ("s3://bucket/me@example.org/run", "s3://bucket", "me@example.org/run"),
+        ("file:///home/me@example.org/run", "file://", "home/me@example.org/run"),
     ],
 )
 def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
@@ -35,6 +37,9 @@ def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
         ("s3://bucket//b", "empty segment"),
         ("s3://bucket/run?versionId=secret", "a query"),
         ("s3://user:secret@bucket/run", "a user"),
+        ("s3://secret@bucket", "a user"),
+        ("s3://user:sec/secret@bucket/run", "a user"),
+        ("file://user:secret@host/run", "a user"),
     ],
 )
 def test_what_is_no_store_is_refused_without_its_secrets(text: str, problem: str) -> None:
