@@ -1,0 +1,123 @@
+"""Whatever ends a save at any line, its lock, its threads and its files are as before, and the next save works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import reprise
+from reprise.errors import LockError
+from reprise.storage.lock import is_locked
+from tests.crash.interrupts import Outcome, count_lines, interrupt, lasting_threads
+
+
+@dataclass(slots=True)
+class Program:
+    """A model and the saves of a program."""
+
+    model: nn.Module = field(default_factory=lambda: nn.Linear(4, 4))
+
+    def save(self, folder: Path, iteration: int) -> None:
+        reprise.save(folder, self.model, iteration=iteration)
+
+    def save_in_background(self, folder: Path) -> None:
+        with reprise.AsyncSaver(folder) as saver:
+            saver.save(2, self.model)
+            saver.wait()
+            saver.save(3, self.model)
+
+
+def troubles_of(call: Callable[[Path], None], folder: Path, *, at: int, error: type[BaseException]) -> list[str] | None:
+    """Interrupt a call at a line and return what is wrong afterward; None where the call has fewer lines."""
+    program, before = Program(), set(threading.enumerate())
+    program.save(folder, 1)
+    outcome = interrupt(lambda: call(folder), at=at, error=error)
+    if outcome.place is None:
+        return None
+    troubles = []
+    if not isinstance(outcome.error, error):
+        troubles.append(f"the caller sees {outcome.error!r}")
+    outcome.error = None  # what a program does that handles it
+    troubles += [name for name in lasting_threads(before) if name != "checkpoint-end"]
+    if is_locked(folder):
+        troubles.append("the lock is held")
+    names = {path.name for path in folder.iterdir()} - {"lock", "latest_checkpointed_iteration.txt"}
+    troubles += [f"{name} is left" for name in names - {f"iter_000000{number}" for number in (1, 2, 3)}]
+    try:
+        program.save(folder, 4)
+    except BaseException as refusal:  # noqa: BLE001 - the test shows it
+        troubles.append(f"the next save ends with {refusal}")
+    troubles += [name for name in ("iter_0000001", "iter_0000004") if not (folder / name).is_dir()]
+    for path in folder.glob("iter_*"):
+        reprise.load(path, nn.Linear(4, 4))
+    return [f"{outcome.place}: {trouble}" for trouble in troubles]
+
+
+def save_inline(folder: Path) -> None:
+    Program().save(folder, 2)
+
+
+def save_in_background(folder: Path) -> None:
+    Program().save_in_background(folder)
+
+
+CALLS = {"inline": save_inline, "background": save_in_background}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_save_ended_at_a_line_leaves_nothing(tmp_path: Path, call: str, error: type[BaseException]) -> None:
+    lines = count_lines(lambda: CALLS[call](tmp_path / "counted"))
+    first = {KeyboardInterrupt: 40, SystemExit: 130, ZeroDivisionError: 220}[error]
+    for at in range(first, lines, 271):
+        assert not troubles_of(CALLS[call], tmp_path / str(at), at=at, error=error)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("call", CALLS)
+def test_a_save_ended_at_any_line_leaves_nothing(tmp_path: Path, call: str) -> None:
+    at, troubles = 1, list[str]()
+    while (found := troubles_of(CALLS[call], tmp_path / str(at), at=at, error=KeyboardInterrupt)) is not None:
+        troubles += found
+        at += 1
+    assert at > 2000
+    assert troubles == []
+
+
+def save_of(saver: reprise.AsyncSaver, iteration: int, **interruption: int) -> Outcome:
+    model = nn.Linear(4, 4)
+    return interrupt(lambda: saver.save(iteration, model), at=interruption.get("at"))
+
+
+@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_saver_goes_on_after_an_interrupt(tmp_path: Path, first: int) -> None:
+    at, step = first, 97 if first == 1 else 3
+    with reprise.AsyncSaver(tmp_path) as saver:
+        while save_of(saver, at, at=at).place is not None:
+            saver.save(at + 1, nn.Linear(4, 4))
+            saver.wait()
+            at += step
+    assert not is_locked(tmp_path)
+    assert at > 1000
+    assert len(list(tmp_path.glob("iter_*"))) >= at // step
+
+
+def test_a_dropped_saver_lets_go(tmp_path: Path) -> None:
+    saver = reprise.AsyncSaver(tmp_path)
+    saver.save_state_dict(1, {"a": torch.ones(3)})
+    del saver  # the save is under way
+    again = reprise.AsyncSaver(tmp_path)
+    assert (tmp_path / "iter_0000001").is_dir()
+    with pytest.raises(LockError, match="This process writes to this checkpoint folder already") as caught:
+        reprise.AsyncSaver(tmp_path)
+    assert "AsyncSaver" in str(caught.value)
+    assert "End that job" not in str(caught.value)
+    again.save_state_dict(2, {"a": torch.ones(3)})
+    again.close()
+    assert not is_locked(tmp_path)
