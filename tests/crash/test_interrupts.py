@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import reprise
 from reprise.errors import LockError
 from reprise.storage.lock import is_locked
 from tests.crash.interrupts import Outcome, count_lines, interrupt, lasting_threads
+from tests.distributed.test_ranks_that_disagree import process_group
+from tests.harness import call_on_ranks
 
 
 @dataclass(slots=True)
@@ -121,3 +126,75 @@ def test_a_dropped_saver_lets_go(tmp_path: Path) -> None:
     again.save_state_dict(2, {"a": torch.ones(3)})
     again.close()
     assert not is_locked(tmp_path)
+
+
+def save_on_two_ranks(arguments: list[str]) -> None:
+    """Interrupt a save on one of two ranks at each of some lines, and print what goes wrong on this rank."""
+    folder, first, step = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    with process_group() as rank:
+        dist.barrier()
+        at, is_over, model, tried = first, False, nn.Linear(4, 4), 0
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        while not is_over:
+            for who in (0, 1):
+                path = folder / f"{at}-{who}"
+                start = time.monotonic()
+                outcome = interrupt(
+                    lambda path=path: reprise.save(path, model, iteration=2, timeout_s=_RANKS_S),  # type: ignore[misc]
+                    at=at if rank == who else None,
+                )
+                took_s = time.monotonic() - start
+                if outcome.error is not None and rank == who and not isinstance(outcome.error, KeyboardInterrupt):
+                    print(f"TROUBLE {outcome.place}: the caller sees {outcome.error!r}", flush=True)
+                if took_s > 4 * _RANKS_S:
+                    print(f"TROUBLE at {at} on rank {who}: rank {rank} took {took_s:.0f} s", flush=True)
+                counts = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+                ended = torch.tensor([rank == who and outcome.place is None, _calls_of(rank)])
+                dist.all_gather(counts, ended)
+                is_over = is_over or any(bool(count[0]) for count in counts)
+                tried += outcome.place is not None
+                outcome.error = None
+                if counts[0][1] != counts[1][1]:  # the interrupt came before the call had begun on its rank
+                    print(f"SKIPPED {at}", flush=True)
+                    _catch_up(rank, int(max(count[1] for count in counts)))
+                try:
+                    reprise.save(path, model, iteration=3, timeout_s=_RANKS_S)
+                except BaseException as refusal:  # noqa: BLE001 - the test shows it
+                    print(f"TROUBLE at {at} on rank {who}: the next save: {refusal}", flush=True)
+                dist.barrier()
+                if rank == 0 and (is_locked(path) or not (path / "iter_0000003").is_dir()):
+                    print(f"TROUBLE at {at} on rank {who}: {sorted(p.name for p in path.iterdir())}", flush=True)
+            at += step
+        print(f"TRIED {tried}", flush=True)
+
+
+_RANKS_S = 2.0
+
+
+def _calls_of(rank: int) -> int:
+    """Return the number of calls that a rank has made."""
+    return int(distributed_c10d._get_default_store().add(f"reprise/calls/{rank}", 0))
+
+
+def _catch_up(rank: int, calls: int) -> None:
+    """Count a call that a rank has not made: without it, it would be one call behind the other ever after."""
+    distributed_c10d._get_default_store().add(f"reprise/calls/{rank}", calls - _calls_of(rank))
+
+
+@pytest.mark.parametrize(
+    ("first", "step"),
+    [pytest.param(60, 701, id="some"), pytest.param(1, 1, marks=pytest.mark.soak, id="all")],
+)
+@pytest.mark.slow
+def test_an_interrupt_on_one_rank_frees_the_other(tmp_path: Path, first: int, step: int) -> None:
+    ended = call_on_ranks(
+        save_on_two_ranks,
+        [str(tmp_path / "saves"), str(first), str(step)],
+        folder=tmp_path / "out",
+        ranks=2,
+        timeout_s=7200.0 if step == 1 else 300.0,
+    )
+    assert ended.ok, ended.text
+    assert "TRIED" in ended.text
+    assert "TROUBLE" not in ended.text

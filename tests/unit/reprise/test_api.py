@@ -419,3 +419,30 @@ def test_an_iteration_is_looked_for_under_the_lock(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match=r"there already \(.*iter_0000001\)"):
         save(tmp_path, nn.Linear(2, 2), iteration=1, overwrite=False)
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
+
+
+def test_a_change_of_the_working_folder_changes_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(nn.Linear):
+        """A module whose state is asked for from another folder."""
+
+        def get_extra_state(self) -> int:
+            monkeypatch.chdir(tmp_path / "away")
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            pass
+
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = Away(2, 2)
+    assert save("run", model, iteration=1) == tmp_path / "run" / "iter_0000001"
+    monkeypatch.chdir(tmp_path)
+    assert load("run", model)["iteration"] == 1
+    monkeypatch.chdir(tmp_path)
+    reprise.save_state_dict(Path("run"), {"model": model}, iteration=2)
+    monkeypatch.chdir(tmp_path)
+    assert reprise.load_state_dict(Path("run"), {"model": model})["iteration"] == 2
+    monkeypatch.chdir(tmp_path)
+    paths = [reprise.latest("run"), *(summary.path for summary in reprise.list("run"))]
+    assert all(path is not None and path.is_absolute() for path in paths)
+    assert [path.name for path in (tmp_path / "away").iterdir()] == []

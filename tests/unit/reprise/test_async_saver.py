@@ -444,3 +444,16 @@ def test_a_limit_that_is_none_is_refused_by_name(tmp_path: Path, limit: dict[str
     with pytest.raises(ConfigError, match=f"{next(iter(limit))} is no number"):
         AsyncSaver(tmp_path, **limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_saver_keeps_its_folder_wherever_the_program_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "away" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with AsyncSaver("run", overwrite=False) as saver:
+        monkeypatch.chdir(tmp_path / "away")
+        saver.save_state_dict(1, {"a": torch.ones(2)})
+        saver.wait()
+        with pytest.raises(CheckpointError, match="there already"):
+            saver.save_state_dict(1, {"a": torch.ones(2)})
+    assert (tmp_path / "run" / "iter_0000001").is_dir()
+    assert list((tmp_path / "away" / "run").iterdir()) == []
