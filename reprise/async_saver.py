@@ -256,6 +256,7 @@ class AsyncSaver:
         try:
             yield contents_of(
                 call,
+                self._folder,
                 make_tree,
                 cache=self._known,
                 last=self._last,

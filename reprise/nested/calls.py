@@ -51,6 +51,7 @@ def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
 
 def contents_of(
     call: JointCall,
+    folder: Path,
     make_tree: MakeTree,
     *,
     cache: KnownTables,
@@ -64,6 +65,7 @@ def contents_of(
     """Return the contents of a save. A call of all ranks.
 
     Args:
+        folder: of the checkpoints, for messages.
         make_tree: returns this rank's tree.
         cache: the tables of the last agreement of the ranks.
         last: the tensors of the save before, where there is one; those of this save replace them.
@@ -136,6 +138,7 @@ def save_now(
     with checkpointer, checkpointer:  # again, where an interrupt ends the first exit
         contents = contents_of(
             call,
+            path,
             make_tree,
             cache=known_tables("save", call.channel),
             iteration=iteration,
