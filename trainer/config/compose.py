@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
@@ -31,7 +35,7 @@ from reprise.errors import ConfigError
 from reprise.files import SMALL_BYTES, Files, location, read_regular
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys, null_mappings
-from trainer.config.overrides import escape, readable
+from trainer.config.overrides import TypedLoader, escape, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
 from trainer.config.values import from_environment, path_problems
@@ -70,6 +74,20 @@ def _open_null_mapping(raw: DictConfig, key: str, value: object) -> None:
             OmegaConf.update(raw, name, mapping(), merge=False)
 
 
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Reads the configuration's files, each text as it is written there.
+
+    It has the name of Hydra's own, which is not registered after it.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the content of a file."""
+        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
+        config = OmegaConf.create(yaml.load(text, Loader=TypedLoader) or {})
+        return ConfigResult(self.provider, f"file://{self.path}", config, self._get_header_dict(text))
+
+
+SourcesRegistry.instance().register(FileConfigSource)
 ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_each)  # type: ignore[assignment,method-assign]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import get_args
 
 from reprise.errors import ConfigError
 from trainer.config.options import keys
-from trainer.config.overrides import text_value
-from trainer.config.schema import Config
+from trainer.config.overrides import hint_of, text_value
 
 # Each flag with its keys, separated by spaces; a flag without a key has no counterpart.
 FLAGS = {
@@ -241,13 +240,5 @@ def _answer(flag: str, keys: Sequence[str], value: str) -> str:
     has_its_name = keys[0].rpartition(".")[2] == flag.lstrip("-").replace("-", "_")
     if not has_its_name or not value:
         return f"set {' and '.join(keys)}"
-    is_text = str in get_args(hint := _hint(keys[0])) or hint is str
+    is_text = str in get_args(hint := hint_of(keys[0])) or hint is str
     return f"{keys[0]}={text_value(value) if is_text else value}"
-
-
-def _hint(key: str) -> Any:
-    """Return the type of a key of the configuration."""
-    hint: Any = Config
-    for name in key.split("."):
-        hint = get_type_hints(hint)[name]
-    return hint

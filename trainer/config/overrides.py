@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from omegaconf._utils import get_yaml_loader
+from yaml import Node
 
 from reprise.errors import ConfigError
+from trainer.config.schema import Config
 
 # A member of a list or a mapping that is no quoted text.
 _MEMBER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,:\[\]{}'"](?:[^,:\[\]{}'"]*[^\s,:\[\]{}'"])?""")
 
 
+class TypedLoader(get_yaml_loader()):  # type: ignore[misc]
+    """Loads YAML as OmegaConf does, but a number or a truth value as its text where it would be written otherwise.
+
+    The schema converts the text by the kind of its key: the text ``1.50`` stays a name, and is a number elsewhere.
+    """
+
+    def construct_object(self, node: Node, deep: bool = False) -> object:
+        """Return the value of a node."""
+        value = super().construct_object(node, deep)
+        return node.value if _differs(value, node.value) else value
+
+
 def readable(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with quotes around text outside Hydra's grammar; all others stay as they are.
+    """Return overrides with quotes around text that Hydra would refuse or read as another text; others stay.
 
     Raises:
         ConfigError: for an override of invalid UTF-8.
     """
     return [_readable(word) for word in overrides]
+
+
+def hint_of(key: str) -> Any:
+    """Return the type of a key of the configuration; None for an unknown key."""
+    hint: Any = Config
+    for name in key.split("."):
+        section = next(filter(is_dataclass, (hint, *get_args(hint))), None)
+        hint = None if section is None else get_type_hints(section).get(name)
+    return hint
 
 
 def text_value(text: str) -> str:
@@ -51,16 +77,32 @@ def _readable(word: str) -> str:
         escaped = word.encode("utf-8", "backslashreplace").decode()
         raise ConfigError("An override is not valid UTF-8", found=escaped, fix="Rename the file or folder.") from error
     key, equals, value = word.partition("=")
-    if not equals or _parse(word) is not None:
+    hint, is_read = hint_of(key.lstrip("+")), _parse(word) is not None
+    kinds = (hint, *get_args(hint))
+    is_text = Any in kinds or (str in kinds and int not in kinds)
+    if not equals or (is_read and not is_text and not any(map(is_dataclass, kinds))):
         return word
-    texts = [_quote(value)]
+    texts = [] if is_read else [_quote(value)]
     if value.startswith(("[", "{")):
-        texts.insert(0, _MEMBER.sub(lambda member: _quoted_member(member[0]), value))
+        is_text &= "{" not in value  # whose members may be numbers
+        texts.insert(0, _MEMBER.sub(lambda member: _typed(member[0], is_text=is_text), value))
+    elif is_read:
+        texts = [_quote(value) if hint is str and value.lower() == "null" else _typed(value, is_text=is_text)]
     return next((quoted for text in texts if _parse(quoted := f"{key}={text}") is not None), word)
 
 
-def _quoted_member(text: str) -> str:
-    return text if _parse(f"key={text}") is not None else _quote(text)
+def _typed(text: str, *, is_text: bool) -> str:
+    """Return a value, quoted where Hydra refuses it, or reads a number or truth value in place of the text."""
+    override = _parse(f"key={text}")
+    if override is None:
+        return _quote(text)
+    is_other = _differs(override._value, "" if is_text else text.strip())
+    return _quote(text.strip()) if is_other and "(" not in text else text  # float(1) converts by itself
+
+
+def _differs(value: object, text: str) -> bool:
+    """Return whether a value is a number or a truth value that is not written as `text`."""
+    return isinstance(value, int | float) and str(value) != text
 
 
 def _quote(text: str) -> str:

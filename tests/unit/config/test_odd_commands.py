@@ -109,7 +109,7 @@ ODD: list[tuple[str, str]] = [
     ("a=b=c", "Key 'a' not in 'Config'"),
     ("train.seed=true", "seed"),
     ("train=null", "train"),
-    ("run.name=null", "name"),
+    ("train.seed=null", "train.seed"),
     ("run.name=[1,2]", "name"),
     ("model.head_dim=3", "head_dim"),
     ("hydra.run.dir=elsewhere", "hydra.run.dir"),

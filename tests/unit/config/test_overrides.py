@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +15,7 @@ from omegaconf import OmegaConf
 
 from models.config import RopeScaling
 from reprise.errors import ConfigError
-from trainer.config.compose import compose, compose_values
+from trainer.config.compose import compose, compose_command, compose_values, read_resolved, resolve, sections_of
 from trainer.config.overrides import escape, readable, text_value
 
 # Without "???", which OmegaConf takes for a missing value, and the bytes that no argument of a process holds.
@@ -108,3 +110,62 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     assert compose_values({"model.rope_scaling": {"factor": 4.0}}).model.rope_scaling == RopeScaling(factor=4.0)
     with pytest.raises(ConfigError, match=r"Did you mean model\.rope_scaling\.factor"):
         compose(["model=llama3_tiny", word.replace("factor", "fator")])
+
+
+# Texts that are also numbers, truth values or nothing: commit hashes, dates, versions, words.
+NUMBERS = st.from_regex(
+    r"[+-]?[0-9]{1,3}(_[0-9]{2})*(\.[0-9]{0,2})?([eE][+-]?[0-9]{1,7})?|0x[0-9a-f]{2}", fullmatch=True
+)
+WORDS = ("null", "Null", "true", "TRUE", "no", "off", "y", "nan", "-inf", "1:30", "0o17", "2026-11-28")
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS)
+@example("12e4567")
+@example("7e89012")
+@example("2026_11_28")
+@example("1.50")
+@example("0123")
+def test_a_name_like_a_number_is_the_text_that_was_typed(text: str) -> None:
+    config = compose([f"run.name={text}", f"train.freeze=[{text},a]", f"checkpoint.local={{dir: {text}, keep: 1_0}}"])
+    assert (config.run.name, config.run.dir) == (text, f"runs/{text}")
+    assert config.train.freeze == [text, "a"]
+    assert (config.checkpoint.local.dir, config.checkpoint.local.keep) == (text, 10)
+    config = compose(["data=token_file", f"data.train={text}", f"data.valid=[{text}]", f"++run={{name: {text}}}"])
+    assert (config.data.train, config.data.valid, config.run.name) == (text, [text], text)
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_word_for_a_value_is_text_under_a_text_key(text: str) -> None:
+    config = compose([f"run.name={text}", f"checkpoint.save={text}"])
+    assert (config.run.name, config.checkpoint.save) == (text, None if text.lower() == "null" else text)
+
+
+@pytest.mark.parametrize("text", ["12e4567", "2026_11_28", "1.50", "0123", "0x1F", *WORDS[2:]])
+def test_a_text_of_a_file_is_the_text_that_stands_there(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        f"# @package _global_\nrun: {{name: {text}}}\n"
+        f"train: {{freeze: [{text}], seed: 1_000, compile: on, clip_grad: 1.50}}\n"
+        f"data: {{kind: token_file, train: [{{path: {text}, weight: 0.70}}], valid: '1.50'}}\n"
+    )
+    words = ["--config-dir", str(tmp_path), "experiment=mine", "checkpoint.load=1.50"]
+    monkeypatch.setattr(sys, "argv", ["reprise train", *words])
+    raw = compose_command()
+    assert raw is not None
+    config = resolve(raw).config
+    assert (config.run.name, config.train.freeze) == (text, [text])
+    assert (config.data.train[0]["path"], config.data.valid, config.checkpoint.load) == (text, "1.50", "1.50")
+    assert (config.train.seed, config.train.compile, config.train.clip_grad) == (1000, True, 1.5)
+
+    (tmp_path / "config.yaml").write_text(resolve(raw).text)
+    assert read_resolved(tmp_path / "config.yaml")[0] == sections_of(config)
+    saved = {f"run.{key}": value for key, value in sections_of(config)["run"].items()}  # type: ignore[attr-defined]
+    assert compose_values(saved).run == config.run
+
+    monkeypatch.setattr(sys, "argv", ["reprise train", "--cfg", "job", "--package", "run", f"run.name={text}"])
+    capsys.readouterr()
+    assert compose_command() is None
+    assert OmegaConf.create(capsys.readouterr().out)["name"] == text
