@@ -90,6 +90,7 @@ def interrupt(
 
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+USR2, XCPU, HUP = signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP
 CASES = [
     # layout, moment, iteration of the moment, signal, to whom, what is saved in the end
     ("one rank", "forward", 3, TERM, [0], [3]),
@@ -107,13 +108,16 @@ CASES = [
     ("zero1", "prepare", 4, TERM, [0, 1], [4, 5]),
     ("zero3", "inline prepare", 4, INT, [1], [4, 5]),
     ("tp2", "inline prepare", 4, USR1, [0, 1], [4, 5]),
+    ("zero1", "forward", 3, HUP, [0, 1], [3]),
+    ("zero1", "forward", 3, USR2, [1], [3]),
+    ("one rank", "forward", 5, XCPU, [0], [4, 5]),
 ]
-QUICK = {("zero1", "evaluation", 2), ("one rank", "forward", 3)}
+QUICK = {("zero1", "evaluation", 2, USR1), ("one rank", "forward", 3, TERM)}
 
 
 @pytest.mark.parametrize(
     ("layout", "moment", "iteration", "number", "to", "left"),
-    [pytest.param(*case, marks=() if case[:3] in QUICK else [pytest.mark.slow, pytest.mark.soak]) for case in CASES],
+    [pytest.param(*case, marks=() if case[:4] in QUICK else [pytest.mark.slow, pytest.mark.soak]) for case in CASES],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).replace(" ", ""),
 )
 def test_a_signal_saves_once_and_the_run_resumes_bitwise(

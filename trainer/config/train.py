@@ -79,8 +79,8 @@ class TrainSection:
         sample_tokens: most tokens beyond the prompt; in a pipeline each costs an iteration.
         exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
-        exit_signal_save_seconds: seconds to save and exit after SIGTERM, SIGINT or SIGUSR1 on any rank, else the status
-            is 1. torchrun kills 30 s after SIGTERM.
+        exit_signal_save_seconds: seconds to save and exit after SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGXCPU or SIGHUP on
+            any rank, else the status is 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: at a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
             omits its step.
         on_spike: at a loss or gradient norm far above its running median, `warn` logs it; `stop` ends the run without

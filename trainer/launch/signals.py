@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Of users and schedulers, submitit, a limit of CPU time, and a closed terminal.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP)
 # Launchers and terminals may send a signal twice in a row; only a later one means to end at once.
 _SECOND_S = 2.0
 _EXIT_GRACE_S = 1.0
@@ -48,7 +49,8 @@ class SignalHandler:
     def start(self) -> None:
         """Start listening. Main thread."""
         for number in SIGNALS:
-            signal.signal(number, _ignore)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _ignore)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
+from tests.crash.moments import await_true
 from tests.fakes import JOIN_S
 from trainer.launch.signals import SIGNALS, SignalHandler
 
@@ -74,6 +77,41 @@ def test_a_signal_just_before_the_first_iteration_counts() -> None:
     case.handler._first = int(TERM), case.now  # taken, and not yet judged
     case.handler.await_iteration()
     assert case.statuses == [128 + TERM]
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2", "SIGXCPU"])
+def test_terminals_and_schedulers_ask_to_stop(name: str) -> None:
+    case = Case()
+    case.handler.await_iteration()
+    case.handler.receive(getattr(signal, name))
+    assert (case.handler.name, case.statuses) == (name, [])
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Restore what the process does at SIGHUP and the other signals."""
+    before = {number: signal.getsignal(number) for number in {*SIGNALS, signal.SIGHUP}}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("hangup")
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_asks_to_stop_unless_nohup_ignores_it(is_ignored: bool) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    case = Case()
+    case.handler.await_iteration()
+    case.handler.start()
+    try:
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == is_ignored
+        assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL, "which would end this process"
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await_true(lambda: case.handler.name is not None)
+        assert case.handler.name == ("SIGUSR1" if is_ignored else "SIGHUP")
+    finally:
+        case.handler.stop()
 
 
 def test_other_signals_mean_nothing() -> None:
