@@ -313,7 +313,7 @@ def test_another_model_is_refused_by_its_differences(fleet: Fleet, prepare: Prep
     prepare(fleet, ZERO3, copies=0)
     again = fleet.train([0, 1], [*ZERO3, *LOCAL, "model.n_layer=3"])
     assert again.statuses == (1, 1), again.text
-    assert "MismatchError: The checkpoint belongs to another run" in again.outputs[0]
+    assert "MismatchError: This command differs from the run that it resumes" in again.outputs[0]
     assert "model.n_layer" in again.outputs[0]
 
 

@@ -42,7 +42,7 @@ def test_other_ranks_continue_the_curve(run: Path, tmp_path: Path, ranks: int) -
     moved = [*RUN, "parallel.zero_stage=2", "checkpoint.ckpt_step=3"]
     refused = launch(tmp_path / "moved", moved, ranks=ranks)
     assert not refused.ok
-    assert "topology.replicate   saved 2  current 1  (within rounding" in refused.text
+    assert "parallel.replicate   saved 2  current 1  (within rounding" in refused.text
     run_ok(tmp_path / "moved", [*moved, "checkpoint.reshard=true"], ranks=ranks)
     assert losses(tmp_path / "moved") == pytest.approx(losses(run), rel=1e-6)
     topologies = [

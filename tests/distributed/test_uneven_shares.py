@@ -64,7 +64,7 @@ def test_auto_moves_with_the_ranks(tmp_path: Path) -> None:
     assert "train.micro_batch_size=auto: 1\n" in ended.outputs[0]
     ended = run_ok(tmp_path / "run", [*AUTO, "checkpoint.reshard=true"], ranks=2)
     assert "train.micro_batch_size=auto: 4\n" in ended.outputs[0]
-    assert "batch.micro_batch_size: saved 1, now 4" in ended.outputs[0]
+    assert "train.micro_batch_size: saved 1, now 4" in ended.outputs[0]
     run_ok(tmp_path / "one", [*AUTO, "train.micro_batch_size=8"])
     assert_close(tmp_path / "run", tmp_path / "one")
 

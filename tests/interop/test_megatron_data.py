@@ -104,7 +104,7 @@ def test_a_run_trains_by_document(tmp_path: Path) -> None:
     run_ok(tmp_path / "whole", [*options, "train.train_iters=6"])
     run_ok(tmp_path / "run", [*options, "train.train_iters=6", "train.exit_interval=3"])
     refused = launch(tmp_path / "run", [*options, "train.train_iters=6", "train.micro_batch_size=4"])
-    assert "data.micro_batch_size   saved 2  current 4" in refused.text
+    assert "train.micro_batch_size  saved 2  current 4" in refused.text
     run_ok(tmp_path / "run", [*options, "train.train_iters=6"])
     assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
 

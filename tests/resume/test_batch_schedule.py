@@ -135,11 +135,11 @@ def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
     longer.append(f"checkpoint.load={tmp_path}/whole/checkpoints/iter_0000005")
     refused = launch(tmp_path / "1", [*longer, *counts])
     assert not refused.ok
-    assert re.search(r"schedule.decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 ext", refused.text)
+    assert re.search(r"train.train_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 keeps", refused.text)
     halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]
     halved.append("train.batch_schedule=0:4 6:8 13:12")
     ended = run_ok(tmp_path / "1", [*longer, *halved])
-    assert "batch.seq_length: saved 16, now 32; the position is that of the tokens consumed, and all" in ended.text
+    assert "train.seq_length: saved 16, now 32; the position is that of the tokens consumed, and all" in ended.text
     assert "batch.batch_schedule" not in ended.text
     # 28 samples of 16 tokens are 14 of 32, and the iterations from there on have 12.
     (row,) = lines(tmp_path / "1")
@@ -149,7 +149,7 @@ def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
     run_ok(tmp_path / "2", [*longer, *taken])
     assert curve(tmp_path / "2") == curve(tmp_path / "1")
     ended = run_ok(tmp_path / "3", [*longer, *taken[:2]])
-    assert "batch.batch_schedule: saved 0:4 6:8 13:12, now 0:4 12:8 27:12; the run continues with" in ended.text
+    assert "train.batch_schedule: saved 0:4 6:8 13:12, now 0:4 12:8 27:12; the run continues with" in ended.text
 
 
 @pytest.mark.parametrize(

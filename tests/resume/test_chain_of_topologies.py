@@ -51,7 +51,7 @@ def test_killed_and_moved_twice_it_equals_the_run_on_one_rank(tmp_path: Path) ->
         assert set(killed.statuses) == {-9}, killed.text
     last = run_ok(moved, [*RUN, PP2], ranks=2)
     assert "iteration 20 from" in last.outputs[0]
-    assert "topology.pp: saved 1, now 2" in last.text
+    assert "parallel.pipeline_model_parallel_size: saved 1, now 2" in last.text
 
     assert_equal(moved, whole)
 
@@ -69,7 +69,8 @@ def test_moved_over_tensor_ranks_it_equals_the_run_on_one_rank(tmp_path: Path) -
         assert set(killed.statuses) == {-9}, killed.text
     last = run_ok(moved, [*SHARDS, "parallel.zero_stage=3"], ranks=2)
     assert "iteration 20 from" in last.outputs[0]
-    assert "topology.tp: saved 2, now 1; weights and moments stay bitwise, and so does the loss curve" in last.text
+    effect = "weights and moments stay bitwise, and so does the loss curve"
+    assert f"parallel.tensor_model_parallel_size: saved 2, now 1; {effect}" in last.text
     assert_equal(moved, whole)
 
 

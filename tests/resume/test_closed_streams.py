@@ -48,12 +48,12 @@ def test_the_error_of_a_run_without_streams_is_in_a_file(tmp_path: Path) -> None
     assert run(tmp_path, ">&- 2>&-").returncode == 0
     assert run(tmp_path, ">&- 2>&-", "model.n_layer=1").returncode == 1
     (line, *rest) = (tmp_path / "run/error.log").read_text().splitlines()
-    assert line.startswith("MismatchError: The checkpoint belongs to another run")
+    assert line.startswith("MismatchError: This command differs from the run that it resumes")
     assert "model.n_layer" in rest[0]
     # With stdout open the error is there.
     ended = run(tmp_path, "2>&-", "model.n_layer=1")
     assert ended.returncode == 1
-    assert "MismatchError: The checkpoint belongs to another run" in ended.stdout
+    assert "MismatchError: This command differs from the run that it resumes" in ended.stdout
 
 
 @pytest.mark.parametrize(

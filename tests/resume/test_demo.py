@@ -29,7 +29,8 @@ def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytes
     text = capfd.readouterr().out
     assert text.endswith("\nbit-identical: 100/100 iterations\n")
     assert (
-        "topology.tp: saved 1, now 2; weights and moments stay bitwise, and so does the loss curve: same bits" in text
+        "parallel.tensor_model_parallel_size: saved 1, now 2; weights and moments stay bitwise, and so does the "
+        "loss curve: same bits" in text
     )
     assert (
         "topology.dp: saved 1, now 2; weights and moments stay bitwise, and so does the loss curve: same bits" in text

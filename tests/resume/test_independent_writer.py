@@ -167,7 +167,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, object]], object], str | None]] = {
     "topology": (lambda table: table.pop("topology"), "checkpoint.reshard=true"),
     "adam": (lambda table: table.pop("adam"), "checkpoint.override_scheduler=true"),
     "best_loss": (lambda table: table.pop("best_loss"), "has no progress"),
-    "model": (lambda table: table.pop("model"), "belongs to another run"),
+    "model": (lambda table: table.pop("model"), "differs from the run that it resumes"),
 }
 
 

@@ -46,7 +46,7 @@ def test_another_index_of_the_same_tokens_is_refused(tmp_path: Path, files: str,
     assert not ended.ok
     assert "data.documents  saved" in ended.text
     assert "checkpoint.override_data=true" in ended.text
-    assert "data.fingerprint" not in ended.text
+    assert "data.train: saved" not in ended.text
     plain = [*run[:-1], "checkpoint.override_data=true"]  # nothing depends on the index then
     run_ok(tmp_path / "run", plain)
     saved = json.loads((tmp_path / "run/checkpoints/iter_0000004/trainer_state.json").read_text())

@@ -274,7 +274,7 @@ def test_extending_a_schedule_tied_to_the_run_has_two_remedies(tmp_path: Path) -
     source = tmp_path / "run"
     run_ok(source, [*MODEL, "train.train_iters=4"])
     message = refuse(source, *MODEL, "train.train_iters=6")
-    assert re.search(r"schedule\.decay_iters +saved 4  current 6", message)
+    assert re.search(r"train\.train_iters +saved 4  current 6", message)
     assert "schedule.lr_decay_iters=4" in message
     assert "checkpoint.override_scheduler=true" in message
 

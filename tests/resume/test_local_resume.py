@@ -113,7 +113,7 @@ def test_a_fresh_start_leaves_local_checkpoints_until_it_saves(tmp_path: Path) -
     run_ok(run, [*overrides, "train.exit_interval=3"])
     before = all_files(local / "iter_0000003")
     refused = launch(run, [*overrides, "train.seed=5"])
-    assert "The checkpoint belongs to another run" in refused.text
+    assert "This command differs from the run that it resumes" in refused.text
     assert all_files(local / "iter_0000003") == before
     run_ok(run, [*overrides, "train.seed=5", "checkpoint.load=none", "train.exit_interval=2"])
     assert names(local) == ["iter_0000001", "iter_0000002"]

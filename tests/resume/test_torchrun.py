@@ -86,10 +86,10 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(unbroken: Path, tmp_pat
     with started([*TORCHRUN, "-m", "trainer", "run.dir=run", *BASE, load, "train.seed=7"], tmp_path) as torchrun:
         text, _ = torchrun.communicate(timeout=TIMEOUT_S)
     assert torchrun.returncode != 0
-    assert "seed  saved 1234  current 7" in text
+    assert "train.seed  saved 1234  current 7" in text
     assert "checkpoint.override_data=true" in text
     last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
-    assert "seed  saved 1234  current 7" in last
+    assert "train.seed  saved 1234  current 7" in last
     assert (
         "continue with the run's own configuration: `torchrun --no-python --nproc-per-node 2 reprise train run.dir=run"
         in last

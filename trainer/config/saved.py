@@ -59,7 +59,7 @@ _LEFT_OUT = (
 _SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")
 
 # Members of `topology` in trainer_state.json, and their keys in the section `parallel`.
-_PARALLEL = {
+PARALLEL_KEYS = {
     "tp": "tensor_model_parallel_size",
     "sp": "sequence_parallel",
     "pp": "pipeline_model_parallel_size",
@@ -147,7 +147,7 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         )
     topology = state.get("topology")
     table = topology if isinstance(topology, dict) else {}
-    return values | {f"parallel.{key}": table[name] for name, key in _PARALLEL.items() if name in table}
+    return values | {f"parallel.{key}": table[name] for name, key in PARALLEL_KEYS.items() if name in table}
 
 
 _OTHER_WAY = "Name the configuration on the command line, with model= or experiment=: nothing is taken from this file."

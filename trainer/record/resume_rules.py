@@ -10,8 +10,10 @@ from reprise.errors import MismatchError
 from reprise.json_file import Json
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.parallel import INVARIANT
-from trainer.optim.table import SECTIONS
+from trainer.config.saved import PARALLEL_KEYS
+from trainer.optim.table import OPTIMIZERS, SECTIONS
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
+from trainer.schedules.lr import COUNTS, DecayStyle
 
 _MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
 
@@ -32,6 +34,7 @@ class Rule:
         field: a dotted path; a rule for a longer path wins.
         flag: the flag to allow the difference, for Verdict.FLAG.
         says: the effect of an allowed difference, for the log line.
+        begins, ends: the effect where the saved run, or this one, has no such value.
         hint: advice for the refusal or, with Verdict.LOGGED, for the log line; `{saved}` in it is replaced by the saved
             value.
         is_optional: whether a field may be missing on a side; older checkpoints lack it.
@@ -41,6 +44,8 @@ class Rule:
     verdict: Verdict
     flag: str = ""
     says: str = ""
+    begins: str = ""
+    ends: str = ""
     hint: str = ""
     is_optional: bool = False
 
@@ -64,7 +69,7 @@ _COARSER = "weights and moments stay bitwise, matrix products are rounded to ano
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 _LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
-_EXTENDS = "extends the run on the saved schedule"
+_EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
 # Counts that follow other keys where they are not set, and what it does to set them to the saved ones.
 _KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
 _PARTS = "only the weights of checkpoint.partial are loaded"
@@ -143,7 +148,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ema_decay",
         Verdict.LOGGED,
-        says="a moving average goes on with it, 0 drops it; a new one begins with the weights",
+        says="the moving average goes on with it",
+        begins="the moving average begins with the weights",
+        ends="the moving average is dropped",
     ),
     Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE) for name in SECTIONS),
@@ -168,6 +175,25 @@ RULES: tuple[Rule, ...] = (
     Rule("environment.math.float32_products", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
 )
 
+# The keys that set the fields of a record; others have the name of their key, or none.
+_KEYS = {
+    **dict.fromkeys(("batch", "evaluation", "precision"), "train"),
+    **{name: f"train.{name}" for name in ("seed", "clip_grad", "ema_decay", "freeze")},
+    **{f"environment.{name}": f"train.{name}" for name in ("threads", "compile", "activation_checkpointing")},
+    **{f"topology.{name}": f"parallel.{key}" for name, key in PARALLEL_KEYS.items()},
+    **{f"schedule.{name}_{unit}": f"schedule.lr_{name}_{unit}" for name in COUNTS for unit in ("iters", "samples")},
+    "schedule.style": "schedule.lr_decay_style",
+    "schedule.lr": "optimizer.lr",
+    "data.micro_batch_size": "train.micro_batch_size",
+    "data.valid_fingerprint": "data.valid",
+    "data.weights": "data.train",
+    **{
+        f"{section}.{name}": f"optimizer.{key}"
+        for spec in OPTIMIZERS.values()
+        for section, keys in spec.numbers.items()
+        for name, key in keys.items()
+    },
+}
 # With `parallel.invariant_ranks`, no bit of an iteration depends on these.
 _OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
 # With `parallel.invariant_tensor_ranks`, nor on these.
@@ -206,10 +232,11 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
     `adam`. A member of the optimizer missing in the saved state is removed from both. Other patterns of `freeze` for
     the same trained parameters are no difference. A missing `invariant_ranks` or `invariant_tensor_ranks` is 0, and a
-    missing `replicate` is 1. Saved counts of samples are converted to samples of the current length.
+    missing `replicate` is 1. Saved counts of samples are converted to samples of the current length. Without a decay,
+    its length and the lowest rate are removed.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
-    saved, current = _with_whole_topology(saved), _with_whole_topology(current)
+    saved, current = (_with_whole_topology(_with_used_schedule(state)) for state in (saved, current))
     saved_optimizer, current_optimizer = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(saved_optimizer, Mapping):
         return saved, current
@@ -227,6 +254,14 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
             {name: decays[name] for name in common} for decays in (saved_decays, current_decays)
         )
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _with_used_schedule(state: Json) -> Json:
+    schedule = state.get("schedule")
+    if not isinstance(schedule, Mapping) or schedule.get("style") != DecayStyle.constant.value:
+        return state
+    used = {name: value for name, value in schedule.items() if name != "min_lr" and "decay" not in name}
+    return {**state, "schedule": used}
 
 
 def _with_whole_topology(state: Json) -> Json:
@@ -338,7 +373,7 @@ def settle(
     *,
     flags: Collection[str],
     where: object,
-    problem: str = "The checkpoint belongs to another run",
+    problem: str = "This command differs from the run that it resumes",
     fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
     otherwise: str = "",
 ) -> list[str]:
@@ -349,7 +384,7 @@ def settle(
         otherwise: what can be done about any difference.
 
     Raises:
-        MismatchError: listing every difference refused or without its flag, with both values and the flag.
+        MismatchError: listing every difference refused or without its flag by key, with both values and the flag.
     """
     refused = [
         d
@@ -357,9 +392,10 @@ def settle(
         if d.rule.verdict is Verdict.REFUSED or (d.rule.verdict is Verdict.FLAG and d.rule.flag not in flags)
     ]
     if refused:
-        width = max(len(d.field) for d in refused)
+        width = max(len(key_of(d.field)) for d in refused)
         rows = [
-            f"  {d.field:<{width}}  saved {_text(d.saved)}  current {_text(d.current)}{_advice(d)}" for d in refused
+            f"  {key_of(d.field):<{width}}  saved {_text(d.saved)}  current {_text(d.current)}{_advice(d)}"
+            for d in refused
         ]
         flag_list = sorted({d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG})
         fixable = all(d.rule.verdict is Verdict.FLAG for d in refused)
@@ -376,8 +412,10 @@ def settle(
 
 def _line(difference: Difference) -> str:
     rule = difference.rule
-    parts = [rule.says, *(_hint(difference) if rule.verdict is Verdict.LOGGED else [])]
-    return f"{difference.field}: saved {_text(difference.saved)}, now {_text(difference.current)}; {'; '.join(parts)}"
+    effect = (difference.saved is None and rule.begins) or (difference.current is None and rule.ends) or rule.says
+    parts = [effect, *(_hint(difference) if rule.verdict is Verdict.LOGGED else [])]
+    values = f"saved {_text(difference.saved)}, now {_text(difference.current)}"
+    return f"{key_of(difference.field)}: {values}; {'; '.join(parts)}"
 
 
 def _hint(difference: Difference) -> list[str]:
@@ -391,6 +429,12 @@ def _advice(difference: Difference) -> str:
     if rule.verdict is Verdict.FLAG:
         parts.append(f"{rule.flag}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""
+
+
+def key_of(field: str) -> str:
+    """Return the key that sets a field, or the field where no key has that alone."""
+    section, _, name = field.partition(".")
+    return _KEYS.get(field) or (f"{_KEYS[section]}.{name}" if name and section in _KEYS else field)
 
 
 def rule_for(field: str, table: Sequence[Rule]) -> Rule | None:

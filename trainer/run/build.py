@@ -47,6 +47,7 @@ from trainer.run.saves import Saves
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
+from trainer.schedules.progress import Progress
 
 if TYPE_CHECKING:
     from reprise.savers import MirrorProcess
@@ -93,7 +94,11 @@ class Run:
     @property
     def train_iters(self) -> int:
         """Return the last iteration of the run, given the samples consumed so far."""
-        train, progress = self.config.train, self.state.progress
+        return self.last_iteration(self.state.progress)
+
+    def last_iteration(self, progress: Progress) -> int:
+        """Return the last iteration of the run from a position on."""
+        train = self.config.train
         if train.train_samples is None:
             return train.train_iters
         return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)

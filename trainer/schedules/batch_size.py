@@ -42,10 +42,9 @@ class BatchSchedule:
         """Return the steps in force from a count of consumed samples on; earlier ones will never be again."""
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1 :]
 
-    def consumed_after(self, iterations: int) -> int:
-        """Return the samples consumed by so many iterations from the beginning of a run."""
-        consumed = 0
-        for count, size in self._segments(0):
+    def consumed_after(self, iterations: int, consumed: int = 0) -> int:
+        """Return the samples consumed by so many iterations, after the samples `consumed` before them."""
+        for count, size in self._segments(consumed):
             completed = iterations if count is None else min(count, iterations)
             consumed, iterations = consumed + completed * size, iterations - completed
         return consumed

@@ -98,7 +98,8 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
             return choice
         _refuse(run, newest)
         identity = identity_of(newest)
-    settle(differences({"base": expected}, {"base": identity}, resume_rules.RULES), flags=(), where=where)
+    changes = differences({"base": expected}, {"base": identity}, resume_rules.RULES)
+    settle(changes, flags=(), where=where, problem="The adapters were trained on another base")
     return choice
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from models import families
+from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.folder import OPTIMIZER_DROPPED
 from reprise.json_file import Json, integer
 from reprise.live_tensors import local_of
-from reprise.reading import Checkpoint, open_checkpoint
+from reprise.reading import Checkpoint, open_checkpoint, read_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
-from trainer.config.saved import saved_config, with_schedule
+from trainer.config.saved import RUN_CONFIG, saved_config, with_schedule
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
@@ -22,9 +24,10 @@ from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
-from trainer.record.resume_rules import differences, in_samples_of, settle
+from trainer.record.resume_rules import Difference, differences, flattened, in_samples_of, settle
 from trainer.run.build import Run
 from trainer.run.saves import SharedTarget
+from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.base import with_base
 from trainer.start.decide import Start, note_beginning, require_batches
@@ -170,7 +173,14 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     if not section.no_load_optim:
         changes = resume_rules.with_same_bits(changes, checkpoint.state, run.description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
-    for line in settle(changes, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
+    saved = _saved_settings(checkpoint) if changes else {}
+    for line in settle(
+        [_with_key(change, run, saved) for change in changes],
+        flags=resume_rules.flags_set(section),
+        where=checkpoint.path,
+        otherwise=otherwise,
+        **({"problem": "The weights are of another model than this command's"} if section.finetune else {}),
+    ):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
         is_dropped = OPTIMIZER_DROPPED in checkpoint.state
@@ -190,8 +200,65 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
         samples = progress.consumed_samples
     if run.config.train.batch_schedule is not None:  # one size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
+    schedule = run.schedule
     if section.use_checkpoint_scheduler:
-        run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
+        state = in_samples_of(run.config.train.seq_length, checkpoint.state)
+        schedule, _ = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+    if not section.finetune:
+        is_new = any(change.field.startswith("schedule.") for change in changes)
+        _log_rates(run, schedule, progress, checkpoint, is_new=is_new)
+
+
+def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the configuration in a checkpoint by dotted key; empty where it has none."""
+    if RUN_CONFIG not in checkpoint.manifest.files:
+        return {}
+    document = json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
+    return {key.removeprefix("config."): value for key, value in flattened(document).items()}
+
+
+def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Difference:
+    """Return a difference under the key that this command sets: of the data, with both paths; of the run's length."""
+    settings = flattened(run.saved_config["config"])
+    if change.field == "data.fingerprint":
+        keys = ("data.train", "data.path", "data.kind")
+        key = next(key for key in keys if settings[key] is not None)
+        was = next((saved[key] for key in keys if saved.get(key)), "unknown data")
+        values = f"{was} ({change.saved})", f"{settings[key]} ({change.current})"
+        return Difference(key, *values, change.rule)
+    unit = change.field.removeprefix("schedule.decay_")
+    if unit != change.field and getattr(run.config.schedule, f"lr_decay_{unit}") is None:
+        return replace(change, field=f"train.train_{unit}")
+    return change
+
+
+def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> None:
+    """Log the learning rates of the iterations left where the schedule ends before them, or is a new one.
+
+    Raises:
+        MismatchError: if the rate of every iteration of an extension is 0.
+    """
+    first, last = progress.iteration + 1, run.last_iteration(progress)
+    consumed = run.batch_schedule.consumed_after(1, progress.consumed_samples)
+    end = run.batch_schedule.consumed_after(last - progress.iteration, progress.consumed_samples)
+    begin, length = (consumed, end) if schedule.is_in_samples else (first, last)
+    is_constant = schedule.style is DecayStyle.constant
+    if first > last or (not is_new and (is_constant or length <= schedule.decay)):
+        return
+    key = f"schedule.lr_decay_{'samples' if schedule.is_in_samples else 'iters'}"
+    rates = schedule.at(first, consumed), schedule.at(last, end)
+    if max(rates) == 0 < schedule.lr and begin >= schedule.decay:
+        saved, train = _saved_settings(checkpoint), run.config.train
+        if any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples")):
+            raise MismatchError(
+                "Every iteration that is left has a learning rate of 0",
+                where=checkpoint.path,
+                expected=f"{key} above {begin - 1}, or schedule.min_lr above 0",
+                found=f"{key}={schedule.decay} and schedule.min_lr=0",
+                fix=f"Set {key}={length} checkpoint.override_scheduler=true to stretch the schedule.",
+            )
+    stays = f", where the schedule ends ({key}={schedule.decay})" if length > schedule.decay and not is_constant else ""
+    _log.warning(f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}")
 
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:

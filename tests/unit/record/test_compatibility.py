@@ -77,7 +77,7 @@ def test_a_difference_that_a_flag_allows_names_the_flag() -> None:
     found = differences(SAVED, changed(topology={"tp": 2}, data={"digest": "bb"}), TABLE)
     with pytest.raises(MismatchError) as caught:
         settle(found, flags=(), where="x")
-    assert "topology.tp" in str(caught.value)
+    assert "parallel.tensor_model_parallel_size" in str(caught.value)
     assert "samples are others; checkpoint.other_data=true allows it" in str(caught.value)
     assert "set checkpoint.other_data=true checkpoint.reshard=true." in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_all_problems_that_are_not_allowed_are_in_one_message() -> None:
         settle(differences(SAVED, current, TABLE), flags=("checkpoint.other_data",), where="x")
     text = str(caught.value)
     assert "model.width" in text
-    assert "topology.tp" in text
+    assert "parallel.tensor_model_parallel_size" in text
     assert "data.digest" not in text
     assert "dropout" not in text
     assert "Use the saved values" in text
@@ -97,7 +97,7 @@ def test_all_problems_that_are_not_allowed_are_in_one_message() -> None:
 def test_what_is_allowed_or_said_gives_a_line_each() -> None:
     found = differences(SAVED, changed(topology={"tp": 2}, versions={"torch": "2.13"}), TABLE)
     lines = settle(found, flags=("checkpoint.reshard",), where="x")
-    assert lines[0].startswith("topology.tp: saved 1, now 2")
+    assert lines[0].startswith("parallel.tensor_model_parallel_size: saved 1, now 2")
     assert lines[1] == "versions.torch: saved 2.11, now 2.13; bits may differ"
 
 
@@ -115,4 +115,4 @@ def test_an_optional_field_is_compared_only_if_both_have_it() -> None:
     assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
     assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []
     found = differences({**SAVED, "evaluation": {"iters": 4}}, {**SAVED, "evaluation": {"iters": 8}}, table)
-    assert settle(found, flags=(), where="x") == ["evaluation.iters: saved 4, now 8; losses are not measured alike"]
+    assert settle(found, flags=(), where="x") == ["train.iters: saved 4, now 8; losses are not measured alike"]

@@ -15,6 +15,7 @@ from reprise.json_file import Json
 from tests.harness import TINY, compose
 from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.options import keys
 from trainer.config.schema import Config
 from trainer.optim.table import settings_record
 from trainer.record import resume_rules, run_record
@@ -26,6 +27,7 @@ from trainer.record.resume_rules import (
     differences,
     flattened,
     in_samples_of,
+    key_of,
     rule_for,
     settle,
 )
@@ -102,10 +104,10 @@ MUON = OptimizerSection(name=OptimizerName.muon)
 def test_another_momentum_of_muon_needs_the_scheduler_s_flag() -> None:
     table = differences(settings_record(replace(MUON, muon_momentum=0.8)), settings_record(MUON), resume_rules.RULES)
     assert [(d.field, d.saved, d.current) for d in table] == [("muon.momentum", 0.8, 0.95)]
-    with pytest.raises(MismatchError, match=r"muon\.momentum +saved 0\.8 +current 0\.95"):
+    with pytest.raises(MismatchError, match=r"optimizer\.muon_momentum +saved 0\.8 +current 0\.95"):
         settle(table, flags=set(), where="x")
     (line,) = settle(table, flags={"checkpoint.override_scheduler"}, where="x")
-    assert line == "muon.momentum: saved 0.8, now 0.95; the loss curve will differ"
+    assert line == "optimizer.muon_momentum: saved 0.8, now 0.95; the loss curve will differ"
 
 
 PROCESSOR: Json = {"name": "AMD EPYC", "instructions": "avx avx2", "caches": "l1d 32768"}
@@ -322,7 +324,7 @@ def test_other_virtual_shards_draw_other_masks(saved: int, current: int) -> None
 def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
     states = (description(f"parallel.invariant_ranks={count}") for count in (saved, current))
     assert settle(list(effects(*states).values()), flags=(), where="x") == [
-        f"topology.invariant_ranks: saved {saved}, now {current}; {ROUNDING}: gradients are added in another order"
+        f"parallel.invariant_ranks: saved {saved}, now {current}; {ROUNDING}: gradients are added in another order"
     ]
 
 
@@ -356,7 +358,8 @@ def test_a_refusal_says_whether_the_bits_stay() -> None:
     )
     assert "(within rounding; checkpoint.reshard=true allows it)" in refusal(description(), description(ranks=2))
     text = refusal(two, description(LANES, "parallel=tp2", ranks=2))
-    assert "topology.tp  saved 1  current 2  (within rounding, other dropout masks; checkpoint.reshard=true" in text
+    says = "(within rounding, other dropout masks; checkpoint.reshard=true"
+    assert f"parallel.tensor_model_parallel_size  saved 1  current 2  {says}" in text
 
 
 def state(schedule: object, **batch: object) -> Any:
@@ -396,3 +399,32 @@ def test_a_run_of_another_length_is_compared_in_its_own_samples() -> None:
     }
     (found,) = differences(*compared(saved, current), RULES)
     assert (found.field, found.saved, found.current) == ("batch.seq_length", 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "words"), [(0.0, 0.9, "begins"), (0.9, 0.0, "dropped"), (0.9, 0.99, "goes on with it")]
+)
+def test_a_moving_average_says_what_becomes_of_it(saved: float, now: float, words: str) -> None:
+    before, after = description(f"train.ema_decay={saved}"), description(f"train.ema_decay={now}")
+    (line,) = settle(differences(*compared(before, after), RULES), flags=(), where="x")
+    assert line.startswith("train.ema_decay: saved ")
+    assert line.count("moving average") == 1
+    assert words in line
+
+
+def test_a_constant_rate_has_no_other_end() -> None:
+    constant = "schedule.lr_decay_style=constant"
+    before, after = (description(constant, f"train.train_iters={iters}") for iters in (10, 20))
+    assert before["schedule"] != after["schedule"]
+    assert differences(*compared(before, after), RULES) == []
+    (lr,) = differences(*compared(before, description(constant, "optimizer.lr=0.5")), RULES)
+    assert key_of(lr.field) == "optimizer.lr"
+
+
+def test_each_key_of_a_difference_is_one_of_the_configuration() -> None:
+    fields = flattened(
+        description("data=token_file", "data.train=x", *LANES.split(), "train.freeze=[a]", "optimizer=muon")
+    )
+    named = {key_of(field) for field in fields if key_of(field) != field}
+    assert named <= set(keys())
+    assert {"optimizer.lr", "train.seq_length", "train.dtype", "optimizer.muon_momentum"} <= named

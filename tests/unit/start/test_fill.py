@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
 
 from reprise.channel import single_rank_channel
+from reprise.errors import MismatchError
 from tests.harness import built
 from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
@@ -53,3 +55,75 @@ def test_a_resume_enters_neither_fits_nor_averages_it_lacks(
     with run.saves:
         assert fill(run, decide(run.config, run.cluster, run.saves)).state.progress.iteration == 2
     assert {*entered} == ({ABSENT[2]} if averages else set())
+
+
+LINEAR = ("schedule.lr_decay_style=linear", "schedule.min_lr=0.0")
+
+
+def resumed(folder: Path, *overrides: str) -> Run:
+    """Resume a run of two iterations in this process, and return it before its third."""
+    run = built(config_in(folder, "train.train_iters=6", *overrides), cluster_of(single_rank_channel()))
+    with run.saves:
+        return fill(run, decide(run.config, run.cluster, run.saves))
+
+
+def test_a_finished_run_does_not_go_on_at_a_rate_of_zero(tmp_path: Path) -> None:
+    trained(tmp_path / "run", *LINEAR)
+    with pytest.raises(MismatchError, match=r"schedule\.lr_decay_iters=6 checkpoint\.override_scheduler=true"):
+        resumed(tmp_path / "run", *LINEAR, "schedule.lr_decay_iters=2")
+    with pytest.raises(MismatchError, match=r"rate of 0"):
+        resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
+
+
+def test_a_run_whose_own_command_ends_at_zero_resumes(tmp_path: Path) -> None:
+    settings = (*LINEAR, "schedule.lr_decay_iters=1", "train.train_iters=6")
+    trained(tmp_path / "run", *settings, "train.exit_interval=2")
+    assert resumed(tmp_path / "run", *settings).state.progress.iteration == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "line"),
+    [
+        (["schedule.lr_decay_iters=2"], [], "1.0000e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule"),
+        (["schedule.lr_decay_iters=4"], [], "3.2500e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule"),
+        (
+            [*LINEAR],
+            ["schedule.lr_decay_iters=6", "checkpoint.override_scheduler=true"],
+            "6.0000e-04 in iteration 3, 0.0000e+00 in iteration 6",
+        ),
+    ],
+    ids=["cosine at its floor", "cosine before its floor", "stretched"],
+)
+def test_an_extension_says_its_learning_rates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: list[str], more: list[str], line: str
+) -> None:
+    trained(tmp_path / "run", *settings, "schedule.lr_warmup_iters=1")
+    caplog.clear()
+    run = resumed(tmp_path / "run", *settings, *more)
+    assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
+    first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
+    assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
+
+
+def test_a_constant_rate_goes_on_without_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path / "run", "schedule.lr_decay_style=constant")
+    caplog.clear()
+    run = resumed(tmp_path / "run", "schedule.lr_decay_style=constant", "schedule.min_lr=0.0")
+    assert run.schedule.at(6, 0) == 1e-3
+    assert "schedule" not in caplog.text
+
+
+def test_a_refused_resume_names_the_keys_that_one_sets(tmp_path: Path) -> None:
+    trained(tmp_path / "run", "train.eval_interval=1")
+    text = tmp_path / "text.txt"
+    text.write_text("abc\n" * 5000)
+    changed = ["optimizer.lr=0.1", "train.global_batch_size=24", "train.seed=7", "optimizer.adam_eps=1e-3"]
+    data = ["data=text", f"data.path={text}", f"data.cache={tmp_path}"]
+    with pytest.raises(MismatchError) as refused:
+        resumed(tmp_path / "run", *changed, *data)
+    message = str(refused.value)
+    assert str(tmp_path / "run/checkpoints/iter_0000002") in message
+    keys = {word.partition("=")[0] for word in changed} | {"train.train_iters", "data.path"}
+    assert set(re.findall(r"^  ([\w.]+) +saved ", message, re.M)) == keys
+    assert re.search(rf"data\.path +saved stdlib \(\w+\)  current {text} \(\w+\)", message)
+    assert re.search(r"train\.train_iters +saved 2  current 6  \(schedule\.lr_decay_iters=2 ", message)
