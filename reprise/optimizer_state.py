@@ -33,7 +33,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
             where=checkpoint.path,
             expected=current,
             found=saved,
-            fix=f"Give a {saved}, or load the model alone.",
+            fix=f"Pass an optimizer of class {saved}, or load the model alone.",
         )
 
 

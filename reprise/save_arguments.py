@@ -31,9 +31,7 @@ def check_iteration(iteration: int) -> None:
         CheckpointError: naming it.
     """
     if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
-        raise CheckpointError(
-            "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
-        )
+        raise CheckpointError("The iteration is invalid", expected="an int of 0 or more", found=repr(iteration))
 
 
 def check_patterns(from_rank0: object) -> None:
@@ -47,7 +45,7 @@ def check_patterns(from_rank0: object) -> None:
         mistakes = [part for part in from_rank0 if not isinstance(part, str)]
     if mistakes:
         raise ConfigError(
-            "from_rank0 is no list of patterns",
+            "from_rank0 is invalid",
             expected='texts in a list, such as ["*.running_*"]',
             found=repr(mistakes[0]),
         )
@@ -61,12 +59,12 @@ def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
     """
     if type(max_checkpoint_keep) is not int or max_checkpoint_keep < 0:
         raise ConfigError(
-            "max_checkpoint_keep is no number of checkpoints",
+            "max_checkpoint_keep is invalid",
             expected="an int of 0 or more; 0 keeps all",
             found=repr(max_checkpoint_keep),
         )
     if type(file_bytes) is not int or file_bytes < 1:
-        raise ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
+        raise ConfigError("file_bytes is invalid", expected="an int of 1 or more", found=repr(file_bytes))
 
 
 def check_limits(*, staging_bytes: object, **seconds: object) -> None:
@@ -80,7 +78,7 @@ def check_limits(*, staging_bytes: object, **seconds: object) -> None:
     """
     if staging_bytes is not None and (type(staging_bytes) is not int or staging_bytes < 0):
         raise ConfigError(
-            "staging_bytes is no number of bytes", expected="None, or an int of 0 or more", found=repr(staging_bytes)
+            "staging_bytes is invalid", expected="None, or an int of 0 or more", found=repr(staging_bytes)
         )
     for name, limit in seconds.items():
         check_seconds(name, limit)
@@ -95,8 +93,8 @@ def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> Non
     is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
     if not is_number or (limit == 0 and not may_be_zero):
         raise ConfigError(
-            f"{name} is no number of seconds",
-            expected="0 or more" if may_be_zero else "a finite number above 0",
+            f"{name} is invalid",
+            expected="a finite number of seconds, 0 or more" if may_be_zero else "a finite number of seconds above 0",
             found=repr(limit),
         )
 
@@ -120,4 +118,4 @@ def require_path(path: object) -> None:
         ConfigError: naming its type.
     """
     if not isinstance(path, (str, Path)):
-        raise ConfigError("This is no path", expected="a str or a pathlib.Path", found=type(path).__name__)
+        raise ConfigError("The path is invalid", expected="a str or a pathlib.Path", found=type(path).__name__)

@@ -132,7 +132,7 @@ class Tree:
         places = {**self.places, **{pointer(keys): place for keys, (_, place) in self.meta.items()}}
         for where, (container, _) in places.items():
             if isinstance(container, tuple):
-                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
+                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
         tensors: dict[int, torch.Tensor] = {}
         for keys, (tensor, place) in self.meta.items():
             allocated = tensors.setdefault(id(tensor), materialized(tensor))

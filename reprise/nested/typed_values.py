@@ -161,16 +161,16 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
             raise CheckpointError(
                 "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
                 where=pointer(keys),
-                fix="Give the tensor under a key of its own.",
+                fix="Pass the tensor under a key of its own.",
             )
         case _:
-            parts = "Give its parts as values of these types, such as str(value), list(value) or an enum's .value."
+            parts = "Pass its parts, each of one of these types, such as str(value), list(value) or an enum's .value."
             raise CheckpointError(
                 "A value is neither a tensor nor of a type that a checkpoint holds",
                 where=pointer(keys),
                 expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
                 found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
-                fix="Give its state_dict()." if hasattr(value, "state_dict") else parts,
+                fix="Pass its state_dict()." if hasattr(value, "state_dict") else parts,
             )
 
 
@@ -181,7 +181,7 @@ def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]
             where=pointer(keys),
             expected="a scalar or an array of numbers, booleans, text, bytes, datetime64 or timedelta64",
             found=f"{type(value).__name__} of dtype {value.dtype}",
-            fix="Give np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
+            fix="Pass np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
         )
     array = np.asarray(value)  # an empty np.str_ has bytes beyond its own dtype
     content = [array.dtype.str, list(array.shape), array.tobytes().hex()]

@@ -72,7 +72,7 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
             where=where(),
             expected="a plain tensor or a DTensor",
             found=type(local).__name__,
-            fix="Give its parts as tensors of their own.",
+            fix="Pass its parts as tensors of their own.",
         )
     local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:
@@ -168,7 +168,7 @@ def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
         raise MismatchError(
             "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
             where=where,
-            fix="Give a tensor with memory for each element, such as tensor.clone().",
+            fix="Pass a tensor with memory for each element, such as tensor.clone().",
         )
     overwrite(target, first)
 

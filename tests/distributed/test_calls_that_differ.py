@@ -163,7 +163,7 @@ def test_other_calls_and_skipped_ones_are_named(tmp_path: Path) -> None:
             "found save_state_dict(iteration=2) on rank 0; save_state_dict(iteration=3) on rank 1.",
             "Rank 0 has not called save(iteration=9) within 0.1 s; rank 0 last called load().",
             "Rank 1 has not called save(iteration=9) within 0.1 s; rank 1 last called save(iteration=9).",
-            "timeout_s is no number of seconds, expected 0 or more, found nan.",
+            "timeout_s is invalid, expected a finite number of seconds, 0 or more, found nan.",
             "Rank 0 has not called AsyncSaver.save(iteration=3) within 0.1 s; rank 0 last called AsyncSaver().",
         ]
         for line, text in zip(lines, expected, strict=True):

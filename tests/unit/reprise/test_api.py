@@ -390,7 +390,7 @@ def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
         tmp_path, nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3))), iteration=1, file_bytes=800
     )
     assert len(list(path.glob("model-*.safetensors"))) == 2
-    with pytest.raises(ConfigError, match="file_bytes is no size of a file, expected an int of 1 or more, found 0"):
+    with pytest.raises(ConfigError, match="file_bytes is invalid, expected an int of 1 or more, found 0"):
         save(tmp_path, nn.Linear(2, 2), iteration=2, file_bytes=0)
 
 

@@ -303,7 +303,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"milestones": {30: torch.ones(1)}}, r"a key that is not text \(/milestones\), found 30"),
     (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor of a type.* \(/a/1\).*found an object of object"),
     (lambda: {"a": {3: [0, Color.RED]}}, r"neither a tensor nor of a type.* \(/a/3/1\).*found an object of Color"),
-    (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Give its state_dict\(\)"),
+    (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Pass its state_dict\(\)"),
     (lambda: {"p": Point(1)}, r"neither a tensor nor of a type.* \(/p\)"),
     (lambda: {"s": {torch.ones(1)}}, r"A tensor lies in a value that holds none.* \(/s/0\)"),
     (
@@ -385,7 +385,7 @@ def test_groups_of_other_parameters_are_refused(tmp_path: Path) -> None:
 
 def test_a_value_in_a_tuple_cannot_be_filled(tmp_path: Path) -> None:
     path = save_state_dict(tmp_path, {"pair": (torch.ones(1), 3)}, iteration=1)
-    with pytest.raises(CheckpointError, match=r"in a tuple.*/pair/1.*Give a list"):
+    with pytest.raises(CheckpointError, match=r"in a tuple.*/pair/1.*Pass a list"):
         load_state_dict(path, {"pair": (torch.ones(1), 3)})
     load_state_dict(path, {"pair": [torch.ones(1), 0]})
 
