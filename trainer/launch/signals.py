@@ -44,6 +44,7 @@ class SignalHandler:
         self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
         self._is_awaited = False
+        self._status: int | None = None
         self._is_over = threading.Event()
 
     def start(self) -> None:
@@ -61,7 +62,11 @@ class SignalHandler:
             self._end(128 + self._first[0], f"received {self.name} before the first iteration")
 
     def leave_within(self, seconds: float, status: int) -> None:
-        """Exit with `status` after `seconds`, even if the process hangs; for a process about to end."""
+        """Exit with `status` after `seconds`, even if the process hangs, or at a signal, without a word.
+
+        For a process about to end by an error, whose peers torchrun ends with SIGTERM.
+        """
+        self._status = status
         timer = threading.Timer(seconds, self._leave, (status,))
         timer.daemon = True
         timer.start()
@@ -82,7 +87,9 @@ class SignalHandler:
         now = self._clock()
         if number not in SIGNALS:
             return
-        if self._first is None:
+        if self._status is not None:
+            self._leave(self._status)
+        elif self._first is None:
             self._first = number, now
             if not self._is_awaited:
                 self._end(128 + number, f"received {self.name} before the first iteration")

@@ -114,6 +114,14 @@ def test_a_hangup_asks_to_stop_unless_nohup_ignores_it(is_ignored: bool) -> None
         case.handler.stop()
 
 
+def test_a_process_that_ends_by_an_error_is_silent_at_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case()
+    case.handler.leave_within(LONG_S, 1)
+    case.handler.receive(TERM)
+    assert (case.statuses, case.reports) == ([1], [])
+    assert capsys.readouterr() == ("", "")
+
+
 def test_other_signals_mean_nothing() -> None:
     case = Case()
     case.handler.receive(signal.SIGCHLD)
