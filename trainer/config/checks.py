@@ -34,12 +34,18 @@ _MOST_LAYERS, _MOST_PARAMETERS = 10_000, 10**16
 _MOST_TRIED = 1 << 16  # sizes of a micro batch
 
 
-def validate(config: Config, world_size: int) -> None:
+def validate(config: Config, world_size: int, words: Sequence[str] | None = None) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
+
+    Args:
+        words: those of the command; a single process where the layout needs several is told to start it with torchrun.
 
     Raises:
         ConfigError: lists every problem with its key, in a single message.
     """
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    lacks_ranks = words is not None and world_size == 1 < ranks
+    world_size = ranks if lacks_ranks else world_size  # other problems are those under torchrun
     config = with_micro_batch(config, world_size)
     of_types = [*number_problems(config), *type_problems(config), *_size_type_problems(config.train)]
     problems = of_types or [  # comparisons with NaN are always false
@@ -57,6 +63,9 @@ def validate(config: Config, world_size: int) -> None:
         *_save_needs(config),
         *logging_problems(config.logging),
     ]
+    if lacks_ranks:
+        command = command_line(shlex.join(words or ()), ranks)
+        problems.append(f"1 process: the parallel layout needs {ranks} or a multiple; start it with `{command}`")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
@@ -81,25 +90,6 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     first = _first_known_position(config)
     possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
-
-
-def require_ranks(config: Config, world_size: int, words: Sequence[str]) -> None:
-    """Refuse a single process where the parallel layout needs several.
-
-    Args:
-        words: those of the command.
-
-    Raises:
-        ConfigError: with the same command under torchrun.
-    """
-    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    if world_size == 1 and ranks > 1:
-        raise ConfigError(
-            "The parallel layout needs several processes",
-            expected=f"{ranks} ranks, or a multiple",
-            found="1 process",
-            fix=f"Start it with `{command_line(shlex.join(words), ranks)}`.",
-        )
 
 
 def unused_keys(config: Config) -> list[str]:

@@ -57,11 +57,25 @@ _apply_overrides = ConfigLoaderImpl._apply_overrides_to_config
 
 
 def _apply_each(overrides: list[Override], raw: DictConfig) -> None:
-    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it."""
+    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it.
+
+    Raises:
+        HydraException: for an unknown key or a value of another type.
+        ConfigError: for several of them.
+    """
+    problems = list[HydraException]()
     for override in overrides:
         if not override.is_delete():
             _open_null_mapping(raw, override.key_or_group, override._value)
-        _apply_overrides([override], raw)
+        try:
+            _apply_overrides([override], raw)
+        except HydraException as error:
+            problems.append(error)
+    if len(problems) > 1:
+        lines = [f"  {_error_text(error)} {_suggestion(error) or ''}".rstrip() for error in problems]
+        raise ConfigError("The configuration cannot be composed", found="\n".join(["these problems:", *lines]))
+    if problems:
+        raise problems[0]
 
 
 def _open_null_mapping(raw: DictConfig, key: str, value: object) -> None:
@@ -278,7 +292,7 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
         several = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
         fix = several if "--multirun" in text else _suggestion(error)
         raise ConfigError("The configuration cannot be composed", found=text, fix=fix) from error
-    except BrokenPipeError:
+    except (BrokenPipeError, ConfigError):
         raise
     except Exception as error:
         where = " ".join(overrides) or None

@@ -46,9 +46,11 @@ def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
     """Return every key of the section outside its range."""
     problems = [
         f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0"
-        for name in ("lr", "weight_decay", "adam_eps")
+        for name in ("lr", "weight_decay")
         if getattr(optimizer, name) < 0
     ]
+    if not optimizer.adam_eps > 0:
+        problems.append(f"optimizer.adam_eps={optimizer.adam_eps}: must be above 0, or rows without a gradient are NaN")
     if not 1 <= optimizer.muon_ns_steps < 100:
         problems.append(f"optimizer.muon_ns_steps={optimizer.muon_ns_steps}: must be at least 1 and below 100")
     problems += [

@@ -58,8 +58,8 @@ class DataSection:
             beside the weights that `checkpoint` names to start from, else bytes of text only; ``bytes`` takes any file.
             With files of tokens, what wrote them; needed for sampled texts.
         train: with files of tokens: a file or glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
-            weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with `text` in place of `path`; weights have any
-            sum.
+            weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, of `data.kind=text` too, then without `data.path`;
+            weights have any sum.
         valid: validation tokens, a path or list of paths, in order; null for none.
         position: where a source that replaces another at a resume begins: `run`, at the run's consumed samples;
             `start`, at its first, once.

@@ -36,7 +36,7 @@ class Environment:
         """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 
         Raises:
-            LaunchError: if a variable is not a number or is out of range, or if several ranks have no address.
+            LaunchError: if a variable is not a number or is out of range, or is missing for several ranks.
         """
         number = {name: _number(name, variables.get(name, default)) for name, default in _NUMBERS.items()}
         for name, (least, most) in _ranges(number).items():
@@ -47,8 +47,14 @@ class Environment:
                     found=number[name],
                     fix="Launch with torchrun, or unset torchrun's variables for a single process.",
                 )
-        if number["WORLD_SIZE"] > 1 and "MASTER_ADDR" not in variables:
-            raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not", fix="Launch with torchrun.")
+        missing = [name for name in ("RANK", "MASTER_ADDR") if not variables.get(name)]
+        missing += ["MASTER_PORT"] if number["MASTER_PORT"] == 0 else []
+        if number["WORLD_SIZE"] > 1 and missing:
+            raise LaunchError(
+                "The environment has only a part of the variables of a launch",
+                expected=f"{' and '.join(missing)} beside WORLD_SIZE={number['WORLD_SIZE']}",
+                fix="Launch with torchrun, or set them on every rank.",
+            )
         return Environment(
             number["RANK"],
             number["WORLD_SIZE"],

@@ -28,6 +28,7 @@ HUGE = str(1 << 63)
 
 # Overrides, and words of the message.
 ODD: list[tuple[str, str]] = [
+    ("optimizer.adam_eps=0", "optimizer.adam_eps=0.0: must be above 0"),
     ("train.ema_offload=true", "needs train.ema_decay above 0, or train.ema_offload=false"),
     # numbers that are not finite, or fit into no machine word
     (f"train.seed={HUGE}", f"train.seed={HUGE}"),
@@ -178,6 +179,27 @@ def test_an_odd_override_is_refused_in_one_message(overrides: str, words: str) -
         assert useless not in str(refusal.value)
 
 
+def test_all_unknown_keys_and_wrong_values_are_in_one_message() -> None:
+    words = ["run.nme=k1", "train.lr=3", "model.foo=1", "train.seed=x", "train.threads=1"]
+    with pytest.raises(ConfigError) as refusal:
+        compose(words)
+    message = str(refusal.value)
+    assert [word for word in words if word.partition("=")[0] in message] == words[:-1]
+    assert re.findall(r"Did you mean ([\w.]+)\?", message)[:2] == ["run.name", "optimizer.lr"]
+
+
+def test_a_wrong_number_of_processes_hides_no_other_problem() -> None:
+    words = ["parallel=tp2", "train.seed=-1", "train.global_batch_size=7"]
+    with pytest.raises(ConfigError) as refusal:
+        validate(compose(words), 1, words)
+    message = str(refusal.value)
+    assert "train.seed=-1" in message
+    assert "train.global_batch_size=7" in message
+    assert f"torchrun --no-python --nproc-per-node 2 reprise train {' '.join(words)}" in message
+    with pytest.raises(ConfigError, match=r"1 rank: must be a multiple"):  # of a dry run
+        validate(compose(words[:1]), 1)
+
+
 ODD_VALUES = (
     "[[1]]",
     "[['a']]",
@@ -225,6 +247,9 @@ def test_odd_values_of_every_key_end_in_one_message(every: int) -> None:
         ({"RANK": "1"}, "RANK is out of range"),
         ({"RANK": "-1"}, "RANK is out of range"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host"}, "expected MASTER_PORT beside WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "0"}, "expected MASTER_PORT beside"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "29500"}, "expected RANK and MASTER_ADDR beside WORLD_SIZE=2"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is out of range"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is out of range"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is out of range"),
