@@ -38,7 +38,7 @@ def validate(config: Config, world_size: int, words: Sequence[str] | None = None
     """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
 
     Args:
-        words: those of the command; a single process where the layout needs several is told to start it with torchrun.
+        words: those of the command, to name it with torchrun where a single process cannot have the layout.
 
     Raises:
         ConfigError: lists every problem with its key, in a single message.

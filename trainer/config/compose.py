@@ -28,6 +28,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -35,7 +36,7 @@ from reprise.errors import ConfigError
 from reprise.files import SMALL_BYTES, Files, location, read_regular
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys, null_mappings
-from trainer.config.overrides import TypedLoader, escape, readable
+from trainer.config.overrides import escape, is_other_text, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
 from trainer.config.values import from_environment, path_problems
@@ -88,6 +89,18 @@ def _open_null_mapping(raw: DictConfig, key: str, value: object) -> None:
             OmegaConf.update(raw, name, mapping(), merge=False)
 
 
+class _TypedLoader(get_yaml_loader()):  # type: ignore[misc]
+    """Loads YAML as OmegaConf does, but a number or a truth value as its text where it would be written otherwise.
+
+    The schema converts the text by the kind of its key: the text ``1.50`` stays a name, and is a number elsewhere.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        """Return the value of a node."""
+        value = super().construct_object(node, deep)
+        return node.value if is_other_text(value, node.value) else value
+
+
 class FileConfigSource(file_config_source.FileConfigSource):
     """Reads the configuration's files, each text as it is written there.
 
@@ -97,7 +110,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of a file."""
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
-        config = OmegaConf.create(yaml.load(text, Loader=TypedLoader) or {})
+        config = OmegaConf.create(yaml.load(text, Loader=_TypedLoader) or {})
         return ConfigResult(self.provider, f"file://{self.path}", config, self._get_header_dict(text))
 
 

@@ -10,26 +10,12 @@ from typing import Any, get_args, get_type_hints
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf._utils import get_yaml_loader
-from yaml import Node
 
 from reprise.errors import ConfigError
 from trainer.config.schema import Config
 
 # A member of a list or a mapping that is no quoted text.
 _MEMBER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,:\[\]{}'"](?:[^,:\[\]{}'"]*[^\s,:\[\]{}'"])?""")
-
-
-class TypedLoader(get_yaml_loader()):  # type: ignore[misc]
-    """Loads YAML as OmegaConf does, but a number or a truth value as its text where it would be written otherwise.
-
-    The schema converts the text by the kind of its key: the text ``1.50`` stays a name, and is a number elsewhere.
-    """
-
-    def construct_object(self, node: Node, deep: bool = False) -> object:
-        """Return the value of a node."""
-        value = super().construct_object(node, deep)
-        return node.value if _differs(value, node.value) else value
 
 
 def readable(overrides: Sequence[str]) -> list[str]:
@@ -70,6 +56,11 @@ def escape(value: object) -> object:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+def is_other_text(value: object, text: str) -> bool:
+    """Return whether a value is a number or a truth value that is not written as `text`."""
+    return isinstance(value, int | float) and str(value) != text
+
+
 def _readable(word: str) -> str:
     try:
         word.encode()
@@ -96,13 +87,8 @@ def _typed(text: str, *, is_text: bool) -> str:
     override = _parse(f"key={text}")
     if override is None:
         return _quote(text)
-    is_other = _differs(override._value, "" if is_text else text.strip())
+    is_other = is_other_text(override._value, "" if is_text else text.strip())
     return _quote(text.strip()) if is_other and "(" not in text else text  # float(1) converts by itself
-
-
-def _differs(value: object, text: str) -> bool:
-    """Return whether a value is a number or a truth value that is not written as `text`."""
-    return isinstance(value, int | float) and str(value) != text
 
 
 def _quote(text: str) -> str:

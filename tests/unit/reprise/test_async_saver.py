@@ -441,7 +441,7 @@ def test_a_closed_saver_keeps_neither_tensors_nor_copies(tmp_path: Path) -> None
     ],
 )
 def test_a_limit_that_is_none_is_refused_by_name(tmp_path: Path, limit: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(limit))} is no number"):
+    with pytest.raises(ConfigError, match=f"{next(iter(limit))} is invalid"):
         AsyncSaver(tmp_path, **limit)
     assert not list(tmp_path.iterdir())
 
