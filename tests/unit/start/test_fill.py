@@ -10,6 +10,7 @@ import pytest
 
 from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError
+from reprise.layout import TensorKind
 from tests.harness import built
 from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
@@ -127,3 +128,21 @@ def test_a_refused_resume_names_the_keys_that_one_sets(tmp_path: Path) -> None:
     assert set(re.findall(r"^  ([\w.]+) +saved ", message, re.M)) == keys
     assert re.search(rf"data\.path +saved stdlib \(\w+\)  current {text} \(\w+\)", message)
     assert re.search(r"train\.train_iters +saved 2  current 6  \(schedule\.lr_decay_iters=2 ", message)
+
+
+def test_an_older_checkpoint_leaves_no_moments_of_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "run", "schedule.lr_decay_iters=2")
+    run = built(config_in(tmp_path / "run", "schedule.lr_decay_iters=2"), cluster_of(single_rank_channel()))
+    moments = {t.spec.name: t for t in run.state.shards() if t.spec.kind is TensorKind.OPTIMIZER}
+    frozen = next(name.removeprefix("exp_avg.") for name in moments if name.startswith("exp_avg."))
+    monkeypatch.setattr("trainer.start.source.saved_frozen", lambda *_, **__: frozenset({frozen}))
+    monkeypatch.setattr("trainer.start.source.check_tensors", lambda *_, **__: None)  # which has all of them
+    for tensor in moments.values():
+        tensor.local.fill_(7.0)  # as the damaged one had them
+    with run.saves:
+        fill(run, decide(run.config, run.cluster, run.saves))
+    left = {name: tensor.local.abs().max().item() for name, tensor in moments.items() if frozen in name}
+    assert set(left.values()) == {0.0}
+    assert all(tensor.local.abs().max().item() != 7.0 for tensor in moments.values())
