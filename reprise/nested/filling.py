@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.layout import Place, TensorSpec
+from reprise.format.layout import Place, TensorKind, TensorSpec
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import NestedValues, by_leaf, read_values
 from reprise.nested.loaded import LoadedState, Matched, Strictness, match
-from reprise.nested.stateful import put_back, references, shaped_like, take_out
+from reprise.nested.stateful import Receiver, put_back, references, shaped_like, take_out
 from reprise.nested.stored_names import (
     MODEL,
     OPTIMIZER,
@@ -27,14 +26,12 @@ from reprise.nested.stored_names import (
     stored_name,
 )
 from reprise.nested.table import JointTable
-from reprise.nested.tree import ParameterGroup, Tree
+from reprise.nested.tree import OptimizerState, ParameterGroup, Tree
 from reprise.nested.typed_values import TensorReference, decode_number, encode
 from reprise.optimizer_state import zeros_for
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
-
-_Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
 
 
 @dataclass(slots=True)
@@ -46,7 +43,8 @@ class Filling:
         joint: the table of all ranks.
         saved: the values of the checkpoint at hand.
         values: the same by the pointers of the load.
-        made: by the optimizer's pointer, the state allocated for the checkpoint at hand.
+        made: the tensors of optimizers allocated for the checkpoint at hand.
+        receivers: those of the tree, and of what its objects lack and the checkpoint at hand has.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
         whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
             empty dicts.
@@ -60,8 +58,8 @@ class Filling:
     matched: Matched = field(default_factory=lambda: Matched([]))
     saved: NestedValues = field(default_factory=NestedValues)
     values: NestedValues = field(default_factory=NestedValues)
-    made: dict[str, _Made] = field(default_factory=dict)
-    list_members: set[str] = field(default_factory=set)
+    made: list[tuple[OptimizerState, str, str, torch.Tensor]] = field(default_factory=list)
+    receivers: dict[str, Receiver] = field(default_factory=dict)
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
     allocated: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -74,28 +72,21 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
+        self.receivers = self._further_receivers(checkpoint, values) | self.tree.receivers
+        taken = joint.values | self.receivers.keys()
         allocated = list(self._allocate(checkpoint, values))
-        names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
+        names = {at.name for where in taken if where in values.values for at in references(values.value(where))}
         nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
-        self.values = values = by_leaf(values, joint.values)
+        self.values = values = by_leaf(values, taken)
         self._fill_empty(values)
-        self.made = {where: {} for where in self.tree.optimizers}
         allocated += list(self._make_tensors(checkpoint, values))
-        allocated += list(self._make_lists(checkpoint, values))
-        self._make_values(values)
         requested = {
             where
             for where, value in values.values.items()
-            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, joint.values)
+            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, taken)
         }
-        made_values = {
-            pointer((*keys_of_pointer(where), "state", name, key))
-            for where, made_state in self.made.items()
-            for (name, key) in made_state
-        }
-        made_values |= self.list_members
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
-        missing += [where for where in self.tree.receivers if where not in self.whole]
+        missing += [where for where in self.receivers if where not in self.whole]
         self.numbers = {}
         missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
@@ -111,7 +102,7 @@ class Filling:
             is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in nested_names,
             requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
-            unexpected=sorted(requested - joint.values - made_values),
+            unexpected=sorted(requested - taken),
         )
         return self.matched.live
 
@@ -128,9 +119,9 @@ class Filling:
                 self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
             elif where in values.values:
                 self.tree.replace_value(where, values.value(where))
+        for state, name, key, tensor in self.made:
+            state.put(name, key, tensor)
         for where, optimizer in self.tree.optimizers.items():
-            for (name, key), value in self.made[where].items():
-                optimizer.state.setdefault(optimizer.keys[name], {})[key] = value
             for number, group in enumerate(optimizer.groups):
                 for key, value in self.numbers.get(_group(where, number), {}).items():
                     if not isinstance(group.given.get(key), torch.Tensor):
@@ -138,9 +129,18 @@ class Filling:
                         group.given[key] = list(value) if is_list else decode_number(value)
         for call in self.tree.after_load:
             call()
-        for where, receiver in self.tree.receivers.items():
+        for where, receiver in self.receivers.items():
             if where in self.whole:
                 receiver.give(where, put_back(self.whole[where], self.allocated))
+        unknown = [name for entries in self.tree.modules.values() for name in entries.give()]
+        if unknown and self.strict is True:
+            raise MismatchError(
+                "A module does not know entries of the checkpoint's state dict",
+                where=checkpoint.path,
+                found=", ".join(unknown),
+                fix='Make it as it was made when the checkpoint was saved, or give strict="missing".',
+            )
+        self.matched = replace(self.matched, unexpected=[*self.matched.unexpected, *unknown])
         self.matched.log(checkpoint, is_first=is_first)
         further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
         return LoadedState(
@@ -164,26 +164,27 @@ class Filling:
         self.whole, self.allocated = {}, {}
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
         states = self._with_tensors(values, places.values())
-        for where in (*self.tree.receivers, *self.tree.values, *self._remaining_values(values).values):
-            is_object = where in self.tree.receivers
-            value = states.below(where) if is_object or where in values.values else None
+        for where in (*self.receivers, *self.tree.values, *self._remaining_values(values).values):
+            receiver = self.receivers.get(where)
+            value = states.below(where) if receiver or where in values.values else None
             names = [reference.name for reference in references(value)]
             tensors: dict[Keys, torch.Tensor] = {}
-            if names and is_object:
-                template = self.tree.receivers[where].template()
+            if names and receiver:
+                template = receiver.template()
                 take_out(template, keys_of_pointer(where), tensors)
                 value = value if where in values.values else shaped_like(template, value)
-            if names or (is_object and states.has(where)):
+            if names or (receiver and states.has(where)):
                 self.whole[where] = value
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
+            new = receiver.new if receiver else None
             for name in names:
                 spec = places[aliases.get(name, name)].spec
-                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
+                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name), new)
                 yield from _unreplicated(replace(spec, name=name), stored)
 
     def _with_tensors(self, values: NestedValues, places: Iterable[Place]) -> NestedValues:
         """Return the values with references to the tensors of objects whose state was stored by leaf, as a dict."""
-        divided = self.tree.receivers.keys() - values.values.keys()
+        divided = self.receivers.keys() - values.values.keys()
         tensors: Json = {}
         for keys, name in ((keys_of(p.spec.kind, p.spec.name), p.spec.name) for p in places if divided):
             if any(pointer(keys[:count]) in divided for count in range(1, len(keys) + 1)):
@@ -199,12 +200,19 @@ class Filling:
                 self.whole[where] = below
 
     def _tensor_for(
-        self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
+        self,
+        spec: TensorSpec,
+        dtype: str | None,
+        template: torch.Tensor | None,
+        new: Callable[[TensorSpec, str | None], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new tensor on its device."""
+        is_new = template is None and new is not None
+        if template is None and new is not None:
+            template = new(spec, dtype)
         if (
             template is not None
-            and is_dtensor(template)
+            and (is_new or is_dtensor(template))
             and (form := resolve(template, partial(str, spec.name))) is not None
         ):
             self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
@@ -241,62 +249,56 @@ class Filling:
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
+    def _further_receivers(self, checkpoint: Checkpoint, values: NestedValues) -> dict[str, Receiver]:
+        """Return receivers of what an optimizer lacks before its first step, and a module before its first use."""
+        found: dict[str, Receiver] = {}
+        for where in values.values if self.tree.modules else ():
+            *parents, name = keys_of_pointer(where)
+            parts = ((tuple(parents), name[:end]) for end in range(len(name)) if not end or name[end - 1] == ".")
+            for entries in (self.tree.modules[part] for part in parts if part in self.tree.modules):
+                found[where] = Receiver(entries.blank, partial(entries.put, name))
+        for where, optimizer in self.tree.optimizers.items():
+            top, new = (*keys_of_pointer(where), "state"), _maker(checkpoint, optimizer)
+            tensors = (keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values())
+            leaves = [(keys_of_pointer(at), 2) for at in values.values] + [(keys, 3) for keys in tensors]
+            for keys, depth in leaves:
+                at = keys[len(top) :]
+                if keys[: len(top)] == top and len(at) >= depth and optimizer.lacks(*at[:2]):
+                    make = partial(new, optimizer.parameters[at[0]], on_host=False)
+                    found[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
+        return found
+
     def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the missing tensors of an optimizer, as before its first step."""
-        for where, optimizer in self.tree.optimizers.items():
-            on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
-            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in optimizer.parameters.values()]
-            flat_elements = sum(sizes) if optimizer.list_keys else 0
-            for spec in (place.spec for place in read_places(checkpoint).values()):
-                *parents, name, key = ("", *keys_of(spec.kind, spec.name))
-                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
-                    parameter = optimizer.parameters[name]
-                    dtype = values.dtypes.get(spec.name)
-                    shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
-                    tensor = zeros_for(
-                        parameter,
-                        key,
-                        spec,
-                        shape,
-                        flat_elements=flat_elements,
-                        on_device=on_device,
-                        where=checkpoint.path,
-                    )
-                    self.made[where][name, key] = tensor
-                    resolved = resolve(tensor, partial(str, spec.name))
-                    assert resolved is not None
-                    yield from _unreplicated(spec, resolved.tensor)
-
-    def _make_lists(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the lists of tensors and values that an optimizer lacks before its first step."""
-        self.list_members = set()
-        optimizers = {where: optimizer for where, optimizer in self.tree.optimizers.items() if optimizer.list_keys}
-        if not optimizers:
+        """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied."""
+        self.made = []
+        if not self.tree.optimizers:
             return
-        specs = {pointer(keys_of(p.spec.kind, p.spec.name)): p.spec for p in read_places(checkpoint).values()}
-        for where, optimizer in optimizers.items():
-            members: dict[tuple[str, str], dict[int, object]] = {}
-            for at in {**specs, **values.values}:
-                *parents, name, key, number = ("", "", *keys_of_pointer(at))
-                if pointer(parents[2:]) != f"{where}/state" or key not in optimizer.list_keys:
-                    continue
-                if not optimizer.lacks(name, key) or not number.isdecimal() or at in values.dtypes:
-                    continue
-                if spec := specs.get(at):
-                    device = optimizer.parameters[name].device
-                    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-                    yield from _unreplicated(spec, tensor)
-                self.list_members.add(at)
-                members.setdefault((name, key), {})[int(number)] = tensor if spec else values.value(at)
-            for place, numbered in members.items():
-                self.made[where][place] = [numbered[number] for number in sorted(numbered)]
-
-    def _make_values(self, values: NestedValues) -> None:
+        places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+        live = {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()}
+        names = {**{name: name for name in places}, **aliases}
         for where, optimizer in self.tree.optimizers.items():
-            for at, value in values.values.items():
-                *parents, name, key = ("", *keys_of_pointer(at))
-                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
-                    self.made[where][name, key] = value
+            new = _maker(checkpoint, optimizer)
+            on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
+            for stored, target in names.items():
+                spec, dtype = places[target].spec, values.dtypes.get(target)
+                kind = spec.kind if stored == target else TensorKind.OPTIMIZER
+                *parents, name, key = ("", *keys_of(kind, stored))
+                if pointer(parents[1:]) != f"{where}/state" or stored in live or not optimizer.lacks(name, key):
+                    continue
+                if target in live:
+                    tensor = in_memory(live[target].detach(), dtype)
+                else:
+                    tensor = new(optimizer.parameters[name], spec, dtype, on_host=key == "step" and not on_device)
+                    resolved = resolve(tensor, partial(str, stored))
+                    assert resolved is not None
+                    live[stored] = resolved.tensor
+                    yield from _unreplicated(replace(spec, name=stored), resolved.tensor)
+                self.made.append((optimizer, name, key, tensor))
+
+
+def _maker(checkpoint: Checkpoint, optimizer: OptimizerState) -> Callable[..., torch.Tensor]:
+    elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    return partial(zeros_for, elements=elements, where=checkpoint.path)
 
 
 def _require_dtypes(
