@@ -5,7 +5,6 @@ Only modules with an override or a hook are asked: `state_dict()` of all others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from reprise.nested.stateful import ModuleEntries, leaves_of
 from reprise.nested.stored_names import Keys, pointer
 from reprise.nested.tree import Tree, add_object, require_text_keys
 from reprise.tensors.file_form import bytes_of
-from reprise.tensors.live import Grid, canonical_name, is_dtensor, local_of, locate, memory_holder
+from reprise.tensors.live import Grid, canonical_name, is_dtensor, local_of, locate, memory_holder, named_tensors
 
 _EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 
@@ -42,16 +41,6 @@ def add_entries(tree: Tree, keys: Keys, model: nn.Module) -> None:
                 add_object(tree, (*keys, inner), partial(_given, value), partial(entries.put, inner))
         elif type(module).get_extra_state is not nn.Module.get_extra_state:
             add_object(tree, (*keys, prefix + _EXTRA_STATE), module.get_extra_state, module.set_extra_state)
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield canonical_name(name), parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
-                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _further(entries: ModuleEntries) -> dict[str, object]:
@@ -94,8 +83,8 @@ def _has_own_state_dict(module: nn.Module) -> bool:
 
 
 def _is_same(value: object, tensor: torch.Tensor) -> bool:
-    """Return whether an entry is a live tensor, or has its bits."""
-    if not isinstance(value, torch.Tensor) or value.dtype != tensor.dtype or value.shape != tensor.shape:
+    """Return whether an entry is a live tensor, or has its bits, or those of its cast to another dtype."""
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
         return False
     if is_dtensor(tensor) and not is_dtensor(value):  # a hook has gathered it
         for part in locate(TensorKind.MODEL, "", tensor, grid=Grid.flat(1)):
@@ -103,7 +92,7 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
     held, own = local_of(value), local_of(tensor)
     if held.is_set_to(own):
         return True
-    return held.shape == own.shape and bytes_of(held).to(own.device).equal(bytes_of(own))
+    return held.shape == own.shape and bytes_of(held).to(own.device).equal(bytes_of(own.to(held.dtype)))
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.nested.folder_files import folder_files
-from reprise.nested.module_entries import add_entries, named_tensors
+from reprise.nested.module_entries import add_entries
 from reprise.nested.pretrained import add_pretrained
 from reprise.nested.stateful import Stateful, is_stateful
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
@@ -25,7 +25,7 @@ from reprise.nested.tree import (
     walk,
 )
 from reprise.nested.typed_values import DICTS
-from reprise.tensors.live import free_gathered_parameters, parameter_names
+from reprise.tensors.live import free_gathered_parameters, named_tensors, parameter_names
 
 _NOTHING = object()
 

@@ -18,7 +18,7 @@ from reprise.errors import MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.nested.stored_names import Keys, pointer, stored_name
 from reprise.nested.typed_values import DICTS, TensorReference
-from reprise.tensors.live import canonical_name, is_dtensor
+from reprise.tensors.live import canonical_name, is_dtensor, named_tensors
 
 
 class Stateful(Protocol):
@@ -92,6 +92,7 @@ class ModuleEntries:
             state = self.module.state_dict()
             keys = {canonical_name(key): key for key in state}
             state.update({keys.get(name, name): value for name, value in self.taken.items()})
+            state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
             found = self.module.load_state_dict(state, strict=False)
         unknown = {canonical_name(key) for key in getattr(found, "unexpected_keys", ())}
         return [pointer((*self.keys, self.prefix + name)) for name in self.taken if name in unknown]

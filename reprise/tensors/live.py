@@ -160,6 +160,16 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield canonical_name(name), parameter
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the prefixes of torch's wrappers."""
     for wrapper in _WRAPPERS:
