@@ -43,7 +43,7 @@ class Filling:
         joint: the table of all ranks.
         saved: the values of the checkpoint at hand.
         values: the same by the pointers of the load.
-        made: the tensors of optimizers allocated for the checkpoint at hand.
+        made: by JSON Pointer, the tensors of optimizers allocated for the checkpoint at hand, and what puts them there.
         receivers: those of the tree, and of what its objects lack and the checkpoint at hand has.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
         whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
@@ -58,7 +58,7 @@ class Filling:
     matched: Matched = field(default_factory=lambda: Matched([]))
     saved: NestedValues = field(default_factory=NestedValues)
     values: NestedValues = field(default_factory=NestedValues)
-    made: list[tuple[OptimizerState, str, str, torch.Tensor]] = field(default_factory=list)
+    made: dict[str, tuple[Callable[[torch.Tensor], None], torch.Tensor]] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class Filling:
                 self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
             elif where in values.values:
                 self.tree.replace_value(where, values.value(where))
-        for state, name, key, tensor in self.made:
-            state.put(name, key, tensor)
+        for put, tensor in self.made.values():
+            put(tensor)
         for where, optimizer in self.tree.optimizers.items():
             for number, group in enumerate(optimizer.groups):
                 for key, value in self.numbers.get(_group(where, number), {}).items():
@@ -236,6 +236,7 @@ class Filling:
         """
         for where, optimizer in self.tree.optimizers.items():
             saved = _SavedGroups(values.groups.get(where, ()))
+            made = {pointer(keys_of_pointer(at)[:-1]) for at in self.made}
             for number, group in enumerate(optimizer.groups):
                 at = _group(where, number)
                 if self.strict:
@@ -244,7 +245,8 @@ class Filling:
                 if numbers is None:
                     yield at
                     continue
-                saved.require_place(at, group, number)
+                if any(isinstance(v, torch.Tensor) for v in group.given.values()) or at in made:
+                    saved.require_place(at, group, number)
                 self.numbers[at] = numbers
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
@@ -270,7 +272,7 @@ class Filling:
 
     def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
         """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied."""
-        self.made = []
+        self.made = {}
         if not self.tree.optimizers:
             return
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
@@ -282,18 +284,20 @@ class Filling:
             for stored, target in names.items():
                 spec, dtype = places[target].spec, values.dtypes.get(target)
                 kind = spec.kind if stored == target else TensorKind.OPTIMIZER
-                *parents, name, key = ("", *keys_of(kind, stored))
-                if pointer(parents[1:]) != f"{where}/state" or stored in live or not optimizer.lacks(name, key):
+                keys = keys_of(kind, stored)
+                found = None if stored in live else optimizer.place(where, keys)
+                if found is None:
                     continue
+                parameter, put = found
                 if target in live:
                     tensor = in_memory(live[target].detach(), dtype)
                 else:
-                    tensor = new(optimizer.parameters[name], spec, dtype, on_host=key == "step" and not on_device)
+                    tensor = new(parameter, spec, dtype, on_host=keys[-1] == "step" and not on_device)
                     resolved = resolve(tensor, partial(str, stored))
                     assert resolved is not None
                     live[stored] = resolved.tensor
                     yield from _unreplicated(replace(spec, name=stored), resolved.tensor)
-                self.made.append((optimizer, name, key, tensor))
+                self.made[pointer(keys)] = put, tensor
 
 
 def _maker(checkpoint: Checkpoint, optimizer: OptimizerState) -> Callable[..., torch.Tensor]:
@@ -362,7 +366,7 @@ class _SavedGroups:
     def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
         """Refuse a group with tensors from another place: tensors are stored by place."""
         places = {self._groups[self._by_name[name]].get("place", self._by_name[name]) for name in group.names}
-        if places - {number} and any(isinstance(value, torch.Tensor) for value in group.given.values()):
+        if places - {number}:
             raise MismatchError(
                 "A parameter group with tensors was at another place",
                 where=where,

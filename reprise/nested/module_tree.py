@@ -222,9 +222,9 @@ def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    state_dict = dict(optimizer.state_dict())
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    state_dict, own_groups = dict(optimizer.state_dict()), getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in own_groups for parameter in group["params"]]
+    groups = [{**group, "params": None} for group in own_groups]
     state = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
     state_dict["param_groups"] = [{**group, "params": None} for group in state_dict.get("param_groups", ())]
     difference = _difference(state_dict, {"state": state, "param_groups": groups}, OPTIMIZER[:1])

@@ -66,6 +66,24 @@ class OptimizerState:
         """Put the state `key` of a parameter in its place."""
         self.state.setdefault(self.keys[name], {})[key] = value
 
+    def place(self, where: str, keys: Keys) -> tuple[nn.Parameter, Callable[[torch.Tensor], None]] | None:
+        """Return the parameter of a tensor that the optimizer lacks, and what puts the tensor there; else None.
+
+        Args:
+            where: the JSON Pointer of the optimizer.
+            keys: of the tensor; that of a parameter group goes with the first parameter.
+        """
+        *parents, kind, name, key = ("", "", *keys)
+        if pointer(parents[2:]) != where:
+            return None
+        if kind == "state" and self.lacks(name, key):
+            return self.parameters[name], partial(self.put, name, key)
+        if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
+            group = self.groups[int(name)]
+            if key not in group.given and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
+                return first, partial(group.given.__setitem__, key)
+        return None
+
 
 @dataclass(slots=True)
 class Tree:
