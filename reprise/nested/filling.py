@@ -49,6 +49,7 @@ class Filling:
         whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
             empty dicts.
         allocated: by stored name, the tensors of such values.
+        shared: by stored name, the tensors with which new state of an optimizer may be tied.
     """
 
     tree: Tree
@@ -63,6 +64,7 @@ class Filling:
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
     allocated: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         """Return the tensors to fill, under their names in a checkpoint.
@@ -74,12 +76,16 @@ class Filling:
         values = self.saved
         self.receivers = self._further_receivers(checkpoint, values) | self.tree.receivers
         taken = joint.values | self.receivers.keys()
+        own = (
+            {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()} if self.tree.optimizers else {}
+        )
+        self.shared = dict(own)
         allocated = list(self._allocate(checkpoint, values))
         names = {at.name for where in taken if where in values.values for at in references(values.value(where))}
         nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
         self.values = values = by_leaf(values, taken)
         self._fill_empty(values)
-        allocated += list(self._make_tensors(checkpoint, values))
+        allocated += list(self._make_tensors(checkpoint, values, own))
         requested = {
             where
             for where, value in values.values.items()
@@ -178,8 +184,14 @@ class Filling:
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
             new = receiver.new if receiver else None
             for name in names:
-                spec = places[aliases.get(name, name)].spec
-                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name), new)
+                target, dtype = aliases.get(name, name), values.dtypes.get(name)
+                if new is not None and target in self.shared:
+                    self.allocated[name] = in_memory(self.shared[target].detach(), dtype)
+                    continue
+                spec = places[target].spec
+                stored, self.allocated[name] = self._tensor_for(spec, dtype, by_name.get(name), new)
+                if new is not None:
+                    self.shared[target] = stored
                 yield from _unreplicated(replace(spec, name=name), stored)
 
     def _with_tensors(self, values: NestedValues, places: Iterable[Place]) -> NestedValues:
@@ -270,13 +282,14 @@ class Filling:
                     found[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
         return found
 
-    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied."""
+    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues, own: Collection[str]) -> Iterator[LiveTensor]:
+        """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied.
+
+        Args:
+            own: the stored names of the tree.
+        """
         self.made = {}
-        if not self.tree.optimizers:
-            return
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
-        live = {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()}
         names = {**{name: name for name in places}, **aliases}
         for where, optimizer in self.tree.optimizers.items():
             new = _maker(checkpoint, optimizer)
@@ -285,17 +298,17 @@ class Filling:
                 spec, dtype = places[target].spec, values.dtypes.get(target)
                 kind = spec.kind if stored == target else TensorKind.OPTIMIZER
                 keys = keys_of(kind, stored)
-                found = None if stored in live else optimizer.place(where, keys)
+                found = None if stored in own else optimizer.place(where, keys)
                 if found is None:
                     continue
                 parameter, put = found
-                if target in live:
-                    tensor = in_memory(live[target].detach(), dtype)
+                if target in self.shared:
+                    tensor = in_memory(self.shared[target].detach(), dtype)
                 else:
                     tensor = new(parameter, spec, dtype, on_host=keys[-1] == "step" and not on_device)
                     resolved = resolve(tensor, partial(str, stored))
                     assert resolved is not None
-                    live[stored] = resolved.tensor
+                    self.shared[target] = resolved.tensor
                     yield from _unreplicated(replace(spec, name=stored), resolved.tensor)
                 self.made[pointer(keys)] = put, tensor
 

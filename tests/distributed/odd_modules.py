@@ -241,17 +241,17 @@ class Nested(torch.optim.Optimizer):
                     values["unstorable"] = draw.choice([collections.deque([1]), len, {"x": {torch.ones(1)}}])
             values["count"] = values.get("count", 0) + 1
             change = parameter.grad.clone()
-            for leaf in tensors_in({key: value for key, value in values.items() if key != "unstorable"}):
-                if leaf is not parameter:
+            for leaf in tensors_in([values[key] for key in sorted(values) if key != "unstorable"]):
+                if leaf.data_ptr() != parameter.data_ptr():
                     self._move(leaf, parameter.grad)
                     change += leaf.float().mean() if leaf.shape != parameter.shape else leaf.to(change.dtype)
-            parameter.add_(change.clamp(-1, 1), alpha=-self.param_groups[0]["lr"] / values["count"])
+            parameter.add_(change.nan_to_num().clamp(-1, 1), alpha=-self.param_groups[0]["lr"] / values["count"])
         return loss
 
     @staticmethod
     def _move(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         if leaf.shape == gradient.shape:
-            leaf.copy_(leaf.float() * 0.5 + gradient)
+            leaf.copy_((leaf.float() * 0.5 + gradient).clamp(-1, 1))
         elif leaf.is_floating_point():
             leaf.add_(1)
         else:

@@ -257,6 +257,7 @@ def _given(program: Program) -> dict[str, Any]:
 def _works(case: Case) -> bool:
     """Return whether an optimizer can be stepped, and does the same twice."""
     try:
+        Program(case, fresh=False).optimizer.state_dict()
         first, second = (Program(case, fresh=False).run(100, 4) for _ in range(2))
     except Exception:  # noqa: BLE001 - whatever it needs
         return False
