@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 SIZE = 4
 
@@ -118,14 +119,17 @@ class Renamed(_Scaled):
         self.register_state_dict_post_hook(self._store)
         self.register_load_state_dict_pre_hook(self._join)
 
+    def parts(self, weight: torch.Tensor) -> Any:
+        return (weight,) if isinstance(weight, DTensor) else self.split(weight)
+
     @staticmethod
     def _store(module: Any, state_dict: Any, prefix: str, _: Any) -> None:
-        for number, row in enumerate(module.split(state_dict.pop(f"{prefix}weight"))):
+        for number, row in enumerate(module.parts(state_dict.pop(f"{prefix}weight"))):
             state_dict[f"{prefix}{number}.row"] = row
 
     @staticmethod
     def _join(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-        rows = [state_dict.pop(f"{prefix}{number}.row") for number, _ in enumerate(module.split(module.weight))]
+        rows = [state_dict.pop(f"{prefix}{number}.row") for number, _ in enumerate(module.parts(module.weight))]
         state_dict[f"{prefix}weight"] = torch.stack(rows) if len(rows) > 1 else rows[0]
 
 
