@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from reprise.errors import MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.loading.reader import Checkpoint
 from reprise.tensors.dtypes import torch_dtype
-from reprise.tensors.live import local_of
+from reprise.tensors.live import is_dtensor, local_of
 
 _SMALL = 1 << 20  # elements, of state that any parameter may have
 
@@ -40,13 +41,21 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
 
 
 def zeros_for(
-    parameter: nn.Parameter, spec: TensorSpec, dtype: str | None, *, elements: int, on_host: bool, where: Path
+    parameter: nn.Parameter,
+    spec: TensorSpec,
+    dtype: str | None,
+    *,
+    orders: Mapping[str, list[int]],
+    elements: int,
+    on_host: bool,
+    where: Path,
 ) -> torch.Tensor:
     """Return zeros for state of a parameter in a checkpoint: of its own shape and dtype, placed as by optimizers.
 
     Args:
         spec: of the state in the files.
         dtype: its dtype in memory; None for that of the files.
+        orders: by stored name, the dimensions from the outermost in memory, if they are not in their own order.
         elements: those of all parameters of the optimizer, which may keep flat state of all under the first.
         on_host: whether the state is a counter of steps on the host.
 
@@ -65,6 +74,10 @@ def zeros_for(
             found=f"shape {list(shape)}",
             fix="Load the model alone.",
         )
+    order = orders.get(spec.name, [])[: len(shape)]
+    if order and len(order) == len(shape) and not is_dtensor(parameter):
+        outermost_first = torch.zeros([shape[dim] for dim in order], dtype=kind, device=parameter.device)
+        return outermost_first.permute([order.index(dim) for dim in range(len(shape))])
     if on_host or shape != tuple(parameter.shape):
         device = torch.device("cpu") if on_host else local_of(parameter).device
         return torch.zeros(shape, dtype=kind, device=device)

@@ -272,7 +272,7 @@ class Filling:
             for entries in (self.tree.modules[part] for part in parts if part in self.tree.modules):
                 found[where] = Receiver(entries.blank, partial(entries.put, name))
         for where, optimizer in self.tree.optimizers.items():
-            top, new = (*keys_of_pointer(where), "state"), _maker(checkpoint, optimizer)
+            top, new = (*keys_of_pointer(where), "state"), _maker(checkpoint, optimizer, values)
             tensors = (keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values())
             leaves = [(keys_of_pointer(at), 2) for at in values.values] + [(keys, 3) for keys in tensors]
             for keys, depth in leaves:
@@ -292,7 +292,7 @@ class Filling:
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
         names = {**{name: name for name in places}, **aliases}
         for where, optimizer in self.tree.optimizers.items():
-            new = _maker(checkpoint, optimizer)
+            new = _maker(checkpoint, optimizer, values)
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
             for stored, target in names.items():
                 spec, dtype = places[target].spec, values.dtypes.get(target)
@@ -313,9 +313,9 @@ class Filling:
                 self.made[pointer(keys)] = put, tensor
 
 
-def _maker(checkpoint: Checkpoint, optimizer: OptimizerState) -> Callable[..., torch.Tensor]:
+def _maker(checkpoint: Checkpoint, optimizer: OptimizerState, values: NestedValues) -> Callable[..., torch.Tensor]:
     elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
-    return partial(zeros_for, elements=elements, where=checkpoint.path)
+    return partial(zeros_for, orders=values.orders, elements=elements, where=checkpoint.path)
 
 
 def _require_dtypes(

@@ -188,6 +188,15 @@ def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a plain tensor from the outermost in memory; None if they are in their own order."""
+    local = memory_holder(tensor)
+    if local is not tensor or local.is_contiguous():
+        return None
+    order = sorted(range(local.ndim), key=local.stride, reverse=True)
+    return order if local.permute(order).is_contiguous() else None
+
+
 def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own.
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from reprise.tensors.live import local_of
+
 SIZE = 4
 
 
@@ -246,7 +248,7 @@ class Nested(torch.optim.Optimizer):
             values["count"] = values.get("count", 0) + 1
             change = parameter.grad.clone()
             for leaf in tensors_in([values[key] for key in sorted(values) if key != "unstorable"]):
-                if leaf.data_ptr() != parameter.data_ptr():
+                if local_of(leaf).data_ptr() != local_of(parameter).data_ptr():
                     self._move(leaf, parameter.grad)
                     change += leaf.float().mean() if leaf.shape != parameter.shape else leaf.to(change.dtype)
             parameter.add_(change.nan_to_num().clamp(-1, 1), alpha=-self.param_groups[0]["lr"] / values["count"])

@@ -98,3 +98,13 @@ def test_tensors_that_a_fresh_group_lacks_come_back(tmp_path: Path) -> None:
     optimizer.param_groups[0]["distance"] = torch.tensor([2.5])
     load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
     assert torch.equal(fresh.param_groups[0]["distance"], torch.tensor([2.5]))
+
+
+def test_memory_of_another_order_comes_back_in_its_order(tmp_path: Path) -> None:
+    net, again = nn.Linear(4, 3), nn.Linear(4, 3)
+    values = {"basis": torch.rand(3, 4).T, "parts": [torch.rand(2, 5, 3).permute(2, 0, 1), torch.rand(2, 2).cfloat().T]}
+    load(save(tmp_path, net, Given(net, values), iteration=1), again, fresh := Given(again))
+    found = fresh.state[fresh.parameter]
+    for old, new in zip([values["basis"], *values["parts"]], [found["basis"], *found["parts"]], strict=True):
+        assert torch.equal(old, new)
+        assert old.stride() == new.stride()
