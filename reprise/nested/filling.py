@@ -74,22 +74,21 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
-        self.receivers = self._further_receivers(checkpoint, values) | self.tree.receivers
-        taken = joint.values | self.receivers.keys()
-        own = (
-            {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()} if self.tree.optimizers else {}
-        )
-        self.shared = dict(own)
+        self.receivers, self.shared = self._further_receivers(checkpoint, values) | self.tree.receivers, {}
+        pointers = joint.values | self.receivers.keys()
+        if self.tree.optimizers:
+            self.shared = {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()}
+        own_names = frozenset(self.shared)
         allocated = list(self._allocate(checkpoint, values))
-        names = {at.name for where in taken if where in values.values for at in references(values.value(where))}
+        names = {at.name for where in pointers if where in values.values for at in references(values.value(where))}
         nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
-        self.values = values = by_leaf(values, taken)
+        self.values = values = by_leaf(values, pointers)
         self._fill_empty(values)
-        allocated += list(self._make_tensors(checkpoint, values, own))
+        allocated += list(self._make_tensors(checkpoint, values, own_names))
         requested = {
             where
             for where, value in values.values.items()
-            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, taken)
+            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, pointers)
         }
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
         missing += [where for where in self.receivers if where not in self.whole]
@@ -108,7 +107,7 @@ class Filling:
             is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in nested_names,
             requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
-            unexpected=sorted(requested - taken),
+            unexpected=sorted(requested - pointers),
         )
         return self.matched.live
 
@@ -265,12 +264,12 @@ class Filling:
 
     def _further_receivers(self, checkpoint: Checkpoint, values: NestedValues) -> dict[str, Receiver]:
         """Return receivers of what an optimizer lacks before its first step, and a module before its first use."""
-        found: dict[str, Receiver] = {}
+        receivers: dict[str, Receiver] = {}
         for where in values.values if self.tree.modules else ():
             *parents, name = keys_of_pointer(where)
             parts = ((tuple(parents), name[:end]) for end in range(len(name)) if not end or name[end - 1] == ".")
             for entries in (self.tree.modules[part] for part in parts if part in self.tree.modules):
-                found[where] = Receiver(entries.blank, partial(entries.put, name))
+                receivers[where] = Receiver(entries.blank, partial(entries.put, name))
         for where, optimizer in self.tree.optimizers.items():
             top, new = (*keys_of_pointer(where), "state"), _maker(checkpoint, optimizer, values)
             tensors = (keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values())
@@ -279,14 +278,16 @@ class Filling:
                 at = keys[len(top) :]
                 if keys[: len(top)] == top and len(at) >= depth and optimizer.lacks(*at[:2]):
                     make = partial(new, optimizer.parameters[at[0]], on_host=False)
-                    found[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
-        return found
+                    receivers[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
+        return receivers
 
-    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues, own: Collection[str]) -> Iterator[LiveTensor]:
+    def _make_tensors(
+        self, checkpoint: Checkpoint, values: NestedValues, own_names: Collection[str]
+    ) -> Iterator[LiveTensor]:
         """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied.
 
         Args:
-            own: the stored names of the tree.
+            own_names: the stored names of the tree.
         """
         self.made = {}
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
@@ -298,10 +299,10 @@ class Filling:
                 spec, dtype = places[target].spec, values.dtypes.get(target)
                 kind = spec.kind if stored == target else TensorKind.OPTIMIZER
                 keys = keys_of(kind, stored)
-                found = None if stored in own else optimizer.place(where, keys)
-                if found is None:
+                target_place = None if stored in own_names else optimizer.place(where, keys)
+                if target_place is None:
                     continue
-                parameter, put = found
+                parameter, put = target_place
                 if target in self.shared:
                     tensor = in_memory(self.shared[target].detach(), dtype)
                 else:

@@ -28,13 +28,13 @@ def add_entries(tree: Tree, keys: Keys, model: nn.Module) -> None:
         CheckpointError: naming an unstorable entry, or a parameter or buffer that the module's `state_dict()` gives in
             another form: which of both counts, is unknown.
     """
-    known: set[nn.Module] = set()
+    covered_modules: set[nn.Module] = set()
     for name, module in model.named_modules():
         prefix = canonical_name(f"{name}." if name else "")
-        if module in known:
+        if module in covered_modules:
             continue
         if _has_own_state_dict(module):
-            known.update(module.modules())
+            covered_modules.update(module.modules())
             entries = tree.modules[keys, prefix] = ModuleEntries(module, keys, prefix)
             for key, value in _further(entries).items():
                 inner = prefix + key
@@ -45,28 +45,30 @@ def add_entries(tree: Tree, keys: Keys, model: nn.Module) -> None:
 
 def _further(entries: ModuleEntries) -> dict[str, object]:
     """Return the entries that are neither parameters nor buffers, nor views of them."""
-    state, live = entries.module.state_dict(), dict(named_tensors(entries.module))
+    state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
     require_text_keys(state, (*entries.keys, entries.prefix))
-    given = {canonical_name(key): value for key, value in state.items()}
-    other = [name for name, tensor in live.items() if name in given and not _is_same(given[name], tensor)]
-    memory = {_memory(tensor) for tensor in live.values()}
-    further = {
+    values = {canonical_name(key): value for key, value in state.items()}
+    other_forms = [name for name, tensor in tensors.items() if name in values and not _is_same(values[name], tensor)]
+    memory = {_memory(tensor) for tensor in tensors.values()}
+    further_values = {
         name: value
-        for name, value in given.items()
-        if name not in live and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
+        for name, value in values.items()
+        if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
     }
-    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in further.items()):
-        shown = {_memory(leaf) for leaf in leaves_of(given) if isinstance(leaf, torch.Tensor)}
-        other += [name for name, tensor in live.items() if name not in given and _memory(tensor) not in shown]
-    if other:
+    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in further_values.items()):
+        shown_memory = {_memory(leaf) for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)}
+        other_forms += [
+            name for name, tensor in tensors.items() if name not in values and _memory(tensor) not in shown_memory
+        ]
+    if other_forms:
         raise CheckpointError(
             "The state_dict() of a module gives one of its parameters or buffers in another form",
-            where=pointer((*entries.keys, entries.prefix + other[0])),
+            where=pointer((*entries.keys, entries.prefix + other_forms[0])),
             found=type(entries.module).__name__,
             fix="Give module.state_dict() to `save_state_dict`, fill one by `load_state_dict`, and give it to the "
             "module's load_state_dict.",
         )
-    return further
+    return further_values
 
 
 def _has_tensor(value: object) -> bool:
@@ -89,10 +91,10 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
     if is_dtensor(tensor) and not is_dtensor(value):  # a hook has gathered it
         for part in locate(TensorKind.MODEL, "", tensor, grid=Grid.flat(1)):
             value = value[part.box.slices]
-    held, own = local_of(value), local_of(tensor)
-    if held.is_set_to(own):
+    memory, live = local_of(value), local_of(tensor)
+    if memory.is_set_to(live):
         return True
-    return held.shape == own.shape and bytes_of(held).to(own.device).equal(bytes_of(own.to(held.dtype)))
+    return memory.shape == live.shape and bytes_of(memory).to(live.device).equal(bytes_of(live.to(memory.dtype)))
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

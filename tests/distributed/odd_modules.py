@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from reprise.tensors.live import local_of
-
 SIZE = 4
 
 
@@ -248,7 +246,7 @@ class Nested(torch.optim.Optimizer):
             values["count"] = values.get("count", 0) + 1
             change = parameter.grad.clone()
             for leaf in tensors_in([values[key] for key in sorted(values) if key != "unstorable"]):
-                if local_of(leaf).data_ptr() != local_of(parameter).data_ptr():
+                if _address(leaf) != _address(parameter):
                     self._move(leaf, parameter.grad)
                     change += leaf.float().mean() if leaf.shape != parameter.shape else leaf.to(change.dtype)
             parameter.add_(change.nan_to_num().clamp(-1, 1), alpha=-self.param_groups[0]["lr"] / values["count"])
@@ -284,6 +282,10 @@ class Nested(torch.optim.Optimizer):
                 keys = draw.choice([range, lambda n: [f"k{i}" for i in range(n)], lambda n: [f"{i}" for i in range(n)]])
                 return draw.choice([dict, collections.OrderedDict])(zip(keys(len(more)), more, strict=True))
         return {"n": [1, 2.5, (3,)], "flag": True, "none": {}}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
