@@ -74,7 +74,7 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
-        self.receivers, self.shared = self._further_receivers(checkpoint, values) | self.tree.receivers, {}
+        self.receivers, self.shared = self.tree.receivers | self._further_receivers(checkpoint, values), {}
         pointers = joint.values | self.receivers.keys()
         if self.tree.optimizers:
             self.shared = {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()}
@@ -95,9 +95,11 @@ class Filling:
         self.numbers = {}
         missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
+        values_of_tensors = {stored_name(keys_of_pointer(where))[1] for where, at in self.receivers.items() if at.new}
         tensors = [
             replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
             for tensor in self.tensors
+            if tensor.spec.name not in values_of_tensors
         ]
         _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
         self.matched = match(
@@ -263,9 +265,9 @@ class Filling:
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
     def _further_receivers(self, checkpoint: Checkpoint, values: NestedValues) -> dict[str, Receiver]:
-        """Return receivers of what an optimizer lacks before its first step, and a module before its first use."""
+        """Return receivers of an optimizer's values, and of what a module lacks before its first use."""
         receivers: dict[str, Receiver] = {}
-        for where in values.values if self.tree.modules else ():
+        for where in values.values.keys() - self.tree.receivers.keys() if self.tree.modules else ():
             *parents, name = keys_of_pointer(where)
             parts = ((tuple(parents), name[:end]) for end in range(len(name)) if not end or name[end - 1] == ".")
             for entries in (self.tree.modules[part] for part in parts if part in self.tree.modules):
@@ -276,7 +278,7 @@ class Filling:
             leaves = [(keys_of_pointer(at), 2) for at in values.values] + [(keys, 3) for keys in tensors]
             for keys, depth in leaves:
                 at = keys[len(top) :]
-                if keys[: len(top)] == top and len(at) >= depth and optimizer.lacks(*at[:2]):
+                if keys[: len(top)] == top and len(at) >= depth and at[0] in optimizer.parameters:
                     make = partial(new, optimizer.parameters[at[0]], on_host=False)
                     receivers[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
         return receivers

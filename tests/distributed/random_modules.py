@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -127,6 +128,8 @@ class Program:
     def run(self, first: int, steps: int) -> list[Any]:
         """Run so many steps, and return their losses and the state after them."""
         torch.manual_seed(first)
+        np.random.seed(first)
+        random.seed(first)
         losses = []
         for number in range(first, first + steps):
             inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(number))

@@ -79,6 +79,14 @@ def _zeroed(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else [] if isinstance(value, list) else value
 
 
+@pytest.mark.parametrize(("old", "new"), [(0.5, torch.ones(1)), (torch.ones(1), 0.5), ([1, torch.ones(1)], None)])
+def test_state_of_another_kind_is_replaced(tmp_path: Path, old: Any, new: Any) -> None:
+    net, again = nn.Linear(4, 3), nn.Linear(4, 3)
+    path = save(tmp_path, net, Given(net, {"t": old}), iteration=1)
+    load(path, again, stepped := Given(again, {"t": new}))
+    assert repr(stepped.state[stepped.parameter]) == repr({"t": old})
+
+
 def test_tied_state_of_a_fresh_optimizer_is_tied_again(tmp_path: Path) -> None:
     net, again = nn.Linear(4, 3), nn.Linear(4, 3)
     optimizer = Given(net, {"a": torch.ones(3, 4)})
