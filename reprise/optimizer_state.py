@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from reprise.errors import MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.loading.reader import Checkpoint
 from reprise.tensors.dtypes import torch_dtype
-from reprise.tensors.live import local_of
+from reprise.tensors.live import is_dtensor, local_of
+
+_SMALL = 1 << 20  # elements, of state that any parameter may have
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
@@ -39,27 +42,30 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
 
 def zeros_for(
     parameter: nn.Parameter,
-    key: str,
     spec: TensorSpec,
-    shape: tuple[int, ...],
+    dtype: str | None,
     *,
-    flat_elements: int,
-    on_device: bool,
+    orders: Mapping[str, list[int]],
+    elements: int,
+    on_host: bool,
     where: Path,
 ) -> torch.Tensor:
-    """Return zeros for the state `key` of a parameter in a checkpoint, placed as by optimizers.
+    """Return zeros for state of a parameter in a checkpoint: of its own shape and dtype, placed as by optimizers.
 
     Args:
         spec: of the state in the files.
-        shape: its shape in memory.
-        flat_elements: those of all parameters, where the optimizer keeps flat state of all under the first; else 0.
-        on_device: whether state of another shape than the parameter's lies on its device.
+        dtype: its dtype in memory; None for that of the files.
+        orders: by stored name, the dimensions from the outermost in memory, if they are not in their own order.
+        elements: those of all parameters of the optimizer, which may keep flat state of all under the first.
+        on_host: whether the state is a counter of steps on the host.
 
     Raises:
-        MismatchError: for state larger than a square matrix over a dimension of its parameter, the largest state of
-            optimizers: a checkpoint must not claim any amount of memory.
+        MismatchError: for state larger than a square matrix over all elements, the largest state of optimizers: a
+            checkpoint must not claim any amount of memory.
     """
-    most = max(parameter.numel(), max(parameter.shape, default=1) ** 2, flat_elements)
+    kind = torch_dtype(spec.dtype) if dtype is None else getattr(torch, dtype)
+    shape = spec.shape[:-1] if dtype is not None and kind.is_complex else spec.shape
+    most = max(elements**2, _SMALL)
     if math.prod(shape) > most:
         raise MismatchError(
             "The checkpoint has optimizer state that is too large for its parameter",
@@ -68,7 +74,11 @@ def zeros_for(
             found=f"shape {list(shape)}",
             fix="Load the model alone.",
         )
-    if shape == tuple(parameter.shape) and key != "step":
-        return torch.zeros_like(parameter.detach())
-    device = local_of(parameter).device if on_device or flat_elements else torch.device("cpu")
-    return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=device)
+    order = orders.get(spec.name, [])[: len(shape)]
+    if order and len(order) == len(shape) and not is_dtensor(parameter):
+        outermost_first = torch.zeros([shape[dim] for dim in order], dtype=kind, device=parameter.device)
+        return outermost_first.permute([order.index(dim) for dim in range(len(shape))])
+    if on_host or shape != tuple(parameter.shape):
+        device = torch.device("cpu") if on_host else local_of(parameter).device
+        return torch.zeros(shape, dtype=kind, device=device)
+    return torch.zeros_like(parameter.detach(), dtype=kind)

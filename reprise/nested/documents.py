@@ -15,9 +15,10 @@ from reprise.format.names import FORMAT, STATE
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint
 from reprise.nested.stateful import references
-from reprise.nested.stored_names import Keys, keys_of_pointer, pointer
+from reprise.nested.stored_names import Keys, keys_of_pointer, pointer, stored_name
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import DICTS, decode, decode_number, encode
+from reprise.tensors.live import order_in_memory
 
 STATE_DICT = "state_dict"
 _MOST_SHOWN = 200  # characters of a value in a message
@@ -35,6 +36,8 @@ class NestedValues:
         optimizer: the class of `/optimizer`; None if only its state dict is known.
         classes: by JSON Pointer, a key of `DICTS` for each dict of a subclass.
         dtypes: by stored name, the dtype of each tensor with another dtype in the files.
+        orders: by stored name, the dimensions of each tensor of an optimizer from the outermost in memory, where they
+            are in another order than in the files: products of matrices have other bits then.
     """
 
     values: Json = field(default_factory=dict)
@@ -42,11 +45,17 @@ class NestedValues:
     optimizer: str | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def further(self) -> dict[str, Json]:
+        """Return what describes values and tensors."""
+        return {"classes": dict(self.classes), "dtypes": dict(self.dtypes), "orders": dict(self.orders)}
 
     def to_bytes(self) -> bytes:
         """Return the message to another rank."""
-        names = {"optimizer": self.optimizer, "classes": dict(self.classes), "dtypes": dict(self.dtypes)}
-        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups), **names})
+        members = {"values": self.values, "groups": dict(self.groups), "optimizer": self.optimizer}
+        return json_file.to_bytes({**members, **self.further})
 
     @staticmethod
     def from_bytes(data: bytes) -> NestedValues:
@@ -59,8 +68,7 @@ class NestedValues:
         document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
         if self.optimizer is not None:
             document["optimizer"] = {"name": self.optimizer}
-        further = {"classes": dict(self.classes), "dtypes": dict(self.dtypes)}
-        optional = {key: members for key, members in further.items() if members}
+        optional = {key: members for key, members in self.further.items() if members}
         return {**document, STATE_DICT: {"values": self.values, "groups": groups, **optional}}
 
     def value(self, where: str) -> Any:
@@ -134,7 +142,12 @@ def values_of(tree: Tree) -> NestedValues:
         for where, optimizer in tree.optimizers.items()
     }
     classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
-    return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes)
+    tops = {(*keys_of_pointer(where), "state") for where in tree.optimizers}
+    of_optimizers = {keys: t for keys, t in tree.tensors.items() if any(keys[: len(top)] == top for top in tops)}
+    orders = {
+        stored_name(keys)[1]: order for keys, tensor in of_optimizers.items() if (order := order_in_memory(tensor))
+    }
+    return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes, orders)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
@@ -149,17 +162,16 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     values: dict[str, tuple[int, Any]] = {}
     groups: dict[str, list[Json]] = {}
     of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
-    classes: dict[str, tuple[int, str]] = {}
-    dtypes: dict[str, tuple[int, str]] = {}
+    further: dict[str, dict[str, tuple[int, Any]]] = {"classes": {}, "dtypes": {}, "orders": {}}
     first_rank = min(by_rank)
     optimizer = by_rank[first_rank].optimizer
     for rank, values_of_rank in sorted(by_rank.items()):
         if values_of_rank.optimizer != optimizer:
             raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, values_of_rank.optimizer))
-        for joined, names in ((classes, values_of_rank.classes), (dtypes, values_of_rank.dtypes)):
-            for where, name in names.items():
+        for member, joined in further.items():
+            for where, name in getattr(values_of_rank, member).items():
                 first, first_value = joined.setdefault(where, (rank, name))
-                if first_value != name:
+                if first_value != name and member != "orders":  # memory of another order holds the same values
                     raise _differs(where, (first, first_value), (rank, name))
         for where, value in values_of_rank.values.items():
             first, first_value = values.setdefault(where, (rank, value))
@@ -175,7 +187,7 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
                         raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
                 if _text(group | {"place": None}) not in texts:
                     known_groups.append(group if place == len(known_groups) else {**group, "place": place})
-    return NestedValues(_without_ranks(values), groups, optimizer, _without_ranks(classes), _without_ranks(dtypes))
+    return NestedValues(_without_ranks(values), groups, optimizer, *map(_without_ranks, further.values()))
 
 
 def _without_ranks(joined: Mapping[str, tuple[int, Any]]) -> Json:
@@ -195,16 +207,21 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
     nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
     members = nested if isinstance(nested, dict) else {}
     values, groups = members.get("values"), members.get("groups")
-    classes, dtypes = members.get("classes", {}), members.get("dtypes", {})
+    classes, dtypes, orders = (members.get(key, {}) for key in ("classes", "dtypes", "orders"))
     if (
         not isinstance(values, dict)
         or not isinstance(groups, dict)
         or not isinstance(classes, dict)
         or not isinstance(dtypes, dict)
+        or not isinstance(orders, dict)
         or not _is_tree([*values, *groups], values)
         or "" in values
         or not all(isinstance(name, str) and name in DICTS for name in classes.values())
         or not all(isinstance(getattr(torch, str(name), None), torch.dtype) for name in dtypes.values())
+        or not all(
+            isinstance(order, list) and {*map(str, order)} == {*map(str, range(len(order)))}
+            for order in orders.values()
+        )
     ):
         raise _malformed(checkpoint, STATE_DICT, nested)
     groups = {**groups, _OPTIMIZER: state.get("groups", [])}
@@ -221,6 +238,7 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
         None,
         classes,
         dtypes,
+        orders,
     )
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.layout import Place, TensorSpec
+from reprise.format.layout import Place, TensorKind, TensorSpec
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import NestedValues, by_leaf, read_values
 from reprise.nested.loaded import LoadedState, Matched, Strictness, match
 from reprise.nested.own_state import is_random_state
-from reprise.nested.stateful import put_back, references, shaped_like, take_out
+from reprise.nested.stateful import Receiver, put_back, references, shaped_like, take_out
 from reprise.nested.stored_names import (
     MODEL,
     OPTIMIZER,
@@ -28,7 +27,7 @@ from reprise.nested.stored_names import (
     stored_name,
 )
 from reprise.nested.table import JointTable
-from reprise.nested.tree import ParameterGroup, Tree
+from reprise.nested.tree import OptimizerState, ParameterGroup, Tree
 from reprise.nested.typed_values import TensorReference, decode_number, encode
 from reprise.nested.untaken import log_options, log_untaken
 from reprise.optimizer_state import zeros_for
@@ -36,8 +35,6 @@ from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
 from reprise.tensors.modes import own_modes
-
-_Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
 
 
 @dataclass(slots=True)
@@ -49,12 +46,15 @@ class Filling:
         joint: the table of all ranks.
         saved: the values of the checkpoint at hand.
         values: the same by the pointers of the load.
-        made: by the optimizer's pointer, the state allocated for the checkpoint at hand.
+        made: by JSON Pointer, the tensors of optimizers allocated for the checkpoint at hand, and what puts them there.
+        receivers: those of the tree, and of what its objects lack and the checkpoint at hand has.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
         whole: by pointer, the values with tensors, with references to those in `allocated`, and the new content of
             empty dicts.
         allocated: by stored name, the tensors of such values.
         copies: the calls that copy those which stand for live ones back to them.
+        shared: by stored name, the tensors with which new state of an optimizer may be tied.
+        unknown: the entries of the checkpoint at hand that no module takes.
     """
 
     tree: Tree
@@ -64,12 +64,14 @@ class Filling:
     matched: Matched = field(default_factory=lambda: Matched([]))
     saved: NestedValues = field(default_factory=NestedValues)
     values: NestedValues = field(default_factory=NestedValues)
-    made: dict[str, _Made] = field(default_factory=dict)
-    list_members: set[str] = field(default_factory=set)
+    made: dict[str, tuple[Callable[[torch.Tensor], None], torch.Tensor]] = field(default_factory=dict)
+    receivers: dict[str, Receiver] = field(default_factory=dict)
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
     allocated: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[Callable[[], None]] = field(default_factory=list)
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
 
     @own_modes()
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
@@ -80,36 +82,33 @@ class Filling:
         """
         self.saved, joint = read_values(checkpoint), self.joint
         values = self.saved
+        self.receivers, self.shared = self.tree.receivers | self._further_receivers(checkpoint, values), {}
+        pointers = joint.values | self.receivers.keys()
+        if self.tree.optimizers:
+            self.shared = {stored_name(keys)[1]: tensor for keys, tensor in self.tree.tensors.items()}
+        own_names = frozenset(self.shared)
 
         def is_asked(keys: Keys) -> bool:
             return keys[0] in joint.entries and not ("rng" in self.tree.declined and is_random_state(keys))
 
         allocated = list(self._allocate(checkpoint, values))
-        names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
+        names = {at.name for where in pointers if where in values.values for at in references(values.value(where))}
         nested_names = {checkpoint.manifest.aliases.get(name, name) for name in names}
-        self.values = values = by_leaf(values, joint.values)
+        self.values = values = by_leaf(values, pointers)
         self._fill_empty(values)
-        self.made = {where: {} for where in self.tree.optimizers}
-        allocated += list(self._make_tensors(checkpoint, values))
-        allocated += list(self._make_lists(checkpoint, values))
-        self._make_values(values)
+        allocated += list(self._make_tensors(checkpoint, values, own_names))
         requested = {
             where
             for where, value in values.values.items()
-            if is_asked(keys_of_pointer(where)) and value != {} and not _is_below(where, joint.values)
+            if is_asked(keys_of_pointer(where)) and value != {} and not _is_below(where, pointers)
         }
-        made_values = {
-            pointer((*keys_of_pointer(where), "state", name, key))
-            for where, made_state in self.made.items()
-            for (name, key) in made_state
-        }
-        made_values |= self.list_members
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
-        missing += [where for where in self.tree.receivers if where not in self.whole]
+        missing += [where for where in self.receivers if where not in self.whole]
         self.numbers = {}
         missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
         meta_names = {stored_name(keys)[1] for keys in self.tree.meta}
+        values_of_tensors = {stored_name(keys_of_pointer(where))[1] for where, at in self.receivers.items() if at.new}
         tensors = [
             replace(
                 tensor,
@@ -117,6 +116,7 @@ class Filling:
                 is_new=tensor.spec.name in meta_names,
             )
             for tensor in self.tensors
+            if tensor.spec.name not in values_of_tensors
         ]
         _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
         self.matched = match(
@@ -130,7 +130,7 @@ class Filling:
             is_asked=lambda spec: is_asked(keys_of(spec.kind, spec.name)) and spec.name not in nested_names,
             requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
-            unexpected=sorted(requested - joint.values - made_values),
+            unexpected=sorted(requested - pointers),
         )
         return self.matched.live
 
@@ -142,9 +142,16 @@ class Filling:
         """
         with own_modes():
             self._replace()
-        for where, receiver in self.tree.receivers.items():  # in the modes of the caller, whose code it is
+        for where, receiver in self.receivers.items():  # in the modes of the caller, whose code it is
             if where in self.whole:
                 receiver.give(where, put_back(self.whole[where], self.allocated))
+        self.unknown = [name for entries in self.tree.modules.values() for name in entries.give()]
+        if self.unknown and self.strict in (True, "model"):
+            raise MismatchError(
+                "A module does not know entries of the checkpoint's state dict",
+                found=", ".join(self.unknown),
+                fix='Make it as it was made when the checkpoint was saved, or give strict="missing".',
+            )
 
     def result(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
         """Log the names missing on a side, and return the result of the load.
@@ -152,14 +159,13 @@ class Filling:
         Args:
             is_first: whether this rank logs the lines common to all ranks.
         """
-        self.matched.log(checkpoint, is_first=is_first)
+        matched = replace(self.matched, unexpected=[*self.matched.unexpected, *self.unknown])
+        matched.log(checkpoint, is_first=is_first)
         further_values = put_back(self._remaining_values(self.saved).nested(), self.allocated)
         if is_first:
             log_untaken(checkpoint, self.saved, self.tree, self.joint.entries, further_values)
             log_options(checkpoint, self.tree, self.numbers)
-        return LoadedState(
-            {**further_values, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected
-        )
+        return LoadedState({**further_values, "iteration": checkpoint.iteration}, matched.missing, matched.unexpected)
 
     def _replace(self) -> None:
         """Put new tensors and values in their places; the versions of all tensors rise, of DTensors and ties too."""
@@ -171,9 +177,9 @@ class Filling:
                 self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
             elif where in values.values:
                 self.tree.replace_value(where, values.value(where))
+        for put, tensor in self.made.values():
+            put(tensor)
         for where, optimizer in self.tree.optimizers.items():
-            for (name, key), value in self.made[where].items():
-                optimizer.state.setdefault(optimizer.keys[name], {})[key] = value
             for number, group in enumerate(optimizer.groups):
                 for key, value in self.numbers.get(_group(where, number), {}).items():
                     if not isinstance(group.given.get(key), torch.Tensor):
@@ -199,27 +205,34 @@ class Filling:
         self.whole, self.allocated, self.copies = {}, {}, []
         places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
         states = self._with_tensors(values, places.values())
-        for where in (*self.tree.receivers, *self.tree.values, *self._remaining_values(values).values):
-            is_object = where in self.tree.receivers
-            value = states.below(where) if is_object or where in values.values else None
+        for where in (*self.receivers, *self.tree.values, *self._remaining_values(values).values):
+            receiver = self.receivers.get(where)
+            value = states.below(where) if receiver or where in values.values else None
             names = [reference.name for reference in references(value)]
             tensors: dict[Keys, torch.Tensor] = {}
-            if names and is_object:
-                template = self.tree.receivers[where].template()
+            if names and receiver:
+                template = receiver.template()
                 take_out(template, keys_of_pointer(where), tensors)
                 value = value if where in values.values else shaped_like(template, value)
-            if names or (is_object and states.has(where)):
+            if names or (receiver and states.has(where)):
                 self.whole[where] = value
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in tensors.items()}
+            new = receiver.new if receiver else None
             for name in names:
-                spec = places[aliases.get(name, name)].spec
-                stored, tensor, is_new = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
+                target, dtype = aliases.get(name, name), values.dtypes.get(name)
+                if new is not None and target in self.shared:
+                    self.allocated[name] = in_memory(self.shared[target].detach(), dtype)
+                    continue
+                spec = places[target].spec
+                stored, tensor, is_new = self._tensor_for(spec, dtype, by_name.get(name), new)
                 self.allocated[name] = tensor
+                if new is not None:
+                    self.shared[target] = stored
                 yield from _unreplicated(replace(spec, name=name), stored, is_new=is_new)
 
     def _with_tensors(self, values: NestedValues, places: Iterable[Place]) -> NestedValues:
         """Return the values with references to the tensors of objects whose state was stored by leaf, as a dict."""
-        divided = self.tree.receivers.keys() - values.values.keys()
+        divided = self.receivers.keys() - values.values.keys()
         tensors: Json = {}
         for keys, name in ((keys_of(p.spec.kind, p.spec.name), p.spec.name) for p in places if divided):
             if any(pointer(keys[:count]) in divided for count in range(1, len(keys) + 1)):
@@ -235,16 +248,23 @@ class Filling:
                 self.whole[where] = below
 
     def _tensor_for(
-        self, spec: TensorSpec, dtype: str | None, template: torch.Tensor | None
+        self,
+        spec: TensorSpec,
+        dtype: str | None,
+        template: torch.Tensor | None,
+        new: Callable[[TensorSpec, str | None], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Return the tensor to fill, the same in memory, and whether it is new: otherwise it is an object's DTensor."""
+        is_new = template is None and new is not None
+        if template is None and new is not None:
+            template = new(spec, dtype)
         if (
             template is not None
-            and is_dtensor(template)
+            and (is_new or is_dtensor(template))
             and (form := resolve(template, partial(str, spec.name))) is not None
         ):
             self.copies += [] if form.copy_back is None else [form.copy_back]
-            return form.tensor, template.detach(), False
+            return form.tensor, template.detach(), is_new
         device = torch.device("cpu") if template is None or template.is_meta else template.device
         stored = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         return stored, in_memory(stored, dtype), True
@@ -264,6 +284,7 @@ class Filling:
         """
         for where, optimizer in self.tree.optimizers.items():
             saved = _SavedGroups(values.groups.get(where, ()))
+            made = {pointer(keys_of_pointer(at)[:-1]) for at in self.made}
             for number, group in enumerate(optimizer.groups):
                 at = _group(where, number)
                 if self.strict in (True, "missing"):
@@ -272,67 +293,67 @@ class Filling:
                 if numbers is None:
                     yield at
                     continue
-                saved.require_place(at, group, number)
+                if any(isinstance(v, torch.Tensor) for v in group.given.values()) or at in made:
+                    saved.require_place(at, group, number)
                 self.numbers[at] = numbers
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
-    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the missing tensors of an optimizer, as before its first step."""
+    def _further_receivers(self, checkpoint: Checkpoint, values: NestedValues) -> dict[str, Receiver]:
+        """Return receivers of an optimizer's values, and of what a module lacks before its first use."""
+        receivers: dict[str, Receiver] = {}
+        for where in values.values.keys() - self.tree.receivers.keys() if self.tree.modules else ():
+            *parents, name = keys_of_pointer(where)
+            parts = ((tuple(parents), name[:end]) for end in range(len(name)) if not end or name[end - 1] == ".")
+            for entries in (self.tree.modules[part] for part in parts if part in self.tree.modules):
+                receivers[where] = Receiver(entries.blank, partial(entries.put, name))
         for where, optimizer in self.tree.optimizers.items():
+            top, new = (*keys_of_pointer(where), "state"), _maker(checkpoint, optimizer, values)
+            tensors = (keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values())
+            leaves = [(keys_of_pointer(at), 2) for at in values.values] + [(keys, 3) for keys in tensors]
+            for keys, depth in leaves:
+                at = keys[len(top) :]
+                if keys[: len(top)] == top and len(at) >= depth and at[0] in optimizer.parameters:
+                    make = partial(new, optimizer.parameters[at[0]], on_host=False)
+                    receivers[pointer((*top, *at[:2]))] = Receiver(list, partial(optimizer.put, *at[:2]), make)
+        return receivers
+
+    def _make_tensors(
+        self, checkpoint: Checkpoint, values: NestedValues, own_names: Collection[str]
+    ) -> Iterator[LiveTensor]:
+        """Make the missing tensors of an optimizer, as before its first step; tied ones stay tied.
+
+        Args:
+            own_names: the stored names of the tree.
+        """
+        self.made = {}
+        places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+        names = {**{name: name for name in places}, **aliases}
+        for where, optimizer in self.tree.optimizers.items():
+            new = _maker(checkpoint, optimizer, values)
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
-            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in optimizer.parameters.values()]
-            flat_elements = sum(sizes) if optimizer.list_keys else 0
-            for spec in (place.spec for place in read_places(checkpoint).values()):
-                *parents, name, key = ("", *keys_of(spec.kind, spec.name))
-                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
-                    parameter = optimizer.parameters[name]
-                    dtype = values.dtypes.get(spec.name)
-                    shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
-                    tensor = zeros_for(
-                        parameter,
-                        key,
-                        spec,
-                        shape,
-                        flat_elements=flat_elements,
-                        on_device=on_device,
-                        where=checkpoint.path,
-                    )
-                    self.made[where][name, key] = tensor
-                    resolved = resolve(tensor, partial(str, spec.name))
+            for stored, target in names.items():
+                spec, dtype = places[target].spec, values.dtypes.get(target)
+                kind = spec.kind if stored == target else TensorKind.OPTIMIZER
+                keys = keys_of(kind, stored)
+                target_place = None if stored in own_names else optimizer.place(where, keys)
+                if target_place is None:
+                    continue
+                parameter, put = target_place
+                if target in self.shared:
+                    tensor = in_memory(self.shared[target].detach(), dtype)
+                else:
+                    tensor = new(parameter, spec, dtype, on_host=keys[-1] == "step" and not on_device)
+                    resolved = resolve(tensor, partial(str, stored))
                     assert resolved is not None
-                    yield from _unreplicated(spec, resolved.tensor)
+                    self.shared[target] = resolved.tensor
+                    yield from _unreplicated(replace(spec, name=stored), resolved.tensor)
+                self.made[pointer(keys)] = put, tensor
 
-    def _make_lists(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
-        """Make the lists of tensors and values that an optimizer lacks before its first step."""
-        self.list_members = set()
-        optimizers = {where: optimizer for where, optimizer in self.tree.optimizers.items() if optimizer.list_keys}
-        if not optimizers:
-            return
-        specs = {pointer(keys_of(p.spec.kind, p.spec.name)): p.spec for p in read_places(checkpoint).values()}
-        for where, optimizer in optimizers.items():
-            members: dict[tuple[str, str], dict[int, object]] = {}
-            for at in {**specs, **values.values}:
-                *parents, name, key, number = ("", "", *keys_of_pointer(at))
-                if pointer(parents[2:]) != f"{where}/state" or key not in optimizer.list_keys:
-                    continue
-                if not optimizer.lacks(name, key) or not number.isdecimal() or at in values.dtypes:
-                    continue
-                if spec := specs.get(at):
-                    device = optimizer.parameters[name].device
-                    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-                    yield from _unreplicated(spec, tensor)
-                self.list_members.add(at)
-                members.setdefault((name, key), {})[int(number)] = tensor if spec else values.value(at)
-            for place, numbered in members.items():
-                self.made[where][place] = [numbered[number] for number in sorted(numbered)]
 
-    def _make_values(self, values: NestedValues) -> None:
-        for where, optimizer in self.tree.optimizers.items():
-            for at, value in values.values.items():
-                *parents, name, key = ("", *keys_of_pointer(at))
-                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
-                    self.made[where][name, key] = value
+def _maker(checkpoint: Checkpoint, optimizer: OptimizerState, values: NestedValues) -> Callable[..., torch.Tensor]:
+    elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
+    return partial(zeros_for, orders=values.orders, elements=elements, where=checkpoint.path)
 
 
 def _require_dtypes(
@@ -396,7 +417,7 @@ class _SavedGroups:
     def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
         """Refuse a group with tensors from another place: tensors are stored by place."""
         places = {self._groups[self._by_name[name]].get("place", self._by_name[name]) for name in group.names}
-        if places - {number} and any(isinstance(value, torch.Tensor) for value in group.given.values()):
+        if places - {number}:
             raise MismatchError(
                 "A parameter group with tensors was at another place",
                 where=where,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,24 +11,23 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.nested.folder_files import folder_files
+from reprise.nested.module_entries import add_entries
 from reprise.nested.pretrained import add_pretrained
-from reprise.nested.stateful import Receiver, Stateful, is_stateful
+from reprise.nested.stateful import Stateful, is_stateful
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
 from reprise.nested.tree import (
     Tree,
+    add_object,
     add_optimizer,
     add_tensor,
-    add_whole,
     build_tree,
     require_text_keys,
     walk,
 )
 from reprise.nested.typed_values import DICTS
-from reprise.tensors.live import canonical_name, free_gathered_parameters, parameter_names
+from reprise.tensors.live import free_gathered_parameters, named_tensors, parameter_names
 
-_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
 _NOTHING = object()
-_LBFGS_LISTS = ("al", "old_dirs", "old_stps", "ro")  # its history; torch.optim.LBFGS.step makes them
 
 
 def tree_of(
@@ -52,7 +51,7 @@ def tree_of(
             optimizer whose parameters are not the model's, or unstorable optimizer state.
     """
     state = {} if state is None else state if isinstance(state, dict) else dict(state)
-    tree = build_tree(state, refers=not is_load)
+    tree = build_tree(state, is_load=is_load, refers=not is_load)
     _require_values(tree)
     objects: dict[Keys, Stateful] = {(MODEL,): model}
     if optimizer is not None:
@@ -74,8 +73,7 @@ def tree_of(
             require_text_keys(container, (PER_RANK,))
             for key, value in container.items():
                 walk(tree, value, (PER_RANK, str(rank), key), (container, key))
-    tree.refers = False
-    add_objects(tree, is_load=is_load)
+    add_objects(tree)
     if not is_load:
         add_pretrained(tree, model)
         tree.files |= folder_files(files)
@@ -90,21 +88,18 @@ def tree_of_dict(
     is_load: bool = False,
 ) -> Tree:
     """Return the tree of a nested state dict with the objects in it; see `build_tree` and `add_objects`."""
-    tree = build_tree(state_dict, model=model)
-    add_objects(tree, is_load=is_load)
+    tree = build_tree(state_dict, model=model, is_load=is_load)
+    add_objects(tree)
     if not is_load:
         add_pretrained(tree, tree.objects.get((MODEL,), model))
         tree.files |= folder_files(files)
     return tree
 
 
-def add_objects(tree: Tree, *, is_load: bool) -> None:
+def add_objects(tree: Tree) -> None:
     """Add the objects of a tree: live tensors of modules and optimizers, and the state of all others.
 
     Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizers' only then.
-
-    Args:
-        is_load: let the others take their state at the end of a load, in place of giving it now.
 
     Raises:
         CheckpointError: naming an unstorable value, or an optimizer of parameters outside the modules of the tree.
@@ -115,19 +110,16 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
         free_gathered_parameters(module)
     for keys, value in tree.objects.items():
         if isinstance(value, nn.Module):
-            for name, tensor in _named_tensors(value):
+            for name, tensor in named_tensors(value):
                 add_tensor(tree, (*keys, name), tensor)
-            _add_extra_state(tree, keys, value, is_load=is_load)
+            add_entries(tree, keys, value)
         elif isinstance(value, torch.optim.Optimizer):
             _add_optimizer(tree, keys, modules, value)
     for keys in sorted(tree.objects):  # in one order on all ranks, as objects may communicate
         value = tree.objects[keys]
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             continue
-        if is_load:
-            tree.receivers[pointer(keys)] = Receiver(value.state_dict, value.load_state_dict)
-        else:
-            add_whole(tree, keys, value.state_dict())
+        add_object(tree, keys, value.state_dict, value.load_state_dict)
 
 
 def _require_values(tree: Tree) -> None:
@@ -172,28 +164,6 @@ def _refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
             )
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield canonical_name(name), parameter
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
-                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def _add_extra_state(tree: Tree, keys: Keys, model: nn.Module, *, is_load: bool) -> None:
-    """Add what modules give by `get_extra_state`, each as one value, which they take back at the end of a load."""
-    for prefix, module in model.named_modules():
-        if type(module).get_extra_state is nn.Module.get_extra_state:
-            continue
-        inner = (*keys, canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE))
-        if is_load:
-            tree.receivers[pointer(inner)] = Receiver(module.get_extra_state, module.set_extra_state)
-        else:
-            add_whole(tree, inner, module.get_extra_state())
-
-
 def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> None:
     _refuse_further_state(optimizer)
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -222,7 +192,6 @@ def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], op
         state=optimizer.state,
         parameters={name: parameter for parameter, name in names.items()},
         defaults=optimizer.defaults,
-        list_keys=_LBFGS_LISTS if isinstance(optimizer, torch.optim.LBFGS) else (),
     )
     if keys == OPTIMIZER[:1]:
         tree.optimizer_class = type(optimizer).__name__
@@ -253,9 +222,9 @@ def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    state_dict = dict(optimizer.state_dict())
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    state_dict, own_groups = dict(optimizer.state_dict()), getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in own_groups for parameter in group["params"]]
+    groups = [{**group, "params": None} for group in own_groups]
     state = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
     state_dict["param_groups"] = [{**group, "params": None} for group in state_dict.get("param_groups", ())]
     difference = _difference(state_dict, {"state": state, "param_groups": groups}, OPTIMIZER[:1])

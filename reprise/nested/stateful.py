@@ -7,15 +7,18 @@ each tensor. So a load needs no template, and gives `load_state_dict` the value 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import torch
+from torch import nn
 
 from reprise.errors import MismatchError
-from reprise.nested.stored_names import Keys, stored_name
+from reprise.format.layout import TensorSpec
+from reprise.nested.stored_names import Keys, pointer, stored_name
 from reprise.nested.typed_values import DICTS, TensorReference
-from reprise.tensors.live import is_dtensor
+from reprise.tensors.live import canonical_name, is_dtensor, named_tensors
 
 
 class Stateful(Protocol):
@@ -33,12 +36,14 @@ class Receiver:
     """An object with a new state at the end of a load.
 
     Args:
-        template: returns its current state; its tensors are filled in place where they fit.
+        template: returns its current state, whose DTensors are filled in place.
         put: takes the state of the checkpoint.
+        new: returns memory for a tensor that the template lacks; None for the host's.
     """
 
     template: Callable[[], object]
     put: Callable[[Any], object]
+    new: Callable[[TensorSpec, str | None], torch.Tensor] | None = None
 
     def give(self, where: str, value: object) -> None:
         """Give the object the state of the checkpoint.
@@ -46,15 +51,64 @@ class Receiver:
         Raises:
             MismatchError: with the error of the object, naming it.
         """
-        try:
+        with _taking(where):
             self.put(value)
-        except Exception as error:
-            raise MismatchError(
-                "An object does not take the state of the checkpoint",
-                where=where,
-                found=f"{type(error).__name__}: {error}",
-                fix="Make it as it was made when the checkpoint was saved.",
-            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEntries:
+    """What a module's own `state_dict()` has beyond its parameters and persistent buffers.
+
+    Args:
+        module: the outermost with a `state_dict()` of its own.
+        keys: of the saved module that it is a part of.
+        prefix: its name there, with a dot; empty for the saved module itself.
+        taken: by name, the entries of the checkpoint at the end of a load.
+    """
+
+    module: nn.Module
+    keys: Keys
+    prefix: str
+    taken: dict[str, Any] = field(default_factory=dict)
+
+    def blank(self) -> torch.Tensor:
+        """Return an empty tensor on the device of the module."""
+        tensor = next((tensor for tensor in (*self.module.parameters(), *self.module.buffers())), None)
+        return torch.empty(0, device="cpu" if tensor is None else tensor.device)
+
+    def put(self, name: str, value: object) -> None:
+        """Keep an entry of the checkpoint, without the prefix in its name, until `give`."""
+        self.taken[name.removeprefix(self.prefix)] = value
+
+    def give(self) -> list[str]:
+        """Give the module its state dict with the entries taken, and return the names that it does not know.
+
+        Raises:
+            MismatchError: with the error of the module, naming it.
+        """
+        if not self.taken:
+            return []
+        with _taking(pointer((*self.keys, self.prefix.removesuffix(".")))):
+            state = self.module.state_dict()
+            keys = {canonical_name(key): key for key in state}
+            state.update({keys.get(name, name): value for name, value in self.taken.items()})
+            state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
+            found = self.module.load_state_dict(state, strict=False)
+        unknown = {canonical_name(key) for key in getattr(found, "unexpected_keys", ())}
+        return [pointer((*self.keys, self.prefix + name)) for name in self.taken if name in unknown]
+
+
+@contextmanager
+def _taking(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise MismatchError(
+            "An object does not take the state of the checkpoint",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
+            fix="Make it as it was made when the checkpoint was saved.",
+        ) from error
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:

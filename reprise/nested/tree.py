@@ -16,7 +16,7 @@ from reprise.format.box import Box
 from reprise.format.layout import TensorKind
 from reprise.json_file import Json
 from reprise.nested.numbered import is_optimizer_state, names_of
-from reprise.nested.stateful import Receiver, Stateful, is_stateful, leaves_of, take_out
+from reprise.nested.stateful import ModuleEntries, Receiver, Stateful, is_stateful, leaves_of, take_out
 from reprise.nested.stored_names import Keys, pointer, stored_name
 from reprise.nested.typed_values import DICTS, encode, encode_number, is_unicode
 from reprise.tensors.file_form import materialized, resolve
@@ -51,18 +51,38 @@ class OptimizerState:
         keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
         state: state of parameters, to which a load adds what is missing.
         parameters: by name, those whose missing state a load makes.
-        list_keys: of `state` of a parameter, the keys of lists with tensors, which a load makes too.
     """
 
     keys: Mapping[str, Any]
     groups: list[ParameterGroup]
     state: MutableMapping[Any, Any]
     parameters: Mapping[str, nn.Parameter]
-    list_keys: Collection[str] = ()
 
     def lacks(self, name: str, key: str) -> bool:
         """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
         return name in self.parameters and key not in self.state.get(self.keys[name], {})
+
+    def put(self, name: str, key: str, value: object) -> None:
+        """Put the state `key` of a parameter in its place."""
+        self.state.setdefault(self.keys[name], {})[key] = value
+
+    def place(self, where: str, keys: Keys) -> tuple[nn.Parameter, Callable[[torch.Tensor], None]] | None:
+        """Return the parameter of a tensor that the optimizer lacks, and what puts the tensor there; else None.
+
+        Args:
+            where: the JSON Pointer of the optimizer.
+            keys: of the tensor; that of a parameter group goes with the first parameter.
+        """
+        *parents, kind, name, key = ("", "", *keys)
+        if pointer(parents[2:]) != where:
+            return None
+        if kind == "state" and self.lacks(name, key):
+            return self.parameters[name], partial(self.put, name, key)
+        if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
+            group = self.groups[int(name)]
+            if key not in group.given and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
+                return first, partial(group.given.__setitem__, key)
+        return None
 
 
 @dataclass(slots=True)
@@ -84,7 +104,9 @@ class Tree:
         after_load: called at the end of a load.
         objects: by keys, those with a state of their own, for `add_objects`.
         receivers: by JSON Pointer, the objects with a new state at the end of a load.
+        modules: by the keys of a module and the prefix of a part of it, the parts with a `state_dict()` of their own.
         files: files for other programs, by name.
+        is_load: whether the tree is for a load, at whose end objects and values with tensors take their state.
         refers: whether the values have references to the tensors among them; a load needs no template then.
         stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
             is an alias.
@@ -106,8 +128,10 @@ class Tree:
     after_load: list[Callable[[], None]] = field(default_factory=list)
     objects: dict[Keys, Stateful] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
+    modules: dict[tuple[Keys, str], ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
+    is_load: bool = False
     refers: bool = False
     takes_rest: bool = False
     remark: str = ""
@@ -162,12 +186,14 @@ def with_tuples(template: object, value: object) -> object:
     return value
 
 
-def build_tree(state_dict: object, *, model: nn.Module | None = None, refers: bool = False) -> Tree:
+def build_tree(
+    state_dict: object, *, model: nn.Module | None = None, is_load: bool = False, refers: bool = False
+) -> Tree:
     """Return a nested state dict by leaf; nothing is copied.
 
     Args:
         model: names the parameters of `optimizer.state_dict()`, which have numbers.
-        refers: see `Tree`.
+        is_load, refers: see `Tree`.
 
     Raises:
         CheckpointError: naming an unstorable leaf, a key above a tensor other than text, or an optimizer whose
@@ -175,7 +201,7 @@ def build_tree(state_dict: object, *, model: nn.Module | None = None, refers: bo
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
-    tree = Tree(tuple(map(str, state_dict)), refers=refers)
+    tree = Tree(tuple(map(str, state_dict)), is_load=is_load, refers=refers)
     _walk_dict(tree, state_dict, (), model)
     return tree
 
@@ -259,6 +285,22 @@ def add_whole(tree: Tree, keys: Keys, value: object) -> None:
         add_tensor(tree, inner, tensor)
 
 
+def add_object(tree: Tree, keys: Keys, state: Callable[[], Any], put: Callable[[Any], object]) -> None:
+    """Add a state as a whole; in the tree of a load, its object takes it at the end.
+
+    Args:
+        state: returns it.
+        put: takes it.
+
+    Raises:
+        CheckpointError: naming an unstorable value.
+    """
+    if tree.is_load:
+        tree.receivers[pointer(keys)] = Receiver(state, put)
+    else:
+        add_whole(tree, keys, state())
+
+
 def _is_whole(value: object) -> bool:
     """Return whether a value is a tensor, or a list with tensors, complete on every rank."""
     leaves = list(leaves_of(value)) if isinstance(value, (torch.Tensor, list, tuple)) else []
@@ -277,7 +319,6 @@ def _has_text_keys(container: dict[Any, Any]) -> bool:
 
 
 def _take_optimizer(tree: Tree, state_dict: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
-    refers, tree.refers = tree.refers, False
     names = names_of(state_dict, model, where=pointer(keys) or "the state dict")
     is_numbered = any(isinstance(key, int) for key in names)
     parameters = {} if model is None or not is_numbered else parameter_names(model)
@@ -289,7 +330,6 @@ def _take_optimizer(tree: Tree, state_dict: dict[str, Any], keys: Keys, model: n
         state=state_dict["state"],
         parameters={name: parameter for parameter, name in parameters.items()},
     )
-    tree.refers = refers
 
 
 def add_optimizer(
@@ -301,9 +341,8 @@ def add_optimizer(
     state: MutableMapping[Any, Any],
     parameters: Mapping[str, nn.Parameter],
     defaults: Mapping[str, object] = MappingProxyType({}),
-    list_keys: Collection[str] = (),
 ) -> None:
-    """Add an optimizer to a tree under `keys`; see `OptimizerState`.
+    """Add an optimizer to a tree under `keys`; see `OptimizerState`. State that is no tensor is a single value.
 
     Args:
         groups: its parameter groups, whose `params` are keys of `names`.
@@ -327,9 +366,15 @@ def add_optimizer(
             ParameterGroup([names[parameter] for parameter in group["params"]], numbers, group, usual)
         )
     for parameter, values in state.items():
-        _walk_dict(tree, values, (*keys, "state", names[parameter]), None)
+        at = (*keys, "state", names[parameter])
+        require_text_keys(values, at)
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                add_tensor(tree, (*at, key), value, (values, key))
+            else:
+                add_object(tree, (*at, key), partial(values.get, key), partial(values.__setitem__, key))
     tree.optimizers[pointer(keys)] = OptimizerState(
-        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters, list_keys
+        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters
     )
 
 

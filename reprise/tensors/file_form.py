@@ -164,7 +164,7 @@ def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
     first = packed
     for dim in _repeated(target):
         first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-    if not _bytes_of(first.expand_as(packed)).equal(_bytes_of(packed)):
+    if not bytes_of(first.expand_as(packed)).equal(bytes_of(packed)):
         raise MismatchError(
             "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
             where=where,
@@ -181,7 +181,8 @@ def _repeated(local: torch.Tensor) -> list[int]:
     return [dim for dim, (stride, size) in enumerate(sizes) if stride == 0 and size > 1 and local.numel()]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a plain tensor in C order, in one dimension."""
     return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 

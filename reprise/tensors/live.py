@@ -162,6 +162,16 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield canonical_name(name), parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the prefixes of torch's wrappers."""
     for wrapper in _WRAPPERS:
@@ -178,6 +188,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor whose `data` is the memory of a tensor or DTensor."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a plain tensor from the outermost in memory; None if they are in their own order."""
+    local = memory_holder(tensor)
+    if local is not tensor or local.is_contiguous():
+        return None
+    order = sorted(range(local.ndim), key=local.stride, reverse=True)
+    return order if local.permute(order).is_contiguous() else None
 
 
 def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -26,8 +26,7 @@ from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
 from trainer.data.section import problems as data_problems
-from trainer.data.text import BYTES, bytes_encoder, read_tokenizer
-from trainer.data.tokenizer_files import TOKENIZER
+from trainer.data.text import BYTES, TOKENIZER, bytes_encoder, read_tokenizer
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files

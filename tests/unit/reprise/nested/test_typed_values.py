@@ -101,7 +101,7 @@ def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path, value: objec
     [
         (
             np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f4")]),
-            r"ndarray of dtype \[\('a', '<i4'\), .*Give .* each field",
+            r"ndarray of dtype \[\('a', '<i4'\), .*Pass .* each field",
         ),
         (np.array([1, "a"], dtype=object), r"ndarray of dtype object.*value\.tolist\(\)"),
         (np.void(b"abc"), r"void of dtype \|V3"),
