@@ -107,7 +107,7 @@ def test_a_run_is_as_long_as_its_samples(tmp_path: Path) -> None:
     changed = [*run, "train.batch_schedule=0:4", "train.global_batch_size=4"]
     refused = launch(tmp_path, changed)
     assert not refused.ok
-    assert re.search(r"batch.batch_schedule +saved 0:4 12:8 27:12  current nothing", refused.text)
+    assert re.search(r"train.batch_schedule +saved 0:4 12:8 27:12  current nothing", refused.text)
     ended = run_ok(tmp_path, [*changed, "checkpoint.override_batch_size=true"])
     assert [row["consumed_samples"] for row in lines(tmp_path)] == [*CONSUMED[:7], 56, 60]
     assert "step     9/9" in ended.text
@@ -135,12 +135,12 @@ def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
     longer.append(f"checkpoint.load={tmp_path}/whole/checkpoints/iter_0000005")
     refused = launch(tmp_path / "1", [*longer, *counts])
     assert not refused.ok
-    assert re.search(r"train.train_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 keeps", refused.text)
+    assert re.search(r"schedule.lr_decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 keeps", refused.text)
     halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]
     halved.append("train.batch_schedule=0:4 6:8 13:12")
     ended = run_ok(tmp_path / "1", [*longer, *halved])
     assert "train.seq_length: saved 16, now 32; the position is that of the tokens consumed, and all" in ended.text
-    assert "batch.batch_schedule" not in ended.text
+    assert "train.batch_schedule:" not in ended.text
     # 28 samples of 16 tokens are 14 of 32, and the iterations from there on have 12.
     (row,) = lines(tmp_path / "1")
     assert (row["consumed_samples"], row["global_batch_size"]) == (26, 12)
