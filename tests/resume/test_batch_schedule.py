@@ -135,7 +135,9 @@ def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
     longer.append(f"checkpoint.load={tmp_path}/whole/checkpoints/iter_0000005")
     refused = launch(tmp_path / "1", [*longer, *counts])
     assert not refused.ok
-    assert re.search(r"schedule.lr_decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 keeps", refused.text)
+    assert re.search(
+        r"schedule.lr_decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 keeps", refused.text
+    )
     halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]
     halved.append("train.batch_schedule=0:4 6:8 13:12")
     ended = run_ok(tmp_path / "1", [*longer, *halved])
