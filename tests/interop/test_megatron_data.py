@@ -98,9 +98,10 @@ def test_samples_are_those_of_gpt_dataset(
 
 
 def test_a_run_trains_by_document(tmp_path: Path) -> None:
-    write_indexed_file(tmp_path / "ours.bin", documents(), dtype=np.dtype(np.uint16), end_of_text=END)
+    for name, chunks in (("ours", documents()), ("held_out", documents()[:-1])):
+        write_indexed_file(tmp_path / f"{name}.bin", chunks, dtype=np.dtype(np.uint16), end_of_text=END)
     data = ["data=megatron", f"data.train={tmp_path}/ours", "data.samples=per_document"]
-    options = [*TINY, *data, f"data.valid={tmp_path}/ours", "train.eval_interval=3", "train.eval_iters=1"]
+    options = [*TINY, *data, f"data.valid={tmp_path}/held_out", "train.eval_interval=3", "train.eval_iters=1"]
     run_ok(tmp_path / "whole", [*options, "train.train_iters=6"])
     run_ok(tmp_path / "run", [*options, "train.train_iters=6", "train.exit_interval=3"])
     refused = launch(tmp_path / "run", [*options, "train.train_iters=6", "train.micro_batch_size=4"])

@@ -55,14 +55,14 @@ def test_another_index_of_the_same_tokens_is_refused(tmp_path: Path, files: str,
 
 @pytest.mark.slow
 def test_stages_train_documents_of_a_blend_as_one_rank(tmp_path: Path) -> None:
-    for number, name in enumerate("ab"):
+    for number, name in enumerate("abc"):
         write_data(tmp_path, name, seed=number)
     blend = f"data.train=[{{path: {tmp_path}/a, weight: 2}}, {{path: {tmp_path}/b, weight: 1/3}}]"
     run = [
         *RUN,
         "data=megatron",
         blend,
-        f"data.valid={tmp_path}/b",
+        f"data.valid={tmp_path}/c",
         "data.samples=per_document",
         "data.document_mask=true",
     ]
