@@ -14,7 +14,7 @@ from torch import nn
 
 from reprise import program_end
 from reprise.checkpointer import Checkpointer
-from reprise.commit.joint_call import JointCall
+from reprise.commit.joint_call import JointCall, ending_waits
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
@@ -252,7 +252,8 @@ class AsyncSaver:
         """Agree on the contents of a call; without an iteration, nothing is to be saved yet."""
         self._calls += 1
         attempts = self._checkpointer.attempts
-        call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
+        with ending_waits(self._channel):
+            call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
         try:
             yield contents_of(
                 call,

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.commit.joint_call import JointCall
+from reprise.commit.joint_call import JointCall, ending_waits
 from reprise.errors import ConfigError
 from reprise.save_arguments import check_seconds
 
@@ -66,11 +66,12 @@ def open_call(
         spare=_spare_connections(store),
     )
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
-    call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
-    with call.preparing():
-        check_seconds("timeout_s", timeout_s, may_be_zero=True)
-        _require_coordinator(coordinator_rank, ranks)
-    return call
+    with ending_waits(channel):
+        call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
+        with call.preparing():
+            check_seconds("timeout_s", timeout_s, may_be_zero=True)
+            _require_coordinator(coordinator_rank, ranks)
+        return call
 
 
 def _spare_connections(store: Store) -> list[Store]:

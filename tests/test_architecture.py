@@ -285,6 +285,7 @@ OPTIONAL_OUTPUT = {("trainer.metrics.sink", "Exception")}
 HANDED_ON = {
     ("reprise.async_saver", "BaseException"),
     ("reprise.checkpointer", "BaseException"),
+    ("reprise.storage.lock", "BaseException"),
     ("reprise.storage.worker", "BaseException"),
     ("reprise.commit.channel", "BaseException"),
     ("reprise.commit.joint_call", "BaseException"),

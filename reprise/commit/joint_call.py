@@ -216,6 +216,17 @@ class JointCall:
         )
 
 
+@contextlib.contextmanager
+def ending_waits(channel: StoreChannel) -> Iterator[None]:
+    """End the waits of the other ranks for this rank if this block raises what they do not know of."""
+    try:
+        yield
+    except BaseException as error:
+        if channel.world_size > 1 and not isinstance(error, TrainerError):
+            channel.fail(as_problem(error).what)
+        raise
+
+
 def _different_calls(calls: dict[int, str]) -> CheckpointError:
     return CheckpointError(
         "The ranks make different calls",

@@ -77,9 +77,9 @@ def drop_optimizer(
             fix="Drop it in the folder of the run: its mirror uploads the lighter checkpoints.",
         )
     checkpoints = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
-    held = lock_of(checkpoints, dry_run=dry_run)
+    hold = lock_of(checkpoints, dry_run=dry_run)
     try:
-        with held as lock, held:
+        with hold as lock, hold:
             if lock is not None:
                 checkpoints.sweep()
             return _drop(checkpoints, before, lock)

@@ -85,8 +85,8 @@ def prune(
     if is_stored(place):
         return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
     checkpoints = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
-    held = lock_of(checkpoints, dry_run=dry_run)
-    with held as lock, held:
+    hold = lock_of(checkpoints, dry_run=dry_run)
+    with hold as lock, hold:
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
         retained = sorted(set(committed) - set(iterations))
