@@ -133,11 +133,11 @@ def save_on_two_ranks(arguments: list[str]) -> None:
     folder, first, step = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     with process_group() as rank:
         dist.barrier()
-        at, is_over, model, tried = first, False, nn.Linear(4, 4), 0
+        at, over, model, tried = first, set[int](), nn.Linear(4, 4), 0
         nn.init.ones_(model.weight)
         nn.init.ones_(model.bias)
-        while not is_over:
-            for who in (0, 1):
+        while len(over) < 2:
+            for who in {0, 1} - over:
                 path = folder / f"{at}-{who}"
                 start = time.monotonic()
                 outcome = interrupt(
@@ -152,7 +152,7 @@ def save_on_two_ranks(arguments: list[str]) -> None:
                 counts = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
                 ended = torch.tensor([rank == who and outcome.place is None, _calls_of(rank)])
                 dist.all_gather(counts, ended)
-                is_over = is_over or any(bool(count[0]) for count in counts)
+                over |= {who for count in counts if count[0]}
                 tried += outcome.place is not None
                 outcome.error = None
                 if counts[0][1] != counts[1][1]:  # the interrupt came before the call had begun on its rank

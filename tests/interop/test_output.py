@@ -128,7 +128,7 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
     lock = FolderLock(tmp_path, "nonce")
     lock.acquire()
     try:
-        with pytest.raises(LockError, match="Another job"):
+        with pytest.raises(LockError, match="This process writes"):
             write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES))
     finally:
         lock.release()

@@ -245,7 +245,7 @@ def test_prune_does_not_touch_the_folder_of_a_job_that_runs(tmp_path: Path, caps
     lock.acquire()
     assert main(["prune", str(folder), "--keep", "1"]) == IMPOSSIBLE
     lock.release()
-    assert "Another job writes to this checkpoint folder" in capsys.readouterr().err
+    assert "This process writes to this checkpoint folder" in capsys.readouterr().err
     assert len(list(folder.glob("iter_*"))) == 3
 
 

@@ -356,7 +356,7 @@ def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixt
     lock.acquire()
     try:
         assert main([str(tmp_path), "--once", "--", *ECHO]) == 2
-        assert "Another job writes to this follow.jsonl" in capsys.readouterr().err
+        assert "This process writes to this follow.jsonl" in capsys.readouterr().err
         assert main([str(tmp_path), "--once", "--name", "b", "--", *ECHO]) == 0
     finally:
         lock.release()
