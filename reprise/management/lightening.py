@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -176,8 +175,7 @@ def _replace(folder: CheckpointFolder, checkpoint: Checkpoint, dropped: Collecti
         for name, data in documents.items():
             files.make_folder((target / name).parent)
             files.write_whole(target / name, data)
-        written_at = (checkpoint.path / MANIFEST).stat()  # the age of the save, which ls shows
-        os.utime(target / MANIFEST, ns=(written_at.st_atime_ns, written_at.st_mtime_ns))
+        files.copy_times(checkpoint.path / MANIFEST, target / MANIFEST)  # the age of the save, which ls shows
         folders = {(target / name).parent for name in (*entries, MANIFEST)}
         files.sync_together([partial(files.sync_folder, path) for path in folders])
         lock.check()

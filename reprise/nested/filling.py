@@ -284,7 +284,7 @@ class Filling:
         """
         for where, optimizer in self.tree.optimizers.items():
             saved = _SavedGroups(values.groups.get(where, ()))
-            made = {pointer(keys_of_pointer(at)[:-1]) for at in self.made}
+            new_places = {pointer(keys_of_pointer(at)[:-1]) for at in self.made}
             for number, group in enumerate(optimizer.groups):
                 at = _group(where, number)
                 if self.strict in (True, "missing"):
@@ -293,7 +293,7 @@ class Filling:
                 if numbers is None:
                     yield at
                     continue
-                if any(isinstance(v, torch.Tensor) for v in group.given.values()) or at in made:
+                if any(isinstance(v, torch.Tensor) for v in group.given.values()) or at in new_places:
                     saved.require_place(at, group, number)
                 self.numbers[at] = numbers
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults

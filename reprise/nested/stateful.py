@@ -93,8 +93,8 @@ class ModuleEntries:
             keys = {canonical_name(key): key for key in state}
             state.update({keys.get(name, name): value for name, value in self.taken.items()})
             state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
-            found = self.module.load_state_dict(state, strict=False)
-        unknown = {canonical_name(key) for key in getattr(found, "unexpected_keys", ())}
+            result = self.module.load_state_dict(state, strict=False)
+        unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
         return [pointer((*self.keys, self.prefix + name)) for name in self.taken if name in unknown]
 
 

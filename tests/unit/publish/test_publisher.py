@@ -219,7 +219,7 @@ def test_a_remote_run_that_a_copy_has_extended_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_relative", [False, True])
-def test_a_copy_beside_its_run_does_not_write_into_its_remote_run(
+def test_a_copy_does_not_write_into_the_run_of_its_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
