@@ -85,12 +85,12 @@ class Comparison:
         sides = {"test": self.missing_in_test, "base": self.missing_in_base}
         missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes]
         total = self.compared + (0 if missing else len(self.allowed_prefix))
-        both = " in both" if missing else ""
+        suffix = " in both" if missing else ""
         if different := self.different_iterations:
-            parts = [f"DIFFERENT: {len(different)} of {total} iterations{both}, first at {different[0]}"]
+            parts = [f"DIFFERENT: {len(different)} of {total} iterations{suffix}, first at {different[0]}"]
         else:
             relation = "bit-identical" if self.bit_equal == self.compared else f"equal within {self.tolerance}"
-            parts = [f"{relation}: {self.compared}/{total} iterations{both}"] if total else []
+            parts = [f"{relation}: {self.compared}/{total} iterations{suffix}"] if total else []
         return "; ".join([*parts, f"MISSING: {', '.join(missing)}"] if missing else parts)
 
 

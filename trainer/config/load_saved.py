@@ -106,8 +106,8 @@ def _tokenizer_files(weights: Path, section: CheckpointSection, run: Path, files
         return {} if is_stored(weights) else tokenizer_files_in(weights)
     beside = {name: checkpoint.path / name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
     if TOKENIZER in beside:
-        own = _with_tokenizer({"data.tokenizer": str(beside[TOKENIZER])}, checkpoint, run, files)
-        beside[TOKENIZER] = Path(str(own["data.tokenizer"]))
+        values = _with_tokenizer({"data.tokenizer": str(beside[TOKENIZER])}, checkpoint, run, files)
+        beside[TOKENIZER] = Path(str(values["data.tokenizer"]))
     return beside
 
 

@@ -212,12 +212,12 @@ def refuse_flags(words: Sequence[str]) -> None:
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
-        named = FLAGS[flag].split() if flag in FLAGS else _keys_named(flag)
-        if flag not in FLAGS and not named:
+        flag_keys = FLAGS[flag].split() if flag in FLAGS else _keys_named(flag)
+        if flag not in FLAGS and not flag_keys:
             continue
         if not equals and number + 1 < len(words) and not words[number + 1].startswith("--"):
             value = words[number + 1]
-        answers[word] = f"{name}: {_answer(flag, named, value)}"
+        answers[word] = f"{name}: {_answer(flag, flag_keys, value)}"
     if answers:
         raise ConfigError(
             "A command line has flags; settings have the form SECTION.KEY=VALUE",
@@ -230,8 +230,8 @@ def _keys_named(flag: str) -> list[str]:
     """Return the key that a flag spells; none if several keys have its name."""
     if not flag.startswith("--"):
         return []
-    named = [key for key in keys() if "." in key and key.rpartition(".")[2].replace("_", "-") == flag[2:]]
-    return named if len(named) == 1 else []
+    flag_keys = [key for key in keys() if "." in key and key.rpartition(".")[2].replace("_", "-") == flag[2:]]
+    return flag_keys if len(flag_keys) == 1 else []
 
 
 def _answer(flag: str, keys: Sequence[str], value: str) -> str:

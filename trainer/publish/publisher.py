@@ -191,20 +191,20 @@ def _lock(folder: Path) -> int:
 
 def _settle_owner(lock: int, folder: Path) -> None:
     """Record the folder in its lock file, by path and inode, unless it is a copy of a folder that is still there."""
-    own = {"folder": str(folder.resolve()), "inode": os.fstat(lock).st_ino}
-    recorded = json.loads(os.pread(lock, 1 << 16, 0) or json.dumps(own))
-    if recorded["inode"] != own["inode"]:
+    current = {"folder": str(folder.resolve()), "inode": os.fstat(lock).st_ino}
+    recorded = json.loads(os.pread(lock, 1 << 16, 0) or json.dumps(current))
+    if recorded["inode"] != current["inode"]:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(Path(recorded["folder"], "lock")).st_ino == recorded["inode"]:
                 raise DataError(
                     "The folder of a published run was copied; its copy would write into the same remote run",
                     where=folder,
                     expected=recorded["folder"],
-                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
+                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its current then begins.",
                 )
-    if recorded != own:
+    if recorded != current:
         os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(own).encode(), 0)
+    os.pwrite(lock, json.dumps(current).encode(), 0)
 
 
 def _versions(lines: Sequence[LogLine]) -> dict[str, object]:
