@@ -200,7 +200,7 @@ def _settle_owner(lock: int, folder: Path) -> None:
                     "The folder of a published run was copied; its copy would write into the same remote run",
                     where=folder,
                     expected=recorded["folder"],
-                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its current then begins.",
+                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
                 )
     if recorded != current:
         os.ftruncate(lock, 0)
