@@ -88,6 +88,7 @@ class ModelConfig:
         pad_vocab_multiple: round the vocabulary's rows up to this multiple, in memory only.
         activation: GELU (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
         head_dim: width of a head (qwen3 only, required); elsewhere `n_embd / n_head`.
+        stop_token_ids: tokens beside `eos_token_id` that end a generated text; null for none.
         lora: low-rank adapters on a frozen base.
     """
 
@@ -110,7 +111,13 @@ class ModelConfig:
     pad_vocab_multiple: int = 1
     activation: Activation = field(default=Activation.gelu_tanh, metadata={ADDED: True})
     head_dim: int | None = field(default=None, metadata={ADDED: True})
+    stop_token_ids: list[int] | None = field(default=None, metadata={ADDED: True})
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a generated text."""
+        return (self.eos_token_id, *(self.stop_token_ids or ()))
 
     @property
     def is_adapted(self) -> bool:
@@ -192,8 +199,8 @@ def _size_problems(config: ModelConfig) -> list[str]:
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings")
     sizes = {name: getattr(config, name) for name in (*names, "pad_vocab_multiple")}
     messages = [f"model.{name}={size}: must be at least 1" for name, size in sizes.items() if size < 1]
-    for name in ("bos_token_id", "eos_token_id"):
-        token = getattr(config, name)
+    stops = [("stop_token_ids", token) for token in config.stop_token_ids or ()]
+    for name, token in [("bos_token_id", config.bos_token_id), ("eos_token_id", config.eos_token_id), *stops]:
         if not 0 <= token < config.vocab_size:
             messages.append(
                 f"model.{name}={token}: must be a token of the vocabulary, model.vocab_size={config.vocab_size}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from models import gpt2_spec, llama3_spec, qwen3_spec
 from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
+from models.hf_config import generation_members
 from models.spec import OUTPUT, FamilySpec
 
 FAMILIES: dict[Family, FamilySpec] = {
@@ -120,4 +121,4 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
 
 def generation_config(config: ModelConfig) -> dict[str, object]:
     """Return the `generation_config.json` with which transformers stops at the end of a text."""
-    return {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    return generation_members(config)

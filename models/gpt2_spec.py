@@ -104,6 +104,16 @@ _HF = HfConfig(
         HfConstant("scale_attn_by_inverse_layer_idx", (False,), is_written=False),
         HfConstant("add_cross_attention", (False,), is_written=False),
     ),
+    tokens={"bos_token_id": 50256, "eos_token_id": 50256},
+    neutral={"reorder_and_upcast_attn": False},
+    # Of heads other than that of a language model.
+    inert=(
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
 )
 _MEGATRON = MegatronNames(
     arguments={

@@ -1,7 +1,7 @@
 """A family's `config.json` of transformers as data, used in both directions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -10,6 +10,14 @@ from models.config import ModelConfig, RopeScaling
 Json: TypeAlias = Mapping[str, Any]
 _MOST = 1e30  # of any number in a configuration; `families.problems` has the bounds of each
 _THETA = 10000.0  # where a file names none
+BEGIN, END = "bos_token_id", "eos_token_id"
+# Members of `config.json` and `generation_config.json` that change neither a number nor a text of a language model.
+_INERT = frozenset({
+    "_commit_hash", "_from_model_config", "_name_or_path", "architectures", "chunk_size_feed_forward", "id2label",
+    "label2id", "model_type", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+    "problem_type", "return_dict", "return_dict_in_generate", "transformers_version", "transformers_weights",
+    "use_cache",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,10 @@ class HfField:
     default: Any = None
     names: Mapping[str, Enum] | None = None
     is_read: bool = True
+
+    def decided(self) -> tuple[str, ...]:
+        """Return the members of a `config.json` that are carried or refused."""
+        return (self.hf_name,) if self.is_read else ()
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
@@ -56,6 +68,10 @@ class HfConstant:
     allowed: tuple[object, ...]
     is_written: bool = True
 
+    def decided(self) -> tuple[str, ...]:
+        """Return the members of a `config.json` that are carried or refused."""
+        return (self.hf_name,)
+
     def write(self, _: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
         return {self.hf_name: self.allowed[0]} if self.is_written else {}
@@ -73,10 +89,15 @@ class HfDerived:
     hf_name: str
     value: Callable[[Json], object]
     meaning: str
+    is_written: bool = True
+
+    def decided(self) -> tuple[str, ...]:
+        """Return the members of a `config.json` that are carried or refused."""
+        return (self.hf_name,)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`."""
-        return {self.hf_name: self.value(vars(config))}
+        return {self.hf_name: self.value(vars(config))} if self.is_written else {}
 
     def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
         """Return no field; add any other value to `problems`."""
@@ -86,9 +107,20 @@ class HfDerived:
         return {}
 
 
+_PARTIAL = "partial_rotary_factor"
+_WHOLE = ((_PARTIAL, None), (_PARTIAL, 1.0))
+
+
 @dataclass(frozen=True, slots=True)
 class HfRope:
-    """The rotation: version 5 of transformers has `rope_parameters`, version 4 `rope_theta` and `rope_scaling`."""
+    """The rotation: version 5 of transformers has `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
+
+    Of two descriptions `rope_scaling` counts, as in `convert_rope_params_to_dict` of version 5.
+    """
+
+    def decided(self) -> tuple[str, ...]:
+        """Return the members of a `config.json` that are carried or refused."""
+        return ("rope_parameters", "rope_scaling", "rope_theta", _PARTIAL)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the members of `config.json`, for both versions."""
@@ -102,33 +134,46 @@ class HfRope:
     def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
         """Return the fields of `ModelConfig`; add an unsupported rotation to `problems`."""
         theta = table.get("rope_theta", _THETA)
-        scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
+        scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
             problems.append(f"rope_parameters={scaling!r}: no object")
             return {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
+        like = asdict(RopeScaling())
+        known = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
+        others = {_PARTIAL: table.get(_PARTIAL), **{name: scaling[name] for name in scaling.keys() - known}}
+        if kind in ("default", "llama3"):
+            problems += [f"rope_parameters.{n}={v!r}: ours has none" for n, v in others.items() if (n, v) not in _WHOLE]
         if kind == "default":
             return {"rope_theta": theta, "rope_scaling": None}
         if kind != "llama3":
             problems.append(f"rope_type={kind!r}: ours is default or llama3")
             return {}
-        missing = asdict(RopeScaling()).keys() - scaling.keys()
+        missing = like.keys() - scaling.keys()
         if missing:
             problems.append(f"rope_parameters: {', '.join(sorted(missing))} missing")
             return {}
-        like = asdict(RopeScaling())
         stretched: Any = {name: _checked(name, scaling[name], like[name], problems) for name in like}
         return {"rope_theta": theta, "rope_scaling": RopeScaling(**stretched)}
 
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The `config.json` of a family: its class and type, and its members in the order of the file."""
+    """The `config.json` of a family: its class and type, and its members in the order of the file.
+
+    Args:
+        tokens: transformers' ids for a file without them.
+        neutral: members that our models lack, with the value that changes nothing; any other is named in the log.
+        inert: members that change neither a number nor a text of our models.
+    """
 
     architecture: str
     model_type: str
     members: tuple[HfField | HfConstant | HfDerived | HfRope, ...]
+    tokens: Json = field(default_factory=dict)
+    neutral: Json = field(default_factory=dict)
+    inert: tuple[str, ...] = ()
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` with which transformers opens the stored tensors."""
@@ -139,23 +184,68 @@ class HfConfig:
         }
         for member in self.members:
             table |= member.write(config)
-        return table | {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+        return table | generation_members(config)
 
-    def read(self, table: Json, problems: list[str]) -> dict[str, Any]:
+    def read(self, table: Json, generation: Json | None, problems: list[str]) -> dict[str, Any]:
         """Return the fields of `ModelConfig` in a `config.json`; add unsupported members to `problems`.
 
-        Missing tokens, and lists of them, become another token of the vocabulary.
+        Missing tokens become another token of the vocabulary.
+
+        Args:
+            generation: the `generation_config.json` beside it, whose end tokens count; None where there is none.
         """
         values: dict[str, Any] = {}
-        for member in sorted(self.members, key=_depends_on_others):
+        for member in sorted((*self.members, *_REFUSED), key=_depends_on_others):
             values |= member.read(table, values, problems)
-        return values | _tokens(table, values["vocab_size"])
+        return values | _tokens({**self.tokens, **table}, generation, values["vocab_size"])
+
+    def lost(self, table: Json, generation: Json | None, config: ModelConfig) -> dict[str, object]:
+        """Return the members of a `config.json` whose value its model does not have, with that value."""
+        decided = {name for member in (*self.members, *_REFUSED) for name in member.decided()}
+        own = {"torch_dtype": "float32", **self.neutral, **self.write(config)}
+        ends = set(_ids(table.get(END, self.tokens.get(END))))
+        if generation is not None and ends <= set(config.end_tokens):
+            decided.add(END)
+        return _lost({**self.tokens, **table}, own, decided | set(self.inert))
 
     def names(self) -> dict[str, str]:
         """Return transformers' names of the fields of `ModelConfig`; some fields have none."""
         names = {m.field: m.hf_name for m in self.members if isinstance(m, HfField) and m.is_read}
+        names["stop_token_ids"] = END
         rotates = any(isinstance(member, HfRope) for member in self.members)
         return names | (dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters") if rotates else {})
+
+
+# transformers applies them to every family.
+_REFUSED = (
+    HfConstant("is_encoder_decoder", (False, None), is_written=False),
+    HfConstant("per_layer_config", (None,), is_written=False),
+)
+
+
+def generation_members(config: ModelConfig) -> dict[str, object]:
+    """Return the members of a `generation_config.json`; transformers ends a text at each of its end tokens."""
+    ends = list(config.end_tokens)
+    return {BEGIN: config.bos_token_id, END: ends if len(ends) > 1 else config.eos_token_id}
+
+
+def lost_generation(table: Json, config: ModelConfig) -> dict[str, object]:
+    """Return the members of a `generation_config.json` whose value its model does not have, with that value."""
+    return _lost({END: None, **table}, generation_members(config), set())
+
+
+def _lost(table: Json, own: Json, decided: set[str]) -> dict[str, object]:
+    """Return the members neither decided nor inert, with a value other than that in `own`."""
+    lost = {}
+    for name in table.keys() - decided - _INERT:
+        value = table[name]
+        if name in (BEGIN, END):
+            is_lost = set(_ids(value)) != set(_ids(own[name]))
+        else:
+            is_lost = value is not None and value != own.get(name)
+        if is_lost:
+            lost[name] = value
+    return {name: lost[name] for name in sorted(lost)}
 
 
 def _depends_on_others(member: object) -> bool:
@@ -183,13 +273,20 @@ def _refuse_others(table: Json, name: str, allowed: tuple[object, ...], problems
         problems.append(f"{name}={value!r}: ours is {' or '.join(map(repr, allowed))}")
 
 
-def _tokens(table: Json, vocab_size: int) -> dict[str, int]:
-    def first(name: str) -> int | None:
-        value = table.get(name)
-        value = value[0] if isinstance(value, list) and value else value
-        return value if type(value) is int and 0 <= value < vocab_size else None
+def _ids(value: object) -> list[Any]:
+    """Return the tokens of a member with one or several, or none."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
-    end = first("eos_token_id")
-    begin = first("bos_token_id")
-    end = end if end is not None else begin if begin is not None else vocab_size - 1
-    return {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
+
+def _tokens(table: Json, generation: Json | None, vocab_size: int) -> dict[str, object]:
+    def known(table: Json, name: str) -> list[int]:
+        return [token for token in _ids(table.get(name)) if type(token) is int and 0 <= token < vocab_size]
+
+    begins, own = known(table, BEGIN), known(table, END)
+    ends = (own if generation is None else known(generation, END)) or own or begins[:1] or [vocab_size - 1]
+    end = own[0] if own and own[0] in ends else ends[0]
+    return {
+        BEGIN: begins[0] if begins else end,
+        END: end,
+        "stop_token_ids": [token for token in dict.fromkeys(ends) if token != end] or None,
+    }

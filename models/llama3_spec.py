@@ -78,6 +78,9 @@ _HF = HfConfig(
         HfRope(),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
     ),
+    tokens={"bos_token_id": 1, "eos_token_id": 2},
+    neutral={"attention_dropout": 0.0},
+    inert=("pretraining_tp",),  # the order of sums in version 4
 )
 MEGATRON = MegatronNames(
     arguments={

@@ -6,6 +6,7 @@ from reprise.tensors.live import Grid as Grid
 from reprise.tensors.live import LiveTensor as LiveTensor
 from reprise.tensors.live import Marks as Marks
 from reprise.tensors.live import Stored as Stored
+from reprise.tensors.live import canonical_name as canonical_name
 from reprise.tensors.live import free_gathered_parameters as free_gathered_parameters
 from reprise.tensors.live import is_dtensor as is_dtensor
 from reprise.tensors.live import is_fsdp_module as is_fsdp_module

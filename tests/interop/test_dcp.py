@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import resource
 import shutil
 import zipfile
@@ -252,6 +253,22 @@ def test_every_tensor_is_carried_bit_for_bit(producers: dict[str, Producer], lay
         assert torch.equal(source.read(name), producer.weights[name])
         for key, value in producer.moments[name].items():
             assert torch.equal(source.read(f"{key}.{name}"), value)
+
+
+def test_a_model_compiled_layer_by_layer_comes_in(producers: dict[str, Producer], tmp_path: Path) -> None:
+    producer = producers["gpt2"]
+    state = state_of(producer.model, producer.optimizer, flat=True)
+    compiled = {
+        part: {re.sub(r"(\.h\.\d+\.)", r"\1_orig_mod.", key): value for key, value in state[part].items()}
+        for part in ("model", "optim")
+    }
+    assert any("h.0._orig_mod." in key for key in compiled["model"])
+    source = opened(save(compiled, tmp_path / "saved"), producer.overrides)
+    assert source.has_optimizer
+    for name, value in state["model"].items():
+        if name != "lm_head.weight":
+            assert torch.equal(source.read(name), value)
+            assert torch.equal(source.read(f"exp_avg.{name}"), state["optim"][f"state.{name}.exp_avg"])
 
 
 def test_an_export_fills_transformers_and_returns_the_same_bytes(run: Path, export: Path, tmp_path: Path) -> None:

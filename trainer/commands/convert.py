@@ -25,6 +25,7 @@ from trainer.data.tokenizer_beside import with_tokenizer
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
+from trainer.interop.pointers import refuse_pointers
 from trainer.interop.table import FORMATS
 from trainer.record.run_record import model_record
 
@@ -61,6 +62,7 @@ def bring_in(options: argparse.Namespace) -> int:
     assert form.read is not None
     if options.format != MEGATRON:
         refuse_megatron(options.source)
+    refuse_pointers(options.source)
     source = form.read(options.source, _import_options(options))
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
     model = model_overrides(source.model, overrides) if form.names_model else []

@@ -76,8 +76,8 @@ def sample(
         is_stopped = bool(stop)
         return None if is_stopped else -first & ((1 << _TOKEN_BITS) - 1)
 
-    end = state.config.eos_token_id
-    generated = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, end=end))
+    ends = state.config.end_tokens
+    generated = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, ends=ends))
     for part in state.parts:
         free_gathered_parameters(part.model)
     return None if is_stopped else generated

@@ -5,6 +5,7 @@ Source: `Linear.merge` and `get_delta_weight` of `peft.tuners.lora.layer`, PEFT 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.llmc import file as llmc
 from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
@@ -92,7 +95,8 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         return StateSource(plain, 0, has_optimizer=False, read=lambda name: llmc.read_whole(file, name)), identity
     if is_folder(path):
         folder = open_folder(path, files)
-        differences(folder.model, plain, where=path)
+        for line in [*differences(folder.model, plain, where=path), *folder.lost]:
+            _log.warning(line)
         places = stored_places(folder, plain)
         check_tied(folder, plain)
         identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}

@@ -22,6 +22,7 @@ from models.spec import OUTPUT
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.files import is_dir
 from reprise.json_file import integer, shown, step_count
+from reprise.live_tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.source import StateSource
@@ -33,7 +34,6 @@ Table = Mapping[Any, Any]
 
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 _EMBEDDING, _POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
-_COMPILED = "_orig_mod."  # torch.compile's
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 _MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 # Ours are transformers' Conv1D, [in, out]; nanoGPT's are Linear, [out, in].
@@ -114,8 +114,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 
 def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in the file's order by name, without compilation's prefix, masks and a tied output."""
-    weights = {str(name).removeprefix(_COMPILED): tensor for name, tensor in module.items()}
+    """Return the weights in the file's order by name, without names of compilation, masks and a tied output."""
+    weights = {canonical_name(str(name)): tensor for name, tensor in module.items()}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
     if malformed := [name for name, tensor in weights.items() if not is_plain(tensor)]:
         raise CheckpointError("A weight is no dense tensor of floating point", where=where, found=", ".join(malformed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 def open_model(
@@ -45,6 +48,8 @@ def open_model(
         folder = open_folder(path, files)
         places = stored_places(folder, folder.model)
         check_tied(folder, folder.model)
+        for line in folder.lost:
+            _log.warning(line)
         return _filled(folder.model, lambda name: read_whole(folder, places[name]), device), path
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:

@@ -133,7 +133,7 @@ def _open_folder(
     if is_first and not fit.patterns:
         check_tied(folder, model)
     paths = tensor_files(folder)
-    notes += other_files_notes(path)
+    notes += [*folder.lost, *other_files_notes(path)]
     return _Weights(fit, places, notes, paths, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 

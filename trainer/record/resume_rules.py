@@ -86,6 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule("model.dropout", Verdict.FLAG, "checkpoint.override_dropout", _OTHER_CURVE),
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
+    Rule("model.stop_token_ids", Verdict.LOGGED, says="it affects only where a generated text ends"),
     Rule("topology", Verdict.FLAG, "checkpoint.reshard", _ROUNDING, hint="within rounding"),
     Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),

@@ -53,8 +53,8 @@ def test_a_text_ends_with_its_end_or_its_length(end: int, expected: list[int]) -
     def after(tokens: Sequence[int]) -> int:
         return tokens[-1] + 1
 
-    assert list(generate(after, [1, 3], max_new_tokens=5, end=end)) == expected
+    assert list(generate(after, [1, 3], max_new_tokens=5, ends=(end, 98))) == expected
 
 
 def test_a_text_that_is_broken_off_ends_there() -> None:
-    assert list(generate(lambda tokens: None if len(tokens) == 3 else 0, [1], max_new_tokens=9, end=7)) == [0, 0]
+    assert list(generate(lambda tokens: None if len(tokens) == 3 else 0, [1], max_new_tokens=9, ends=(7,))) == [0, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from reprise.errors import CheckpointError, count_of
 from reprise.files import is_dir, is_file, is_file_name, matching
 from reprise.json_file import shown
 from reprise.layout import Box, intersect, relative
+from reprise.live_tensors import canonical_name
 from trainer.interop.dcp.metadata import read_metadata, unsound
 from trainer.interop.plain_pickle import PickleProblem
 from trainer.interop.torch_file import PlainObject, load_plain, mapped
@@ -44,6 +45,15 @@ class DcpTensor:
     dtype: torch.dtype
 
 
+def _canonical(metadata: Metadata) -> Metadata:
+    """Return metadata with its keys as without compilation: each compiled module adds `_orig_mod` to them."""
+    table = {canonical_name(key): entry for key, entry in metadata.state_dict_metadata.items()}
+    if len(table) < len(metadata.state_dict_metadata):  # the same key with and without it: two models
+        return metadata
+    storage = {replace(index, fqn=canonical_name(index.fqn)): i for index, i in metadata.storage_data.items()}
+    return replace(metadata, state_dict_metadata=table, storage_data=storage)
+
+
 class DcpFolder:
     """A DCP folder with validated metadata and all its files.
 
@@ -54,8 +64,8 @@ class DcpFolder:
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path = path
-        self._metadata = metadata
-        table = metadata.state_dict_metadata
+        self._metadata = _canonical(metadata)
+        table = self._metadata.state_dict_metadata
         self.tensors = {
             key: DcpTensor(tuple(entry.size), entry.properties.dtype)
             for key, entry in table.items()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.files import is_file
 from reprise.json_file import shown, step_count
@@ -19,8 +18,8 @@ from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, require_moments
-from trainer.interop.hf.config import read_model, require_layers
-from trainer.interop.hf.folder import CONFIG
+from trainer.interop.hf.config import require_layers
+from trainer.interop.hf.folder import CONFIG, read_folder_model
 from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,9 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     config = path / CONFIG
     model = options.config.model
     if is_file(config):
-        model = read_model(json_file.read(config), where=config)
+        model, lost = read_folder_model(path)
+        for line in lost:
+            _log.warning(line)
         require_layers(model, len(folder.tensors), where=config)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
     located = locate(shapes, model, where=path, with_optimizer=not options.weights_only)

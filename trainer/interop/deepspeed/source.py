@@ -11,7 +11,6 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
-from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.files import is_file
 from reprise.json_file import shown
@@ -21,8 +20,8 @@ from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_sa
 from trainer.interop.deepspeed.megatron import is_megatron, read_megatron
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, require_moments
-from trainer.interop.hf.config import read_model, require_layers
-from trainer.interop.hf.folder import CONFIG
+from trainer.interop.hf.config import require_layers
+from trainer.interop.hf.folder import CONFIG, read_folder_model
 from trainer.interop.megatron.state import as_source
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain
@@ -105,7 +104,9 @@ def _model(saved: DeepSpeedCheckpoint, options: ImportOptions) -> ModelConfig:
     if not is_file(path):
         return options.config.model
     _log.info(f"the model is that of {path}")
-    model = read_model(json_file.read(path), where=path)
+    model, lost = read_folder_model(path.parent)
+    for line in lost:
+        _log.warning(line)
     require_layers(model, len(take(saved.models[0], "module", dict, saved.path)), where=path)
     return model
 

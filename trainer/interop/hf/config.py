@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from models import families
 from models.config import ModelConfig
+from models.hf_config import lost_generation
 from reprise.errors import MismatchError
 from reprise.json_file import Json, shown
 
 # Fields that affect neither the tensors nor the result: a difference is logged.
-_FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")
+_FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id", "stop_token_ids")
 
 
-def read_model(table: Json, *, where: object) -> ModelConfig:
+def read_model(table: Json, generation: Json | None, *, where: object) -> ModelConfig:
     """Return the model of a `config.json`.
 
-    Missing token ids, and lists of them, are replaced by an id in the vocabulary.
+    Missing token ids are replaced by an id in the vocabulary.
+
+    Args:
+        generation: the `generation_config.json` beside it; None where there is none.
 
     Raises:
         MismatchError: listing every unsupported field and invalid value.
@@ -33,7 +38,7 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
         )
     problems: list[str] = []
     spec = families.FAMILIES[family]
-    values = spec.hf.read(table, problems)
+    values = spec.hf.read(table, generation, problems)
     if not problems:
         follows = {name: values[origin] for name, origin in spec.follows.items()}
         model = ModelConfig(**{"family": family, **values, **follows})
@@ -45,6 +50,28 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
         where=where,
         found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in problems),
     )
+
+
+def lost_members(table: Json, generation: Json | None, model: ModelConfig, *, where: Path) -> list[str]:
+    """Return a log line for each of the two files with a setting that the model does not have.
+
+    Args:
+        model: the model of both; see `read_model`.
+        where: the folder.
+    """
+    spec, own = families.spec_of(model), families.hf_config(model)
+    lost = {"config.json": spec.hf.lost(table, generation, model)}
+    if generation is not None:
+        lost["generation_config.json"] = lost_generation(generation, model)
+    return [
+        f"not carried from {where / name}: " + ", ".join(_lost(member, value, own) for member, value in members.items())
+        for name, members in lost.items()
+        if members
+    ]
+
+
+def _lost(name: str, value: object, own: Json) -> str:
+    return f"{name}={shown(value)}" + (f" ({shown(own[name])} here)" if name in own else "")
 
 
 def require_layers(model: ModelConfig, tensors: int, *, where: object) -> None:

@@ -45,7 +45,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     folder = open_folder(path, options.files)
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
-    for line in other_files_notes(path):
+    for line in [*folder.lost, *other_files_notes(path)]:
         _log.warning(line)
     return StateSource(
         folder.model,

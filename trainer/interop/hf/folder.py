@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from reprise.folder import INDEX, MANIFEST, is_iteration_name
 from reprise.json_file import Json, shown
 from reprise.layout import Place, StoredDtype, TensorKind
 from reprise.reading import header_places, open_tensor_file, read_header
-from trainer.interop.hf.config import read_model, require_layers
+from trainer.interop.hf.config import lost_members, read_model, require_layers
+from trainer.interop.pointers import refuse_pointers
 
 _log = logging.getLogger(__name__)
 
-CONFIG = "config.json"
+CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (StoredDtype.F32, StoredDtype.BF16, StoredDtype.F16)
@@ -43,11 +44,15 @@ _DEEPSPEED = "global_step[0-9]*"
 
 @dataclass(frozen=True, slots=True)
 class HfFolder:
-    """A folder with validated JSON files and headers; `places` is by the names in the files."""
+    """A folder with validated JSON files and headers; `places` is by the names in the files.
+
+    `lost` has a log line for each JSON file with settings that `model` does not have.
+    """
 
     path: Path
     files: Files
     model: ModelConfig
+    lost: Sequence[str]
     places: Mapping[str, Place]
 
 
@@ -55,6 +60,19 @@ def is_folder(path: Path) -> bool:
     """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
     is_ours = exists(path / MANIFEST) or is_iteration_name(path.name)
     return not is_ours and is_file(path / CONFIG)
+
+
+def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
+    """Return the model of a folder's JSON files, and a log line for each of them with settings not carried.
+
+    Raises:
+        MismatchError: for an unsupported model.
+        CheckpointError: for a malformed file.
+    """
+    table, beside = json_file.read(path / CONFIG), path / _GENERATION
+    generation = json_file.read(beside) if is_file(beside) else None
+    model = read_model(table, generation, where=path / CONFIG)
+    return model, lost_members(table, generation, model, where=path)
 
 
 def open_folder(path: Path, files: Files) -> HfFolder:
@@ -69,7 +87,8 @@ def open_folder(path: Path, files: Files) -> HfFolder:
     if not is_file(path / CONFIG):
         raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
     table = json_file.read(path / CONFIG)
-    model = read_model(table, where=path / CONFIG)
+    refuse_pointers(path)
+    model, lost = read_folder_model(path)
     index = path / _weights_name(path, table)
     weight_map = _weight_map(index) if index.suffix == ".json" else {}
     places: dict[str, Place] = {}
@@ -82,7 +101,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
         if name not in places or places[name].file != file:
             raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
     require_layers(model, len(places), where=path / CONFIG)
-    return HfFolder(path, files, model, places)
+    return HfFolder(path, files, model, lost, places)
 
 
 def tensor_files(folder: HfFolder) -> list[Path]:

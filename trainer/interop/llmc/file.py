@@ -24,6 +24,7 @@ _OTHERS = (
     (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
     (b"\x80", "a pickle"),
     (b"GGUF", "a GGUF file"),
+    (b"version https://git-lfs", "a Git-LFS pointer; `git lfs pull` downloads the file"),
     (b"{", "JSON; name its folder"),
     (struct.pack("<i", 20240520), "tokens, which data.train reads"),
     (struct.pack("<i", 20240801), "tokens, which data.train reads"),

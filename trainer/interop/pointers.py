@@ -1,0 +1,35 @@
+"""Git-LFS pointers, which stand in place of files that a clone did not download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.errors import CheckpointError
+from reprise.files import is_dir, is_file, matching
+
+_START = b"version https://git-lfs.github.com/"
+_MOST_BYTES = 1024  # of a pointer, by Git LFS's specification
+
+
+def refuse_pointers(path: Path) -> None:
+    """Refuse a file, or a folder with a file, that is a Git-LFS pointer.
+
+    Raises:
+        CheckpointError: naming the pointers.
+        OSError: if a file cannot be read.
+    """
+    names = [file.name for file in (matching(path, "*") if is_dir(path) else [path]) if _is_pointer(file)]
+    if names:
+        raise CheckpointError(
+            "A file is a Git-LFS pointer, and what it points to was not downloaded",
+            where=path,
+            found=", ".join(sorted(names)),
+            fix="Download it with `git lfs pull` in the clone, or with `hf download`.",
+        )
+
+
+def _is_pointer(path: Path) -> bool:
+    if not is_file(path) or path.stat().st_size >= _MOST_BYTES:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_START)) == _START
