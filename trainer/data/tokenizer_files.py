@@ -43,9 +43,11 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     # Any other token would become a special one for transformers, and texts would be tokenized differently.
     special |= {tokens[name]: name for name in (*END_OF_TEXT_NAMES, end or "") if name in tokens}
     if eos not in special:
+        number = "ID" if end is None else tokens[end]
         _log.warning(
             f"model.eos_token_id={eos} is no special token of the tokenizer {where}, whose end of text is "
-            f"{'not known' if end is None else f'{tokens[end]} ({end})'}; texts will not end there"
+            f"{'not known' if end is None else f'{number} ({end})'}; texts will not end there, and config.json names "
+            f"tokens that it does not have: set model.bos_token_id={number} model.eos_token_id={number}"
         )
     table: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

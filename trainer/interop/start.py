@@ -11,14 +11,22 @@ from pathlib import Path
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.files import Files, on_this_host, unreadable
+from reprise.files import Files, exists, on_this_host, unreadable
+from reprise.folder import MANIFEST, STATE
 from reprise.layout import Place
 from reprise.live_tensors import LiveTensor
 from reprise.reading import LoadReport, ProgressLine, check_replicas
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places, tensor_files
+from trainer.interop.hf.folder import (
+    CONFIG,
+    open_folder,
+    other_files_notes,
+    stored_places,
+    tensor_files,
+    trainer_checkpoints,
+)
 from trainer.interop.hf.load import check_tied
 from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
@@ -175,12 +183,20 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
     )
 
 
+def _trainer_note(path: Path) -> str:
+    """Return what transformers' Trainer has in a folder that looks like a run's state."""
+    saved = trainer_checkpoints(path)
+    return (f"; the {STATE} is that of transformers' Trainer" if exists(path / STATE) else "") + (
+        f"; {saved[-1]} beside it has the Trainer's newest checkpoint" if saved else ""
+    )
+
+
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
     if not section.finetune:
         raise MismatchError(
             f"The {kind.value} holds weights of {kind.owner}, and no run to continue",
             where=path,
-            found="no trainer_state.json",
+            found=f"no {MANIFEST}, by which a checkpoint of a run is known{_trainer_note(path)}",
             fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Patience, cannot_write, exists, failed_read, files_of, is_file, is_stored, location
+from reprise.files import (
+    FILE_SYSTEM,
+    Patience,
+    cannot_write,
+    exists,
+    failed_read,
+    files_of,
+    is_file,
+    is_stored,
+    location,
+)
 from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
 from reprise.json_file import Json
 from reprise.reading import FRESH, Lineage, LoadSource
@@ -20,7 +30,7 @@ from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.train import AUTO
-from trainer.interop.hf.folder import is_folder
+from trainer.interop.hf.folder import is_folder, no_folder, trainer_checkpoints
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.start import WeightsKind
@@ -146,7 +156,10 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
     if is_file(path) or is_folder(path):
         kind = WeightsKind.file if is_file(path) else WeightsKind.folder
         return {"kind": kind.value, "path": str(path)}
-    return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
+    source = LoadSource.named(path).path
+    if source == path and trainer_checkpoints(path) and not CheckpointFolder(path, FILE_SYSTEM).committed():
+        raise no_folder(path)
+    return {"kind": "checkpoint", "path": str(source)}
 
 
 def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:

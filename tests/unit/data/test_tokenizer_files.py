@@ -100,6 +100,7 @@ def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest
     assert found["bos_token"] == "<|endoftext|>"
     assert "model.eos_token_id=256" in caplog.text
     assert "0 (<|endoftext|>)" in caplog.text
+    assert "set model.bos_token_id=0 model.eos_token_id=0" in caplog.text
 
 
 def test_a_copy_neither_truncates_nor_pads_nor_drops_out(tmp_path: Path) -> None:

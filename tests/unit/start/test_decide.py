@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from reprise.channel import StoreChannel, single_rank_channel
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.files import FILE_SYSTEM
 from tests.fakes import all_ranks, run_ranks
 from tests.harness import TINY, built, compose, filled
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.schema import Config
+from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.run.saves import build_saves
 from trainer.start.decide import Start, decide
@@ -92,3 +95,40 @@ def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:
     outcomes = run_ranks(2, lambda channel: started(config, channel))
     assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 2
     assert all("The requested iteration was never saved" in str(outcome) for outcome in outcomes)
+
+
+def trainer_output(path: Path, *names: str) -> Path:
+    """Write what transformers' Trainer leaves in an output folder: `names` are its model folders, "" itself."""
+    for name in names:
+        (path / name).mkdir(parents=True, exist_ok=True)
+        for file in ("config.json", "trainer_state.json"):
+            (path / name / file).write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("more", [["checkpoint.finetune=true"], []])
+def test_an_output_folder_of_the_trainer_names_its_newest(tmp_path: Path, more: list[str]) -> None:
+    output = trainer_output(tmp_path / "output", "checkpoint-9", "checkpoint-20")
+    with pytest.raises(CheckpointError, match="no model folder") as caught:
+        started(config_in(tmp_path / "run", f"checkpoint.load={output}", *more))
+    assert caught.value.found == "the Trainer's checkpoints in it: checkpoint-9, checkpoint-20"
+    assert caught.value.fix == f"Name the newest, {output}/checkpoint-20."
+
+
+def test_a_state_of_the_trainer_is_called_another_program_s(tmp_path: Path) -> None:
+    output = trainer_output(tmp_path / "output", "", "checkpoint-20")
+    with pytest.raises(MismatchError, match=r"checkpoint\.finetune=true") as caught:
+        load_pretrained(
+            output,
+            WeightsKind.folder,
+            [],
+            config_in(tmp_path / "run").model,
+            cluster_of(single_rank_channel()),
+            CheckpointSection(),
+            seed=1,
+            files=FILE_SYSTEM,
+        )
+    found = str(caught.value.found)
+    assert "no trainer_state.json" not in found
+    assert "the trainer_state.json is that of transformers' Trainer" in found
+    assert "checkpoint-20 beside it" in found

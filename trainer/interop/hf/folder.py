@@ -62,6 +62,24 @@ def is_folder(path: Path) -> bool:
     return not is_ours and is_file(path / CONFIG)
 
 
+def trainer_checkpoints(path: Path) -> list[str]:
+    """Return the names of the model folders that transformers' Trainer saved in its output folder, in order."""
+    folders = [child for child in matching(path, "checkpoint-[0-9]*") if is_folder(child)]
+    return sorted((folder.name for folder in folders), key=lambda name: (len(name), name))
+
+
+def no_folder(path: Path) -> CheckpointError:
+    """Return the refusal of a folder without a model, with the newest of the Trainer's in it."""
+    saved = trainer_checkpoints(path)
+    return CheckpointError(
+        "There is no model folder of transformers",
+        where=path,
+        expected=f"{CONFIG} in it",
+        found=f"the Trainer's checkpoints in it: {', '.join(saved)}" if saved else None,
+        fix=f"Name the newest, {path / saved[-1]}." if saved else None,
+    )
+
+
 def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
     """Return the model of a folder's JSON files, and a log line for each of them with settings not carried.
 
@@ -85,7 +103,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
         CheckpointError: for missing, pickled or malformed files.
     """
     if not is_file(path / CONFIG):
-        raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
+        raise no_folder(path)
     table = json_file.read(path / CONFIG)
     refuse_pointers(path)
     model, lost = read_folder_model(path)
