@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from models.config import ModelConfig
 from models.families import stored_tensors
+from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.files import Files
+from reprise.files import FILE_SYSTEM, Files
 from reprise.reading import open_checkpoint
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
@@ -58,6 +59,11 @@ from trainer.interop.dcp.source import FORMAT, read_source
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import PlainObject, open_torch_file
+from trainer.launch.process_group import Cluster
+from trainer.record.resume_rules import RULES, compared, differences
+from trainer.run.build import describe_alone
+from trainer.run.saves import build_saves
+from trainer.start.decide import Start, decide
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -253,6 +259,35 @@ def test_every_tensor_is_carried_bit_for_bit(producers: dict[str, Producer], lay
         assert torch.equal(source.read(name), producer.weights[name])
         for key, value in producer.moments[name].items():
             assert torch.equal(source.read(f"{key}.{name}"), value)
+
+
+def test_an_import_states_what_its_source_or_its_user_has(
+    producers: dict[str, Producer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    producer = producers["gpt2"]
+    state = {**state_of(producer.model, producer.optimizer, flat=False), "iteration": TOTAL, "epoch": 7}
+    model = [override for override in producer.overrides if override.startswith(("model", "train."))]
+    bring_in(save(state, tmp_path / "saved"), tmp_path / "run", [*model, "optimizer.weight_decay=0.2"])
+    path = tmp_path / f"run/checkpoints/iter_{TOTAL:07d}"
+    words = capsys.readouterr().err
+    assert "not carried: epoch (1)" in words
+    assert "iteration (1)" not in words
+    saved = json.loads((path / "trainer_state.json").read_text())
+    others = ["optimizer.adam_beta2=0.999", "schedule=constant", "train.seed=5", "train.threads=3", "optimizer.lr=0.5"]
+    _, description = describe_alone(compose([*model, *others, "optimizer.weight_decay=0.3"]))
+    found = differences(*compared(saved, description), RULES)
+    assert [d.field for d in found] == ["adam.weight_decay"]
+    start = started(tmp_path / "run", producer.overrides)
+    assert start.source.is_own
+    assert start.began_elsewhere  # the iterations before are in no log of ours
+
+
+def started(run: Path, overrides: list[str]) -> Start:
+    """Return what a run starts from, as a first launch decides it."""
+    config = compose([*overrides, f"run.dir={run}"])
+    cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
+    with build_saves(config, cluster, FILE_SYSTEM) as saves:
+        return decide(config, cluster, saves)
 
 
 def test_a_model_compiled_layer_by_layer_comes_in(producers: dict[str, Producer], tmp_path: Path) -> None:

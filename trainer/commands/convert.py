@@ -68,7 +68,9 @@ def bring_in(options: argparse.Namespace) -> int:
     model = model_overrides(source.model, overrides) if form.names_model else []
     config = compose([*model, *overrides])
     config.data.tokenizer = with_tokenizer(config.data, source.tokenizer)
-    path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
+    path = write_checkpoint(
+        source, options.folder, config, consumed_samples=options.consumed_samples, stated=options.overrides
+    )
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
 

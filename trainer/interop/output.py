@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from reprise import savers
 from reprise.errors import ConfigError, MismatchError
 from reprise.files import FILE_SYSTEM, Files
 from reprise.folder import STATE, CheckpointFolder
-from reprise.json_file import Document
+from reprise.json_file import Document, Json
 from reprise.layout import WrittenPiece, build_layout
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
@@ -30,8 +30,9 @@ from trainer.data.text import BYTES, TOKENIZER, bytes_encoder, read_tokenizer
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
+from trainer.optim.table import SECTIONS
 from trainer.record import resume_rules, run_record
-from trainer.record.resume_rules import differences, settle
+from trainer.record.resume_rules import ASSUMED, differences, settle
 from trainer.run.build import describe_alone, run_config
 from trainer.run.inputs import tokenizer_of
 from trainer.run.state import checkpoint_specs
@@ -46,6 +47,7 @@ def write_checkpoint(
     config: Config,
     *,
     consumed_samples: int | None = None,
+    stated: Sequence[str] | None = None,
     files: Files = FILE_SYSTEM,
 ) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
@@ -56,6 +58,8 @@ def write_checkpoint(
         config: configuration of the run to continue; its parallel layout is ignored.
         consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
             iteration.
+        stated: the overrides in `config` by the user; the checkpoint names its other settings as assumed, and a resume
+            compares them with nothing. None for all settings.
         files: the store to write to.
 
     Raises:
@@ -72,7 +76,7 @@ def write_checkpoint(
         )
     _check(config)
     config = replace(config, train=_trainable(config))
-    documents = _documents(source, config, consumed_samples)
+    documents = _documents(source, config, consumed_samples, stated)
     frozen = frozen_names(config.model, config.train.freeze)
     specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
@@ -133,7 +137,30 @@ def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
+def _assumed(description: Json, stated: Sequence[str]) -> list[str]:
+    """Return the fields and sections of a record that neither a source nor an override has.
+
+    The last word of an override's key ends with the name of its field, as that of `optimizer.adam_beta2` with `beta2`.
+    """
+    keys = [override.partition("=")[0].lstrip("+") for override in stated]
+    if "experiment" in keys:
+        return []
+
+    def is_stated(field: str) -> bool:
+        section, _, name = field.rpartition(".")
+        return any(key == section or key.rpartition(".")[2].endswith(name) for key in keys)
+
+    assumed = list[str]()
+    for section in _SETTINGS:
+        fields = [field for field in resume_rules.flattened(description) if field.split(".")[0] == section]
+        others = [field for field in fields if not is_stated(field)]
+        assumed += [section] if others == fields else others
+    return assumed
+
+
+def _documents(
+    source: StateSource, config: Config, consumed_samples: int | None, stated: Sequence[str] | None
+) -> dict[str, Document]:
     schedule, description = describe_alone(config)
     model = run_record.model_record(source.model)
     differing = differences({"model": model}, {"model": description["model"]}, resume_rules.rules_for(_MODEL_ALONE))
@@ -156,10 +183,11 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
     lr = schedule.at(source.iteration, samples) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
+    assumed = {} if stated is None else {ASSUMED: _assumed(description, stated)}
     return {
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
-        STATE: progress.state_record(lr, {**description, "batch": batch}),
+        STATE: progress.state_record(lr, {**description, "batch": batch, **assumed}),
         RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }
@@ -179,4 +207,6 @@ def _names_no_other(tokenizer: str | None, beside: Path | None) -> bool:
     return read_tokenizer(Path(tokenizer).expanduser()) == read_tokenizer(beside)
 
 
+# Sections of a record whose values no source has.
+_SETTINGS = ("environment", "precision", "evaluation", "clip_grad", "seed", "schedule", *SECTIONS)
 _MODEL_ALONE = CheckpointSection(finetune=True)

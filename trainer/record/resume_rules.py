@@ -15,6 +15,7 @@ from trainer.optim.table import OPTIMIZERS, SECTIONS
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 from trainer.schedules.lr import COUNTS, DecayStyle
 
+ASSUMED = "assumed"
 _MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
 
 
@@ -298,7 +299,7 @@ def _is_known(saved: Json, current: Json) -> bool:
     optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
     unsaid = flattened(current).keys() - flattened(saved).keys()
     ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
-    return not any(field.startswith(optional) for field in unsaid) and not ranks_differ
+    return not any(field.startswith(optional) for field in unsaid) and not ranks_differ and not assumed_in(saved)
 
 
 def _decays(groups: object) -> dict[str, bool] | None:
@@ -347,15 +348,25 @@ def _converted(text: str, was: int, now: int) -> str:
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
     """Return every differing field with a rule in `table`, in order of the table."""
-    old, new = flattened(saved), flattened(current)
+    old, new, assumed = flattened(saved), flattened(current), assumed_in(saved)
     differing = []
     for field in sorted(old.keys() | new.keys()):
         rule = rule_for(field, table)
-        if rule is None or (rule.is_optional and not (field in old and field in new)):
+        if (
+            f"{field}.".startswith(assumed)
+            or rule is None
+            or (rule.is_optional and not (field in old and field in new))
+        ):
             continue
         if old.get(field) != new.get(field):
             differing.append(Difference(field, old.get(field), new.get(field), rule))
     return sorted(differing, key=lambda d: table.index(d.rule))
+
+
+def assumed_in(state: Json) -> tuple[str, ...]:
+    """Return what the fields of an imported state begin with that its source did not have; none is compared."""
+    fields = state.get(ASSUMED, [])
+    return tuple(f"{field}." for field in fields if isinstance(field, str)) if isinstance(fields, list) else ()
 
 
 def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -112,7 +112,9 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         lineage,
         launch,
         is_restarted,
-        began_elsewhere=section.load != "auto" and (section.finetune if not choice else not goes_on),
+        began_elsewhere=(section.finetune if not choice else not goes_on)
+        if section.load != "auto"
+        else isinstance(source, Checkpoints) and not lineage.branches,  # of an import: a run's own launch records one
         keeps_weights=_keeps_weights(config, source, section),
     )
 

@@ -28,6 +28,7 @@ _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # A number of the optimizer's parameter groups, whether these are keyed by number or by parameter.
 _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
+_COUNT = re.compile(r"(?:^|\.)(iteration|iter|iter_num|step|global_step)$")
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
@@ -55,11 +56,9 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     if not located.has_optimizer:
         signs = of_optimizer(folder.tensors)
         require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"] if signs else [], options, where=path)
-    _log_content(folder, located)
-    read = partial(_read, folder, located, steps)
-    return StateSource(
-        model, max((int(step.item()) for step in steps.values()), default=0), located.has_optimizer, read
-    )
+    iteration = max((int(step.item()) for step in steps.values()), default=0)
+    _log_content(folder, located, iteration)
+    return StateSource(model, iteration, located.has_optimizer, partial(_read, folder, located, steps))
 
 
 def _scalars(folder: DcpFolder) -> Iterable[str]:
@@ -113,9 +112,14 @@ def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Ten
     return origin.take(tensor)
 
 
-def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
-    """Log the naming scheme, the optimizer's settings, and the content not carried over."""
+def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> None:
+    """Log the naming scheme, the optimizer's settings, and the content not carried over.
+
+    Args:
+        iteration: of the import; a count of the folder with this value is carried.
+    """
     keys = located.unmatched | folder.values - {key for key, _ in located.keys.values()}
+    keys = frozenset(key for key in keys if not (_COUNT.search(key) and _shown(folder, key) == shown(iteration)))
     moments = "weights and moments" if located.has_optimizer else "weights alone"
     _log.info(f"{folder.path}: {moments} under {possessive(located.scheme)} names")
     if not located.has_optimizer and is_numbered(keys):
@@ -141,11 +145,16 @@ def _settings(folder: DcpFolder) -> dict[str, set[str]]:
     settings = dict[str, set[str]]()
     matches = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
     for name, key in matches[:_MOST_SETTINGS_READ]:
-        try:
-            settings.setdefault(name, set()).add(shown(folder.read_value(key)))
-        except CheckpointError:  # it would only have been logged
-            continue
+        if text := _shown(folder, key):
+            settings.setdefault(name, set()).add(text)
     return settings
+
+
+def _shown(folder: DcpFolder, key: str) -> str | None:
+    try:
+        return None if key in folder.tensors and folder.tensors[key].shape else shown(folder.read_value(key))
+    except CheckpointError:  # it would only have been logged
+        return None
 
 
 FORMAT = Format(
