@@ -141,10 +141,10 @@ class HfRope:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
         like = asdict(RopeScaling())
-        known = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
-        others = {_PARTIAL: table.get(_PARTIAL), **{name: scaling[name] for name in scaling.keys() - known}}
+        names = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
+        extras = {_PARTIAL: table.get(_PARTIAL), **{name: scaling[name] for name in scaling.keys() - names}}
         if kind in ("default", "llama3"):
-            problems += [f"rope_parameters.{n}={v!r}: ours has none" for n, v in others.items() if (n, v) not in _WHOLE]
+            problems += [f"rope_parameters.{n}={v!r}: ours has none" for n, v in extras.items() if (n, v) not in _WHOLE]
         if kind == "default":
             return {"rope_theta": theta, "rope_scaling": None}
         if kind != "llama3":
@@ -202,11 +202,11 @@ class HfConfig:
     def lost(self, table: Json, generation: Json | None, config: ModelConfig) -> dict[str, object]:
         """Return the members of a `config.json` whose value its model does not have, with that value."""
         decided = {name for member in (*self.members, *_REFUSED) for name in member.decided()}
-        own = {"torch_dtype": "float32", **self.neutral, **self.write(config)}
+        members = {"torch_dtype": "float32", **self.neutral, **self.write(config)}
         ends = set(_ids(table.get(END, self.tokens.get(END))))
         if generation is not None and ends <= set(config.end_tokens):
             decided.add(END)
-        return _lost({**self.tokens, **table}, own, decided | set(self.inert))
+        return _lost({**self.tokens, **table}, members, decided | set(self.inert))
 
     def names(self) -> dict[str, str]:
         """Return transformers' names of the fields of `ModelConfig`; some fields have none."""
@@ -234,15 +234,15 @@ def lost_generation(table: Json, config: ModelConfig) -> dict[str, object]:
     return _lost({END: None, **table}, generation_members(config), set())
 
 
-def _lost(table: Json, own: Json, decided: set[str]) -> dict[str, object]:
-    """Return the members neither decided nor inert, with a value other than that in `own`."""
+def _lost(table: Json, members: Json, decided: set[str]) -> dict[str, object]:
+    """Return the members neither decided nor inert, with a value other than that in `members`."""
     lost = {}
     for name in table.keys() - decided - _INERT:
         value = table[name]
         if name in (BEGIN, END):
-            is_lost = set(_ids(value)) != set(_ids(own[name]))
+            is_lost = set(_ids(value)) != set(_ids(members[name]))
         else:
-            is_lost = value is not None and value != own.get(name)
+            is_lost = value is not None and value != members.get(name)
         if is_lost:
             lost[name] = value
     return {name: lost[name] for name in sorted(lost)}
@@ -279,12 +279,17 @@ def _ids(value: object) -> list[Any]:
 
 
 def _tokens(table: Json, generation: Json | None, vocab_size: int) -> dict[str, object]:
-    def known(table: Json, name: str) -> list[int]:
+    def ids_in(table: Json, name: str) -> list[int]:
         return [token for token in _ids(table.get(name)) if type(token) is int and 0 <= token < vocab_size]
 
-    begins, own = known(table, BEGIN), known(table, END)
-    ends = (own if generation is None else known(generation, END)) or own or begins[:1] or [vocab_size - 1]
-    end = own[0] if own and own[0] in ends else ends[0]
+    begins, config_ends = ids_in(table, BEGIN), ids_in(table, END)
+    ends = (
+        (config_ends if generation is None else ids_in(generation, END))
+        or config_ends
+        or begins[:1]
+        or [vocab_size - 1]
+    )
+    end = config_ends[0] if config_ends and config_ends[0] in ends else ends[0]
     return {
         BEGIN: begins[0] if begins else end,
         END: end,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.files import (
-    FILE_SYSTEM,
     Patience,
     cannot_write,
     exists,
@@ -159,7 +158,7 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
         kind = WeightsKind.file if is_file(path) else WeightsKind.folder
         return {"kind": kind.value, "path": str(path)}
     source = LoadSource.named(path).path
-    if source == path and trainer_checkpoints(path) and not CheckpointFolder(path, FILE_SYSTEM).committed():
+    if source == path and trainer_checkpoints(path) and not CheckpointFolder(path, files_of(path)).committed():
         raise no_folder(path)
     return {"kind": "checkpoint", "path": str(source)}
 

@@ -59,19 +59,20 @@ def lost_members(table: Json, generation: Json | None, model: ModelConfig, *, wh
         model: the model of both; see `read_model`.
         where: the folder.
     """
-    spec, own = families.spec_of(model), families.hf_config(model)
+    spec, document = families.spec_of(model), families.hf_config(model)
     lost = {"config.json": spec.hf.lost(table, generation, model)}
     if generation is not None:
         lost["generation_config.json"] = lost_generation(generation, model)
     return [
-        f"not carried from {where / name}: " + ", ".join(_lost(member, value, own) for member, value in members.items())
+        f"not carried from {where / name}: "
+        + ", ".join(_lost(member, value, document) for member, value in members.items())
         for name, members in lost.items()
         if members
     ]
 
 
-def _lost(name: str, value: object, own: Json) -> str:
-    return f"{name}={shown(value)}" + (f" ({shown(own[name])} here)" if name in own else "")
+def _lost(name: str, value: object, document: Json) -> str:
+    return f"{name}={shown(value)}" + (f" ({shown(document[name])} here)" if name in document else "")
 
 
 def require_layers(model: ModelConfig, tensors: int, *, where: object) -> None:
