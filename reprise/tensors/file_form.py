@@ -16,6 +16,8 @@ from reprise.tensors.dtypes import is_storable
 from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 from reprise.tensors.modes import overwrite
 
+# The attributes of torch.distributed.checkpoint.CheckpointableTensor.
+_GLOBAL_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -45,7 +47,8 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
         where: returns the place of the tensor, for errors.
 
     Raises:
-        CheckpointError: naming a tensor of a class with memory elsewhere.
+        CheckpointError: naming a tensor of a class with memory elsewhere, a lazy one, or a part of a global tensor
+            that is no DTensor.
     """
     local = memory_holder(tensor)
     is_local = local is tensor
@@ -73,6 +76,14 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
             expected="a plain tensor or a DTensor",
             found=type(local).__name__,
             fix="Pass its parts as tensors of their own.",
+        )
+    if all(hasattr(local, name) for name in _GLOBAL_PLACE):
+        raise CheckpointError(
+            "A tensor is a part of a global tensor, which it describes as torch's CheckpointableTensor",
+            where=where(),
+            expected="a plain tensor or a DTensor",
+            found=f"global_shape={local.global_shape}",  # type: ignore[attr-defined]
+            fix="Pass it as a DTensor.",
         )
     local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:

@@ -214,3 +214,17 @@ def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.
         load(path, model)
     with pytest.raises(CheckpointError, match=r"lazy module.*\(/own/0\.(weight|running_mean)\)"):
         load_state_dict(path, {"own": model.state_dict()})
+
+
+def test_a_part_of_a_global_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    place = {"global_shape": (4, 4), "global_offsets": ((2, 0),), "local_offsets": ((0, 0),), "local_sizes": ((2, 4),)}
+    for name, value in place.items():
+        setattr(model.weight, name, value)
+    for call in (lambda: save(tmp_path / "run", model, iteration=1), lambda: load(saved(tmp_path), model)):
+        with pytest.raises(CheckpointError, match=r"CheckpointableTensor.*/model/weight.*\(4, 4\)"):
+            call()
+
+
+def saved(folder: Path) -> Path:
+    return save(folder / "plain", nn.Linear(4, 2), iteration=1)
