@@ -175,7 +175,7 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
 
 
 def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]) -> Any:
-    if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, value.dtype.type):
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, np.memmap, value.dtype.type):
         raise CheckpointError(
             "A value of numpy has a dtype or a class that a checkpoint does not hold",
             where=pointer(keys),
@@ -185,7 +185,7 @@ def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]
         )
     array = np.asarray(value)  # an empty np.str_ has bytes beyond its own dtype
     content = [array.dtype.str, list(array.shape), array.tobytes().hex()]
-    return _tagged("numpy.ndarray" if type(value) is np.ndarray else "numpy.generic", content)
+    return _tagged("numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic", content)
 
 
 def _tagged(kind: str, content: object) -> dict[str, object]:

@@ -21,18 +21,16 @@ def log_untaken(
 ) -> None:
     """Log which state of a checkpoint a load was not given, unless the call says that this is meant.
 
-    An optimizer is seen in the call, and weights are often all that a state dict asks for. In a call with other
-    `state`, returned values count as taken, but not those of an object such as a scheduler.
+    An optimizer is seen in the call, and weights are often all that a state dict asks for. Returned values count as
+    taken, but not those of an object such as a scheduler.
 
     Args:
         saved: the values of the checkpoint.
         entries: the outermost keys that any rank gives.
         returned: the values in the result.
     """
-    given_names = {MODEL, OPTIMIZER[0], *entries}
-    if {*entries} - {MODEL, OPTIMIZER[0], PER_RANK}:
-        objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
-        given_names |= returned.keys() - objects
+    objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
+    given_names = {MODEL, OPTIMIZER[0], *entries} | (returned.keys() - objects)
     leaves = [keys_of_pointer(where) for where in (*saved.values, *saved.groups) if where]
     leaves += [keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values()]
     names = []

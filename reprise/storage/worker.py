@@ -171,6 +171,7 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
         Job.run_from(queue)
         errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
     finally:  # whatever interrupts this thread: what the others work on is not used again before they end
+        queue.put(None)  # in place of one that this thread had in hand
         for helper in started:
             helper.join()
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):

@@ -72,7 +72,7 @@ def test_another_topology_is_refused_before_tensor_files_open(tmp_path: Path) ->
     assert ended.statuses == (1, 1)
     for rank in range(2):
         assert json.loads((tmp_path / f"opened.{rank}").read_text()) == []
-    assert "topology.tp" in ended.text
+    assert "parallel.tensor_model_parallel_size" in ended.text
     assert "saved 1" in ended.text
     assert "current 2" in ended.text
     assert "checkpoint.reshard=true" in ended.text

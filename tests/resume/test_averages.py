@@ -137,7 +137,7 @@ def test_invariant_ranks_keep_their_bits_and_moves_too(tmp_path: Path, layout: s
 def test_averages_begin_with_the_weights_and_may_end(averaged: Path, tmp_path: Path) -> None:
     run_ok(tmp_path / "run", [*BASE, "train.train_iters=4", "schedule.lr_decay_iters=6"])
     ended = run_ok(tmp_path / "run", [*EMA, "checkpoint.save_interval=1"])
-    assert "0 drops it" in ended.text
+    assert "the moving average begins with the weights" in ended.text
     before, after = state(tmp_path / "run", 4), state(tmp_path / "run", 5)
     for name in (name for name in after if name.startswith("ema.")):
         old, new = before[name.removeprefix("ema.")], after[name.removeprefix("ema.")]

@@ -179,22 +179,23 @@ def _lock(folder: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _settle_owner(descriptor, folder)
-    except BlockingIOError as error:
+    except BaseException as error:
         os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise
         fix = "It sends the lines; a second one is not needed."
         raise LockError("Another process publishes this run to the tracker", where=folder, fix=fix) from error
-    except DataError:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
 def _settle_owner(lock: int, folder: Path) -> None:
     """Record the folder in its lock file, by path and inode, unless it is a copy of a folder that is still there."""
     current = {"folder": str(folder.resolve()), "inode": os.fstat(lock).st_ino}
-    recorded = json.loads(os.pread(lock, 1 << 16, 0) or json.dumps(current))
-    if recorded["inode"] != current["inode"]:
-        with contextlib.suppress(FileNotFoundError):
+    recorded = _recorded_owner(lock)
+    if recorded == current:
+        return
+    if recorded is not None and recorded["inode"] != current["inode"]:
+        with contextlib.suppress(OSError):  # which cannot be reached from here, and so is not published from here
             if os.stat(Path(recorded["folder"], "lock")).st_ino == recorded["inode"]:
                 raise DataError(
                     "The folder of a published run was copied; its copy would write into the same remote run",
@@ -202,9 +203,17 @@ def _settle_owner(lock: int, folder: Path) -> None:
                     expected=recorded["folder"],
                     fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
                 )
-    if recorded != current:
-        os.ftruncate(lock, 0)
+    os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(current).encode(), 0)
+
+
+def _recorded_owner(lock: int) -> Json | None:
+    """Return the folder in a lock file; None for an empty or truncated one."""
+    try:
+        recorded = json.loads(os.pread(lock, 1 << 16, 0))
+        return {"folder": str(recorded["folder"]), "inode": int(recorded["inode"])}
+    except (ValueError, TypeError, LookupError):
+        return None
 
 
 def _versions(lines: Sequence[LogLine]) -> dict[str, object]:

@@ -240,6 +240,17 @@ def test_a_copy_does_not_write_into_the_run_of_its_original(
     publish(copy.folder, MemoryTracker())  # the only one that is left
 
 
+@pytest.mark.parametrize("content", [b"", b'{"folder": "/a', b"[]", b'{"folder": "/dev/null", "inode": 1}'])
+def test_a_lock_file_of_any_content_lets_a_run_be_published(tmp_path: Path, content: bytes) -> None:
+    run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
+    run.start(0)
+    run.train(1, 5)
+    (run.folder / "publish/memory").mkdir(parents=True)
+    (run.folder / "publish/memory/lock").write_bytes(content)
+    publish(run.folder, tracker)
+    assert tracker.losses("a1b2c3") == losses(1, 5)
+
+
 def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_NAME", "the-secret")
     monkeypatch.setattr(sys, "argv", ["train", "run.name=${oc.env:SECRET_NAME}", "data.path=x", "train.seed=7"])

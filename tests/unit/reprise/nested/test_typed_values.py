@@ -96,6 +96,16 @@ def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path, value: objec
     assert typed(state) == typed({"a": [value], "b": {"c": value}})
 
 
+def test_an_array_mapped_from_a_file_comes_back_in_memory(tmp_path: Path) -> None:
+    values = np.memmap(tmp_path / "values", np.float32, "w+", shape=(3,))
+    values[:] = 7
+    path = save_state_dict(tmp_path / "run", {"a": {"values": values}}, iteration=1)
+    state: dict[str, Any] = {"a": {"values": np.zeros(1, np.float32)}}
+    load_state_dict(path, state)
+    assert type(state["a"]["values"]) is np.ndarray
+    assert np.array_equal(state["a"]["values"], values)
+
+
 @pytest.mark.parametrize(
     ("value", "found"),
     [
