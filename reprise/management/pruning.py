@@ -121,7 +121,7 @@ def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneRe
         for name, objects in folders.items()
         if (n := iteration_of(Path(name))) is not None and MANIFEST in objects
     }
-    pinned = [iteration for iteration, name in committed.items() if is_held(folders[name])]
+    pinned = [iteration for iteration, name in committed.items() if is_held(client, url.child(name), folders[name])]
     iterations = retention.expired(committed, pinned=pinned)
     expired = [
         ExpiredCheckpoint(path / committed[n], n, sum(entry.size for entry in folders[committed[n]].values()))

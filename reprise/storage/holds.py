@@ -6,7 +6,7 @@ belongs to a process, and expires:
 - For a process of this machine and its namespace of process ids, the kernel decides: the hold lasts as long as the
   process with its id and start time.
 - For any other process, and for a file without a readable record, the heartbeat decides: a hold not touched for
-  `EXPIRY_S` has expired. A hold with a time in the future has not.
+  `EXPIRY_S` by the file system's clock has expired. A hold with a time in the future has not.
 
 Deletion looks for holds twice, before and after the rename of the checkpoint out of sight. A process looks for the
 folder after taking a hold. So either the process misses the folder, or the deletion sees the hold.
@@ -20,8 +20,8 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from reprise.paths import read_regular
 
 HOLD = "hold"
 HEARTBEAT_S = 15.0
-EXPIRY_S = 600.0  # longer than a lock's: a clock that is minutes off deletes nothing that is read
+EXPIRY_S = 600.0  # longer than a lock's, which a start waits for
 OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
 _MOST_BYTES = 4096
 _BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
@@ -63,21 +63,32 @@ class HoldingProcess:
             boot, namespace = Path(_BOOT_ID).read_text().strip(), os.readlink(_NAMESPACE)
         return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0, boot, namespace)
 
-    def is_alive(self, age_s: float) -> bool:
-        """Return whether the process may still run.
-
-        Args:
-            age_s: seconds since its last heartbeat.
-        """
+    def is_alive(self) -> bool | None:
+        """Return whether the process runs; None where this host does not see it."""
         viewer = HoldingProcess.of_this_process()
         is_visible = bool(self.boot) and (self.boot, self.namespace) == (viewer.boot, viewer.namespace)
         if not is_visible or _is_hidden(self.pid):
-            return age_s < EXPIRY_S
+            return None
         return _start_of(self.pid) == self.started
 
 
-def is_held(folder: Path, *, clock: Callable[[], float] = time.time) -> bool:
-    """Return whether an unexpired hold lies in a folder; True for a folder unreadable now."""
+def file_system_time(folder: Path) -> float:
+    """Return the Unix time at which the file system of a folder stamps a file now: one clock for all of its hosts.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.utime(file.fileno())  # as a heartbeat
+        return os.fstat(file.fileno()).st_mtime
+
+
+def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) -> bool:
+    """Return whether an unexpired hold lies in a folder; True where that cannot be told now.
+
+    Args:
+        clock: the clock of a folder's file system.
+    """
     try:
         return any(name == HOLD or _lasts(folder / name, clock) for name in [path.name for path in folder.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +155,7 @@ class Hold:
     def _create(self) -> None:
         """Write the record, for other hosts to read, and leave no expired hold beside it."""
         for name in os.listdir(self._descriptor):
-            if OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, time.time):
+            if OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, file_system_time):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -161,18 +172,18 @@ class Hold:
                 os.utime(self.name, dir_fd=self._descriptor)
 
 
-def _lasts(path: Path, clock: Callable[[], float]) -> bool:
+def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
     """Return whether a file is the hold of a process and has not expired."""
     if not OF_PROCESS.fullmatch(path.name):
         return False
     try:
-        age_s = clock() - path.lstat().st_mtime
         holder = _holder(path)
+        is_alive = holder.is_alive() if holder is not None else None
+        return clock(path.parent) - path.lstat().st_mtime < EXPIRY_S if is_alive is None else is_alive
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    return age_s < EXPIRY_S if holder is None else holder.is_alive(age_s)
 
 
 def _holder(path: Path) -> HoldingProcess | None:

@@ -30,12 +30,14 @@ from reprise.storage.worker import Job, ending_with
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
-# A holder on another host that has not been heard of for this long is taken for dead.
+# A holder on another host that leaves its file untouched while watched for this long is taken for dead.
 STALE_S = 120.0
 _LOOK_S = 1.0
 _RELEASE_S = 5.0  # for a sync that hangs
 _DROPPED_S = 120.0  # for the save under way of a dropped saver
 _MOST_BYTES = 64 << 10
+
+_dead: dict[str, int] = {}  # by nonce, the last heartbeat of jobs watched in vain: a run has two locks under one nonce
 
 # Of the locks of this process. flock(2) belongs to the open file, which a forked child shares: as long as the child, a
 # worker of a DataLoader for one, has it open, the kernel keeps the lock of a parent that has died.
@@ -135,7 +137,8 @@ class FolderLock:
     """The lock of one folder, held from `acquire` to `release`, or until nothing refers to it any more.
 
     Between processes of one host, flock(2) alone decides: the kernel releases it when the holder dies. Between hosts
-    whose file system does not propagate flock, the holder's heartbeat (the file's modification time) decides.
+    whose file system does not propagate flock, the holder's heartbeat decides: a change of the file's modification
+    time, whatever clocks show.
 
     A thread takes the lock, keeps it and releases it, so that an interrupt of the caller comes before or after each of
     these. An interrupt of `__exit__` itself is met by a second one:
@@ -156,7 +159,6 @@ class FolderLock:
         folder: Path,
         nonce: str,
         *,
-        clock: Callable[[], float] = time.time,
         kind: str = "checkpoint folder",
         another: str = "another folder",
         is_local: bool = False,
@@ -168,8 +170,7 @@ class FolderLock:
         self._is_local = is_local
         self._kind, self._another = kind, another
         self._path = folder.absolute() / name
-        self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
-        self._clock = clock
+        self._me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
         self._owner = weakref.ref(self if owner is None else owner)
         self._hold: _Hold | None = None
         self._shown: Job | None = None
@@ -177,6 +178,8 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take the lock.
+
+        A lock that a job on another host left is watched for `STALE_S` first.
 
         Another thread syncs the file, for other hosts to read: a crash of this one needs it no more. `check`, which
         comes before every commit, waits for that.
@@ -273,7 +276,7 @@ class FolderLock:
             self._lock(descriptor)
             holder = _holder(self._path)
             if holder is not None and holder.host != self._me.host and not self._is_local:
-                self._refuse_if_alive(holder)
+                self._watch(holder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
         except (OSError, LockError):
@@ -300,25 +303,26 @@ class FolderLock:
             raise self._no_file()
         return descriptor
 
-    def _refuse_if_alive(self, holder: Holder) -> None:
-        """Raise unless a holder on another host, where flock may not reach, is dead by its heartbeat.
+    def _watch(self, holder: Holder) -> None:
+        """Return once a holder on another host, where flock may not reach, has released the lock or is dead.
 
-        The age of a heartbeat in the future proves nothing; it is observed for a change instead.
+        Only a change of its heartbeat tells: clocks differ between hosts. Looks count, not time, during which this
+        process or the file system may have stood still.
         """
         seen = self._heartbeat()
-        age_s = self._clock() - seen
-        if 0 <= age_s < STALE_S:
-            raise self._refusal(holder)
-        if age_s >= STALE_S:
+        if seen < _dead.get(holder.nonce, 0) + 2e9 * HEARTBEAT_S:
             return
         _log.warning(
-            f"{self._path} has a time {-age_s:.0f} s in the future, set by host {holder.host}: compare the clocks. "
-            f"Watching for {STALE_S:.0f} s whether that host sets it again"
+            f"{self._path} names a job on host {holder.host}, pid {holder.pid}: waiting for it to end, at most "
+            f"{STALE_S:.0f} s without a sign of life"
         )
-        deadline = time.monotonic() + STALE_S
-        while time.monotonic() < deadline:
-            if self._stop.wait(min(_LOOK_S, HEARTBEAT_S)) or self._heartbeat() != seen:
-                raise self._refusal(holder)
+        for _ in range(round(STALE_S / _LOOK_S)):
+            is_stopped = self._stop.wait(_LOOK_S)
+            if not is_locked(self._path.parent, self._path.name):
+                return
+            if is_stopped or _holder(self._path) != holder or self._heartbeat() != seen:
+                raise self._refusal(_holder(self._path))
+        _dead[holder.nonce] = seen
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -332,8 +336,8 @@ class FolderLock:
                 fix=f"Let the file system carry flock(2), or name {self._another}.",
             ) from error
 
-    def _heartbeat(self) -> float:
-        return self._path.stat().st_mtime
+    def _heartbeat(self) -> int:
+        return self._path.stat().st_mtime_ns
 
     def _refusal(self, holder: Holder | None) -> LockError:
         what, owner = f"Another job writes to this {self._kind}", "a holder that left no name"
@@ -350,13 +354,6 @@ class FolderLock:
         elif holder is not None and holder.host == self._me.host and not _is_alive(holder.pid):
             owner += "; that process is gone, and a child of it has the lock open"
             fix = f"End that child, which `fuser {self._path}` names, or give this job {self._another}."
-        if holder is not None and holder.host != self._me.host:  # it may have died with its host
-            age_s = max(0.0, self._clock() - self._heartbeat())
-            owner += f", last heard of {age_s:.0f} s ago"
-            fix = (
-                f"If that job runs, end it, or give this one {self._another}. If it is dead, start "
-                f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
-            )
         return LockError(what, where=self._path.parent, found=owner, fix=fix)
 
     def _no_file(self) -> LockError:

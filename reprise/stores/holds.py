@@ -1,7 +1,7 @@
 """Holds of checkpoints in a store: objects `hold.PID.NONCE` in their folders, which expire as those of other hosts do.
 
-A user's `hold` stays. A process writes its own anew every `HEARTBEAT_S`; without that the hold expires by the time of
-the object. A process looks for the manifest after the hold is there, and a deletion for holds after the manifest is
+A user's `hold` stays. A process writes its own anew every `HEARTBEAT_S`; without that the hold expires, by the clock of
+the store. A process looks for the manifest after the hold is there, and a deletion for holds after the manifest is
 gone: so either the process misses the checkpoint, or the deletion sees the hold.
 """
 
@@ -12,8 +12,7 @@ import json
 import os
 import secrets
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,9 @@ from reprise.storage.holds import EXPIRY_S, HEARTBEAT_S, HOLD, OF_PROCESS, Hold,
 from reprise.stores.location import is_stored
 
 if TYPE_CHECKING:
-    from reprise.stores.client import StoredObject
+    from reprise.stores.client import StoreClient, StoredObject
     from reprise.stores.path import StorePath
+    from reprise.stores.url import StoreUrl
 
 ManifestVersion = tuple[object, ...]
 
@@ -39,7 +39,7 @@ class StoredHold:
 
     def __init__(self, path: StorePath, version: ManifestVersion) -> None:
         self._path, self._version = path, version
-        self._key = path.url.child(f"{HOLD}.{os.getpid()}.{secrets.token_hex(4)}").key
+        self._key = _new_key(path.url)
         self._text = json.dumps(asdict(HoldingProcess.of_this_process()))
         self._is_over = threading.Event()
 
@@ -113,9 +113,27 @@ def _stored_version(path: StorePath) -> ManifestVersion | None:
         return None
 
 
-def is_held(objects: Mapping[str, StoredObject], *, clock: Callable[[], float] = time.time) -> bool:
-    """Return whether an unexpired hold is among the objects of a checkpoint's folder, by name."""
-    return any(
-        name == HOLD or (OF_PROCESS.fullmatch(name) and clock() - entry.modified_at < EXPIRY_S)
-        for name, entry in objects.items()
-    )
+def is_held(client: StoreClient, folder: StoreUrl, objects: Mapping[str, StoredObject]) -> bool:
+    """Return whether an unexpired hold is among the objects of a checkpoint's folder, by name.
+
+    True also where it can be told only by an object written now, and the store refuses that.
+    """
+    beats = [entry.modified_at for name, entry in objects.items() if OF_PROCESS.fullmatch(name)]
+    try:
+        return HOLD in objects or (bool(beats) and _store_time(client, folder) - max(beats) < EXPIRY_S)
+    except OSError:
+        return True
+
+
+def _store_time(client: StoreClient, folder: StoreUrl) -> float:
+    """Return the Unix time at which the store stamps an object now: hosts' clocks differ from it."""
+    key = _new_key(folder)  # what a killed process leaves of it expires
+    client.put(key, b"")
+    try:
+        return client.head(key).modified_at
+    finally:
+        client.delete([key])
+
+
+def _new_key(folder: StoreUrl) -> str:
+    return folder.child(f"{HOLD}.{os.getpid()}.{secrets.token_hex(4)}").key

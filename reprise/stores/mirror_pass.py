@@ -285,7 +285,7 @@ class MirrorPass:
 
     def _is_kept(self, name: str, entry: MirroredCheckpoint) -> bool:
         """Return whether a hold in the store keeps a checkpoint there, in whose place the folder has another."""
-        if self._is_of_branch_given_up(name, entry) or not is_held(list_folder(self._client, self._url.child(name))):
+        if self._is_of_branch_given_up(name, entry) or not self._is_held(name):
             self._kept.discard(name)
             return False
         if name not in self._kept and self._host == 0:
@@ -296,6 +296,10 @@ class MirrorPass:
             )
         self._kept.add(name)
         return True
+
+    def _is_held(self, name: str) -> bool:
+        folder = self._url.child(name)
+        return is_held(self._client, folder, list_folder(self._client, folder))
 
     def _is_of_branch_given_up(self, name: str, entry: MirroredCheckpoint) -> bool:
         return _relation(self._lineage[1], entry.lineage, iteration_in(name)) is _Relation.GIVEN_UP
@@ -420,7 +424,7 @@ class MirrorPass:
         full = sorted((name for name in self._record.committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             folder, is_gone = self._url.child(name), False
-            if not is_held(list_folder(self._client, folder)):
+            if not self._is_held(name):
                 self._write(replace(self._known, partial=self._known.partial | {name}))
                 is_gone = retire(self._client, folder)
             if is_gone:

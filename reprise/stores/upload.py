@@ -293,11 +293,11 @@ def retire(client: StoreClient, folder: StoreUrl) -> bool:
     A hold that comes meanwhile is seen afterward: the manifest is then written again.
     """
     key, objects = folder.child(MANIFEST).key, list_folder(client, folder)
-    if is_held(objects):
+    if is_held(client, folder, objects):
         return False
     manifest = bytes(client.read(key, 0, objects[MANIFEST].size)) if MANIFEST in objects else b""
     client.delete([key])
-    if manifest and is_held(list_folder(client, folder)):
+    if manifest and is_held(client, folder, list_folder(client, folder)):
         client.put(key, manifest)
         return False
     return True

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from reprise.files import Files
-from reprise.storage.lock import STALE_S
+from reprise.storage import lock
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing
@@ -135,13 +135,18 @@ def test_the_folder_of_a_job_killed_while_stopped_is_taken_over(tmp_path: Path) 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=12", "checkpoint.save_interval=4")
 
 
-def let_the_holder_seem_dead(lock: Path) -> None:
-    """Leave the lock as another host sees it where flock does not reach: held there, and not heard of for long."""
-    record = {**json.loads(lock.read_text()), "host": "elsewhere"}
-    seen = lock.with_name("seen")
+def run_successor(arguments: list[str]) -> None:
+    """Run the trainer, which watches the lock of another host for a second in place of two minutes."""
+    lock.STALE_S = 1.0
+    run_trainer(arguments)
+
+
+def let_the_holder_seem_dead(held: Path) -> None:
+    """Leave the lock as another host sees it where flock does not reach: held there, and silent."""
+    record = {**json.loads(held.read_text()), "host": "elsewhere"}
+    seen = held.with_name("seen")
     seen.write_text(json.dumps(record))
-    os.utime(seen, (time.time() - STALE_S - 1,) * 2)
-    seen.replace(lock)
+    seen.replace(held)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ def let_the_holder_seem_dead(lock: Path) -> None:
 )
 def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path, moment: str, ranks: int) -> None:
     run = tmp_path / "run"
-    lock = run / "checkpoints/lock"
+    of_checkpoints = run / "checkpoints/lock"
     iteration = 6 if moment == "step" else 8
     gated = [0] if moment == "prepare" else None
     inline = ["checkpoint.async_save=false"] if moment == "save" else []
@@ -163,11 +168,11 @@ def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path,
         await_true((run / "checkpoints/iter_0000004").exists)  # written in the background
         for rank in range(ranks):
             zombie.send(rank, signal.SIGSTOP)
-        holder = json.loads(lock.read_text())
-        for held in (lock, run / "lock"):
+        holder = json.loads(of_checkpoints.read_text())
+        for held in (of_checkpoints, run / "lock"):
             let_the_holder_seem_dead(held)
         arguments = [f"run.dir={run}", *BASE]
-        with started(run_trainer, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
+        with started(run_successor, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
             running.join(DEADLINE_S)
         successor = running.ended()
         assert successor.ok, successor.text

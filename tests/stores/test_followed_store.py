@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from reprise import prune
 from reprise.files import location
 from reprise.folder import STILL_MIRRORED, StoredHold, take_hold
 from reprise.format.lineage import Branch, Lineage
+from reprise.management import pruning
 from reprise.storage.holds import EXPIRY_S
-from reprise.stores.client import StoreClient
+from reprise.stores.client import StoreClient, StoredObject
 from reprise.stores.holds import is_held
 from reprise.stores.reader import close_readers
 from reprise.stores.upload import list_folder, retire
@@ -102,11 +104,61 @@ def test_a_hold_of_a_dead_process_expires(site: Site) -> None:
     hold = take_hold(location(f"{site.url}/{names_of(5)[0]}"))
     assert hold is not None
     objects = list_folder(StoreClient(site.url.root), site.url.child(names_of(5)[0]))
-    now = max(entry.modified_at for entry in objects.values())
-    assert is_held(objects, clock=lambda: now + EXPIRY_S - 1)
-    assert not is_held(objects, clock=lambda: now + EXPIRY_S)
+    client, folder = StoreClient(site.url.root), site.url.child(names_of(5)[0])
+    assert is_held(client, folder, aged(objects, EXPIRY_S - 60))
+    assert not is_held(client, folder, aged(objects, EXPIRY_S))
     hold.release()
     assert not list(site.store.rglob("hold.*"))
+
+
+def aged(objects: dict[str, StoredObject], seconds: float) -> dict[str, StoredObject]:
+    return {name: replace(entry, modified_at=entry.modified_at - seconds) for name, entry in objects.items()}
+
+
+class StoreOfAnotherClock(StoreClient):
+    """A store whose clock differs from this host's, and which may refuse to be written."""
+
+    ahead_s, refuses = 0.0, False
+
+    def head(self, key: str) -> StoredObject:
+        entry = super().head(key)
+        return replace(entry, modified_at=entry.modified_at + self.ahead_s)
+
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
+        for entry in super().objects(prefix):
+            yield replace(entry, modified_at=entry.modified_at + self.ahead_s)
+
+    def put(self, key: str, data: bytes) -> str | None:
+        if self.refuses:
+            raise PermissionError(13, "denied", key)
+        return super().put(key, data)
+
+
+@pytest.mark.parametrize("ahead_s", [-86400.0, -900.0, 300.0, 86400.0])
+def test_the_clock_of_the_store_decides_on_holds(site: Site, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(site.folder, [5, 10, 15])
+    site.mirror()
+    names = names_of(5, 10, 15)
+    monkeypatch.setattr(StoreOfAnotherClock, "ahead_s", ahead_s)
+    monkeypatch.setattr(pruning, "require_client", lambda url: StoreOfAnotherClock(url.root))
+    hold = take_hold(location(f"{site.url}/{names[0]}"))
+    assert hold is not None
+    expired = site.store / names[1] / "hold.7.ab"
+    expired.touch()
+    os.utime(expired, (expired.stat().st_mtime - EXPIRY_S,) * 2)
+    assert prune(str(site.url), keep=1).retained == (5, 15)
+    hold.release()
+    assert prune(str(site.url), keep=1).retained == (15,)
+    assert not list(site.store.rglob("hold.*"))
+
+
+def test_a_store_that_refuses_a_file_keeps_what_is_held(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(site.folder, [5, 10])
+    site.mirror()
+    monkeypatch.setattr(StoreOfAnotherClock, "refuses", True)
+    monkeypatch.setattr(pruning, "require_client", lambda url: StoreOfAnotherClock(url.root))
+    (site.store / names_of(5)[0] / "hold.7.ab").touch()
+    assert prune(str(site.url), keep=1, dry_run=True).retained == (5, 10)
 
 
 def test_a_hold_that_comes_during_a_deletion_is_seen(site: Site) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -109,7 +111,7 @@ def test_the_hold_of_a_process_ends_with_it(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         process.send_signal(signal.SIGSTOP)
-        assert is_held(tmp_path, clock=lambda: 1e12)  # however long it stands still
+        assert is_held(tmp_path, clock=lambda _: 1e12)  # however long it stands still
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
         assert not is_held(tmp_path)
@@ -134,9 +136,31 @@ def test_a_process_id_that_is_used_again_holds_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", [{"boot": "another"}, {"boot": ""}, {"namespace": "pid:[1]"}])
 def test_elsewhere_a_hold_lasts_as_long_as_its_heartbeat(tmp_path: Path, changed: dict[str, str]) -> None:
     record(tmp_path, replace(HoldingProcess.of_this_process(), **changed), written_at=5000.0)  # type: ignore[arg-type]
-    assert is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S - 1)
-    assert not is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S)
-    assert is_held(tmp_path, clock=lambda: 1000.0)  # a clock that is behind
+    assert is_held(tmp_path, clock=lambda _: 5000.0 + EXPIRY_S - 1)
+    assert not is_held(tmp_path, clock=lambda _: 5000.0 + EXPIRY_S)
+    assert is_held(tmp_path, clock=lambda _: 1000.0)  # a clock that was set back
+
+
+@pytest.mark.parametrize("ahead_s", [-86400.0, -300.0, 300.0, 900.0, 86400.0])
+def test_a_host_clock_has_no_say_in_a_hold(tmp_path: Path, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_time = time.time
+    folder = folder_with(tmp_path, 1, 2, 3)
+    elsewhere = replace(HoldingProcess.of_this_process(), boot="another")
+    record(folder.iteration(1), elsewhere, written_at=host_time())
+    held = record(folder.iteration(2), elsewhere, written_at=host_time() - EXPIRY_S - 1)
+    monkeypatch.setattr(time, "time", lambda: host_time() + ahead_s)
+    assert decide_expired(folder, Retention(1))[0] == [2]
+    assert sorted(path.name for path in folder.iteration(2).iterdir()) == ["content", held.name]
+
+
+def test_where_no_file_can_be_written_a_hold_lasts(tmp_path: Path) -> None:
+    record(tmp_path, replace(HoldingProcess.of_this_process(), boot="another"), written_at=5000.0)
+
+    def fail(folder: Path) -> float:
+        raise OSError(errno.EROFS, "Read-only file system", str(folder))
+
+    assert not is_held(tmp_path)
+    assert is_held(tmp_path, clock=fail)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"host": "a", "pid"', b"[1]", b'{"pid": 3}', b"\xff"])
@@ -144,8 +168,8 @@ def test_a_torn_record_lasts_as_long_as_its_heartbeat(tmp_path: Path, content: b
     path = tmp_path / "hold.7"
     path.write_bytes(content)
     os.utime(path, (5000.0, 5000.0))
-    assert is_held(tmp_path, clock=lambda: 5001.0)
-    assert not is_held(tmp_path, clock=lambda: 5000.0 + EXPIRY_S)
+    assert is_held(tmp_path, clock=lambda _: 5001.0)
+    assert not is_held(tmp_path, clock=lambda _: 5000.0 + EXPIRY_S)
 
 
 def test_a_folder_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:

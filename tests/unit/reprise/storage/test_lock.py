@@ -80,6 +80,11 @@ def killed_parent(folder: Path, child: str) -> Iterator[int]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(autouse=True)
+def nobody_is_dead() -> None:
+    lock_module._dead.clear()
+
+
 def leave_record(folder: Path, *, host: str, age_s: float) -> None:
     record = {"host": host, "pid": 4711, "nonce": "theirs", "started": 1.0}
     (folder / "lock").write_text(json.dumps(record))
@@ -156,54 +161,101 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
         holder.communicate()
 
 
-def test_a_living_holder_on_another_host_is_respected(tmp_path: Path) -> None:
-    leave_record(tmp_path, host="node-7", age_s=STALE_S / 2)
+class Looks(threading.Event):
+    """The waits between the looks at a lock: at each, the holder does what it does; none waits for time."""
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        super().__init__()
+        self.count, self._act = 0, act
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.count += 1
+        self._act(self.count)
+        return self.is_set()
+
+
+def watching_lock(folder: Path, act: Callable[[int], object] = lambda look: None) -> tuple[FolderLock, Looks]:
+    lock = FolderLock(folder, "mine")
+    looks = lock._stop = Looks(act)
+    return lock, looks
+
+
+# How far the clock of the holder's host is ahead of this one's, in seconds.
+CLOCKS = [-86400.0, -300.0, 0.0, 300.0, 86400.0]
+
+
+@pytest.mark.parametrize("ahead_s", CLOCKS)
+def test_a_holder_that_beats_is_respected_by_any_clock(tmp_path: Path, ahead_s: float) -> None:
+    leave_record(tmp_path, host="node-7", age_s=-ahead_s)
+
+    def beat(look: int) -> None:
+        if look == 15:
+            os.utime(tmp_path / "lock", (time.time() + ahead_s,) * 2)
+
+    lock, looks = watching_lock(tmp_path, beat)
     with pytest.raises(LockError, match="host node-7, pid 4711"):
-        FolderLock(tmp_path, "mine").acquire()
+        lock.acquire()
+    assert looks.count == 15
     assert "node-7" in (tmp_path / "lock").read_text()
 
 
-def test_a_refusal_for_another_host_names_the_wait_and_the_file(
-    tmp_path: Path,
+@pytest.mark.parametrize("set_to_s", CLOCKS)
+def test_a_clock_set_during_the_watch_is_a_heartbeat(tmp_path: Path, set_to_s: float) -> None:
+    leave_record(tmp_path, host="node-7", age_s=20.0)
+    lock, _ = watching_lock(tmp_path, lambda look: os.utime(tmp_path / "lock", (time.time() + set_to_s,) * 2))
+    with pytest.raises(LockError, match="host node-7, pid 4711"):
+        lock.acquire()
+
+
+@pytest.mark.parametrize("ahead_s", CLOCKS)
+def test_a_silent_holder_is_taken_for_dead_by_any_clock(
+    tmp_path: Path, ahead_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave_record(tmp_path, host="node-7", age_s=0)
-    then = (tmp_path / "lock").stat().st_mtime
-    with pytest.raises(LockError) as caught:
-        FolderLock(tmp_path, "mine", clock=lambda: then + 30.0).acquire()
-    assert "last heard of 30 s ago" in str(caught.value)
-    assert f"start this one again in {STALE_S - 30:.0f} s, or remove {tmp_path / 'lock'}." in str(caught.value)
-
-
-def leave_record_from_the_future(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
-    monkeypatch.setattr(lock_module, "STALE_S", 0.5)
-    leave_record(folder, host="node-7", age_s=-3600)
-
-
-def test_a_constant_heartbeat_in_the_future_is_a_dead_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    leave_record_from_the_future(tmp_path, monkeypatch)
-    lock = FolderLock(tmp_path, "mine")
+    leave_record(tmp_path, host="node-7", age_s=-ahead_s)
+    lock, looks = watching_lock(tmp_path)
     lock.acquire()
     lock.check()
     lock.release()
-    assert "3600 s in the future, set by host node-7: compare the clocks" in caplog.text
+    assert looks.count == STALE_S
+    assert f"names a job on host node-7, pid 4711: waiting for it to end, at most {STALE_S:.0f} s" in caplog.text
 
 
-def test_a_changing_heartbeat_in_the_future_is_a_live_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_record_from_the_future(tmp_path, monkeypatch)
+def test_a_lock_released_while_watched_is_taken_at_once(tmp_path: Path) -> None:
+    leave_record(tmp_path, host="node-7", age_s=0)
+    lock, looks = watching_lock(tmp_path, lambda look: os.truncate(tmp_path / "lock", 0))
+    lock.acquire()
+    lock.check()
+    lock.release()
+    assert looks.count == 1
 
-    class Watched(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            os.utime(tmp_path / "lock", (time.time() + 7200.0,) * 2)  # the holder beats while it is watched
-            return False
 
-    lock = FolderLock(tmp_path, "mine")
-    lock._stop = Watched()
-    with pytest.raises(LockError, match="host node-7, pid 4711"):
+def test_a_job_that_takes_the_watched_lock_first_keeps_it(tmp_path: Path) -> None:
+    leave_record(tmp_path, host="node-7", age_s=0)
+    text = (tmp_path / "lock").read_text().replace("node-7", "node-8").replace("theirs", "another")
+    lock, _ = watching_lock(tmp_path, lambda look: (tmp_path / "lock").write_text(text))
+    with pytest.raises(LockError, match="host node-8"):
+        lock.acquire()
+    assert (tmp_path / "lock").read_text() == text
+
+
+def test_a_release_ends_the_watch_without_a_takeover(tmp_path: Path) -> None:
+    leave_record(tmp_path, host="node-7", age_s=0)
+    lock, looks = watching_lock(tmp_path, lambda look: looks.set())
+    with pytest.raises(LockError, match="host node-7"):
         lock.acquire()
     assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def test_the_locks_of_one_dead_job_are_watched_once(tmp_path: Path) -> None:
+    looks_at = []
+    for name, age_s in (("run", 100.0), ("checkpoints", 90.0), ("touched since", 0.0)):
+        (tmp_path / name).mkdir()
+        leave_record(tmp_path / name, host="node-7", age_s=age_s)
+        lock, looks = watching_lock(tmp_path / name)
+        lock.acquire()
+        lock.release()
+        looks_at.append(looks.count)
+    assert looks_at == [STALE_S, 0, STALE_S]
 
 
 def make_socket(path: Path) -> None:
@@ -234,14 +286,6 @@ def test_a_lock_that_becomes_a_pipe_does_not_block_its_holder(tmp_path: Path) ->
     assert isinstance(error, LockError)
     assert "a holder that left no name" in str(error)
     lock.refuse_if_taken()
-    lock.release()
-
-
-def test_a_silent_holder_on_another_host_is_taken_for_dead(tmp_path: Path) -> None:
-    leave_record(tmp_path, host="node-7", age_s=STALE_S + 60)
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
-    lock.check()
     lock.release()
 
 
