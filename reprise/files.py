@@ -20,6 +20,7 @@ from reprise.storage.files import FILE_SYSTEM as FILE_SYSTEM
 from reprise.storage.files import Files as Files
 from reprise.storage.files import cannot_write as cannot_write
 from reprise.storage.files import describe_free_space as describe_free_space
+from reprise.storage.holds import file_system_time as file_system_time
 from reprise.storage.patience import Patience as Patience
 from reprise.storage.patience import PatientFiles as PatientFiles
 from reprise.storage.patience import failed_read as failed_read

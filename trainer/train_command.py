@@ -241,11 +241,16 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
         yield run
         return
     log, progress = build_log(run), run.state.progress
-    owes_evaluation = progress.owes_evaluation
     try:
-        log.open(progress.iteration, config_text, owes_evaluation=owes_evaluation, began_elsewhere=began_elsewhere)
+        log.open(
+            progress.iteration,
+            config_text,
+            owes_evaluation=progress.owes_evaluation,
+            began_elsewhere=began_elsewhere,
+            age_s=run.start_times.age_s(),
+        )
         if progress.iteration < run.train_iters:  # a finished run that is started again stays as it is
-            log.launched(run.cluster.nonce, progress.iteration, run.start_times.began(), launch_record(run))
+            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(run))
         yield replace(run, logs=(log,))
     except BaseException as error:
         if not isinstance(error, LockError):  # the folder is another job's by now

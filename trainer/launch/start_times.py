@@ -86,9 +86,9 @@ class StartTimes:
         if launcher is not None and process is not None:
             self._seconds[Phase.torchrun] = max(0.0, process - launcher)
 
-    def began(self) -> float:
-        """Return the time of the launch, torchrun's start included, in Unix time."""
-        return time.time() - (self._clock() - self._began) - self._seconds[Phase.torchrun]
+    def age_s(self) -> float:
+        """Return the seconds since the launch, torchrun's start included."""
+        return self._clock() - self._began + self._seconds[Phase.torchrun]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of all phases as `seconds`, then those of each; torchrun's only if it started the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 18  # of the lines that a start looks at
 _BLOCK_BYTES = 1 << 16
 _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
+_LATEST = 2.0**37  # a time that a date can show
 _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
 
 
@@ -219,6 +221,15 @@ def last_recorded_iteration(path: Path) -> int | None:
             if event is None:
                 break
     return last
+
+
+def last_recorded_time(path: Path) -> float:
+    """Return the Unix time of the last whole line of `path`; 0 for a file without a line, and a line without a time."""
+    for line in _backward(path) if exists(path) else ():
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            time = json.loads(line).get("time")
+            return float(time) if type(time) in (int, float) and 0 < time < _LATEST else 0.0
+    return 0.0
 
 
 def last_saved_iteration(path: Path) -> int | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from reprise.errors import count_of
@@ -17,9 +16,14 @@ METRICS = "metrics.jsonl"
 
 
 class JsonlSink(MetricSink):
-    """A line for each record, with its time (seconds since 1970). Lines of abandoned iterations move to a side file."""
+    """A line for each record, with its time. Lines of abandoned iterations move to a side file.
 
-    def __init__(self) -> None:
+    Args:
+        clock: the clock of the run's records.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._lines: JsonlFile | None = None
 
     def start(self, position: RunPosition) -> None:
@@ -38,7 +42,7 @@ class JsonlSink(MetricSink):
 
     def write(self, record: MetricRecord) -> None:
         if record.members and self._lines is not None:
-            self._lines.add({**record.members, "time": round(time.time(), 3)})
+            self._lines.add({**record.members, "time": self._clock()})
 
     def sync(self) -> None:
         if self._lines is not None:

@@ -5,7 +5,7 @@ A launch without the second line was killed, or is running. A rewind has a line 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
@@ -29,13 +29,14 @@ class LaunchLog:
 
     Args:
         name: a random name of the launch, also in the line of its first iteration in `metrics.jsonl`.
+        clock: the clock of the run's records.
 
     Raises:
         OSError: if the run's folder cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
+    def __init__(self, folder: Path, name: str, clock: Callable[[], float]) -> None:
+        self.name, self._clock = name, clock
         self._lines = JsonlFile(folder / LAUNCHES)
 
     def begin(self, iteration: int, began: float, description: Json) -> None:
@@ -60,4 +61,4 @@ class LaunchLog:
 
     def _add(self, event: str, iteration: int, members: Json) -> None:
         line = {"event": event, "launch": self.name, "iteration": iteration, **members}
-        self._lines.add({**line, "time": round(time.time(), 3)})
+        self._lines.add({**line, "time": self._clock()})

@@ -21,9 +21,10 @@ from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_sink import METRICS, JsonlSink
-from trainer.metrics.launch_log import LaunchLog, LaunchOutcome
+from trainer.metrics.launch_log import LAUNCHES, LaunchLog, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.progress_bar import RunBar
+from trainer.metrics.run_clock import run_clock
 from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
 from trainer.metrics.slow_ranks import SlowestRank
 from trainer.record.versions import versions
@@ -186,6 +187,7 @@ class RunLog:
         *,
         owes_evaluation: bool = False,
         began_elsewhere: bool = False,
+        age_s: float = 0.0,
     ) -> None:
         """Begin after `iteration`; lines of other branches of the run beyond it move to a side file.
 
@@ -193,14 +195,16 @@ class RunLog:
             config: the resolved configuration in YAML, kept as `config.yaml`.
             owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
             began_elsewhere: whether the iterations so far may be those of another run, whose lines are not in this log.
+            age_s: seconds since the launch began.
 
         Raises:
             TrainerError: if the run's folder cannot be written.
         """
         position = RunPosition(self._folder, self._files, iteration, owes_evaluation, began_elsewhere, config)
-        lines = JsonlSink()
         try:
             make_folders(self._files, self._folder)
+            self._record_clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
+            lines = JsonlSink(self._record_clock)
             replace_file(self._files, self._folder / "config.yaml", config.encode())
             lines.start(position)
         except OSError as error:
@@ -218,23 +222,23 @@ class RunLog:
         self._first = {"resumed": True} if iteration > 0 else {}
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self.train_iters)
 
-    def launched(self, name: str, iteration: int, began: float, description: Json) -> None:
+    def launched(self, name: str, iteration: int, age_s: float, description: Json) -> None:
         """Record the begin of this launch; its name is also in the line of its next iteration.
 
         Args:
             name: a random name.
             iteration: the last iteration before.
-            began: when its processes started, in Unix time.
+            age_s: seconds since its processes started.
             description: its topology, settings and environment.
 
         Raises:
             TrainerError: if the run's folder cannot be written.
         """
         try:
-            self._launch = LaunchLog(self._folder, name)
+            self._launch = LaunchLog(self._folder, name, self._record_clock)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        self._launch.begin(iteration, began, description)
+        self._launch.begin(iteration, self._record_clock() - age_s, description)
         self._first["launch"] = name
 
     def rewound(self, iteration: int, members: Json) -> None:
