@@ -84,7 +84,7 @@ def file_system_time(folder: Path) -> float:
 
 
 def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) -> bool:
-    """Return whether an unexpired hold lies in a folder; True where that cannot be told now.
+    """Return whether an unexpired hold lies in a folder; True where that cannot be known now.
 
     Args:
         clock: the clock of a folder's file system.

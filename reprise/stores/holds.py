@@ -116,7 +116,7 @@ def _stored_version(path: StorePath) -> ManifestVersion | None:
 def is_held(client: StoreClient, folder: StoreUrl, objects: Mapping[str, StoredObject]) -> bool:
     """Return whether an unexpired hold is among the objects of a checkpoint's folder, by name.
 
-    True also where it can be told only by an object written now, and the store refuses that.
+    True also where the store refuses the object that would show its clock.
     """
     beats = [entry.modified_at for name, entry in objects.items() if OF_PROCESS.fullmatch(name)]
     try:

@@ -18,7 +18,6 @@ from reprise import prune
 from reprise.files import location
 from reprise.folder import STILL_MIRRORED, StoredHold, take_hold
 from reprise.format.lineage import Branch, Lineage
-from reprise.management import pruning
 from reprise.storage.holds import EXPIRY_S
 from reprise.stores.client import StoreClient, StoredObject
 from reprise.stores.holds import is_held
@@ -140,7 +139,7 @@ def test_the_clock_of_the_store_decides_on_holds(site: Site, ahead_s: float, mon
     site.mirror()
     names = names_of(5, 10, 15)
     monkeypatch.setattr(StoreOfAnotherClock, "ahead_s", ahead_s)
-    monkeypatch.setattr(pruning, "require_client", lambda url: StoreOfAnotherClock(url.root))
+    monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
     hold = take_hold(location(f"{site.url}/{names[0]}"))
     assert hold is not None
     expired = site.store / names[1] / "hold.7.ab"
@@ -156,7 +155,7 @@ def test_a_store_that_refuses_a_file_keeps_what_is_held(site: Site, monkeypatch:
     save(site.folder, [5, 10])
     site.mirror()
     monkeypatch.setattr(StoreOfAnotherClock, "refuses", True)
-    monkeypatch.setattr(pruning, "require_client", lambda url: StoreOfAnotherClock(url.root))
+    monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
     (site.store / names_of(5)[0] / "hold.7.ab").touch()
     assert prune(str(site.url), keep=1, dry_run=True).retained == (5, 10)
 
