@@ -16,6 +16,7 @@ from reprise.paths import lexists as lexists
 from reprise.paths import matching as matching
 from reprise.paths import open_regular as open_regular
 from reprise.paths import read_regular as read_regular
+from reprise.paths import url_problem as url_problem
 from reprise.storage.files import FILE_SYSTEM as FILE_SYSTEM
 from reprise.storage.files import Files as Files
 from reprise.storage.files import cannot_write as cannot_write

@@ -20,6 +20,19 @@ SMALL_BYTES = 256 << 20
 _MOST_NAME_BYTES = 255  # of the usual file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# A hub's addresses, and the commands that download a model and a data set.
+_HUBS = (
+    (
+        r"(?:hf:/|https?://huggingface\.co)",
+        "hf download {} --local-dir FOLDER",
+        "hf download --repo-type dataset {} --local-dir FOLDER",
+    ),
+    (
+        r"(?:ms:/|modelscope:/|https?://(?:www\.)?modelscope\.cn)",
+        "modelscope download --model {} --local_dir FOLDER",
+        "modelscope download --dataset {} --local_dir FOLDER",
+    ),
+)
 
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
 
@@ -139,6 +152,15 @@ def is_file_name(text: str) -> bool:
 def is_url(text: str) -> bool:
     """Return whether a path begins with a scheme, such as `s3://` or `file://`."""
     return _URL.match(text.strip()) is not None
+
+
+def url_problem(text: str) -> str:
+    """Return why a URL is refused in place of a path, as a predicate; for a hub's, with the command to download it."""
+    for hub, of_model, of_data in _HUBS:
+        if match := re.match(rf"{hub}(?:/models)?/(datasets/)?([^/@?#]+/[^/@?#]+)", text.strip()):
+            command = (of_data if match[1] else of_model).format(match[2])
+            return f"is the URL of a hub: run `{command}`, and give FOLDER here"
+    return "is a URL; only paths of mounted file systems can be used"
 
 
 def _is_of_system(path: Path) -> bool:

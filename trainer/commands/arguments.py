@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.files import is_dir, is_store_url, is_url, location
+from reprise.files import is_dir, is_store_url, is_url, location, url_problem
 
 
 def positive(text: str) -> int:
@@ -48,7 +48,7 @@ def local_path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL; only paths of mounted file systems can be used")
+        raise argparse.ArgumentTypeError(f"{text} {url_problem(text)}")
     return Path(text)
 
 

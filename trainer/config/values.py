@@ -10,7 +10,7 @@ from functools import partial
 from typing import get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
-from reprise.files import is_store_url, is_url, location
+from reprise.files import is_store_url, is_url, location, url_problem
 
 # Keys that name a file or a folder, or become a part of a path.
 _PATHS = (
@@ -82,7 +82,7 @@ def path_problems(config: object) -> list[str]:
         elif key in _MAY_BE_STORED and is_store_url(value):
             problems += _store_problems(key, value)
         elif key in _PATHS and is_url(value):
-            problems.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
+            problems.append(f"{key}={value}: {url_problem(value)}")
     return problems
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from reprise.files import is_url
+from reprise.files import is_url, url_problem
 
 MOST_SOURCES = 4096  # of a blend
 _MOST_DIGITS = 400  # of a weight, which a float has at most
@@ -227,5 +227,5 @@ def _path_problems(key: str, value: object) -> list[str]:
         if not isinstance(path, str) or not path.strip():
             messages.append(f"data.{key}={path}: must be a path")
         elif is_url(path):
-            messages.append(f"data.{key}={path}: is a URL; only paths of mounted file systems can be read and written")
+            messages.append(f"data.{key}={path}: {url_problem(path)}")
     return messages

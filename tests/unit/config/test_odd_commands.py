@@ -146,6 +146,11 @@ ODD: list[tuple[str, str]] = [
     ("run.name=file://x", "run.name=file://x: is a URL"),
     ("checkpoint.save=S3://bucket/run", "checkpoint.save=S3://bucket/run: is a URL"),
     ("checkpoint.load=hdfs://host/run", "checkpoint.load=hdfs://host/run: is a URL"),
+    (
+        "checkpoint.load=hf://org/model",
+        "checkpoint.load=hf://org/model: is the URL of a hub: run `hf download org/model",
+    ),
+    ("data=token_file data.train=hf://datasets/o/d data.valid=v", "run `hf download --repo-type dataset o/d"),
     ("data=text data.path=gs://bucket/*.txt", "data.path=gs://bucket/*.txt: is a URL"),
     ("data=text data.path=a data.tokenizer=https://host/t.json", "data.tokenizer=https://host/t.json: is a URL"),
     ("data=token_file data.train=s3://a data.valid=s3://b", "data.valid=s3://b: is a URL"),

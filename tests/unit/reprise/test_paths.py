@@ -13,7 +13,17 @@ from pathlib import Path, PosixPath
 import pytest
 
 from reprise.errors import DataError, TrainerError
-from reprise.paths import exists, folders_below, is_dir, is_file, is_symlink, lexists, matching, read_regular
+from reprise.paths import (
+    exists,
+    folders_below,
+    is_dir,
+    is_file,
+    is_symlink,
+    lexists,
+    matching,
+    read_regular,
+    url_problem,
+)
 from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.metrics.jsonl_file import last_recorded_iteration
@@ -177,3 +187,22 @@ def test_a_config_that_is_no_regular_file_tells_no_dtype(odd: Path, tmp_path: Pa
     odd.rename(run / "config.yaml")
     with bounded():
         assert compare_loss.main([str(run), str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("hf://Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
+        ("hf://Qwen/Qwen3-0.6B@main/config.json", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
+        ("hf://datasets/org/data", "`hf download --repo-type dataset org/data --local-dir FOLDER`"),
+        ("modelscope://Qwen/Qwen3-0.6B", "`modelscope download --model Qwen/Qwen3-0.6B --local_dir FOLDER`"),
+        ("https://www.modelscope.cn/models/Qwen/Qwen3", "`modelscope download --model Qwen/Qwen3 --local_dir FOLDER`"),
+        ("https://modelscope.cn/datasets/org/data", "`modelscope download --dataset org/data --local_dir FOLDER`"),
+        ("hf://", "mounted file systems"),
+        ("hdfs://host/run/model", "mounted file systems"),
+        ("https://example.com/hf/model", "mounted file systems"),
+    ],
+)
+def test_a_hub_url_is_refused_with_its_download_command(url: str, found: str) -> None:
+    assert found in url_problem(url)
