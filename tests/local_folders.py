@@ -73,7 +73,7 @@ def load_on_hosts(
 ) -> int:
     """Load on two hosts with these folders, compare all bits, and return the iteration. Each host is a thread.
 
-    A thread has a working folder of its own, so that its folder has the same relative path as the other's.
+    A thread has a working folder of its own, by which its folder has the same absolute path as the other's.
 
     Args:
         then: called with the saver of a host, which keeps one checkpoint and a copy, and its rank.
@@ -83,7 +83,7 @@ def load_on_hosts(
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FS):
             raise OSError(ctypes.get_errno(), "a thread cannot have a working folder of its own")
         os.chdir(folders[channel.rank].parent)
-        folder, nonce = Path(folders[channel.rank].name), f"load{os.urandom(4).hex()}"
+        folder, nonce = Path("/proc/thread-self/cwd", folders[channel.rank].name), f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
         policy = LocalPolicy(folder, 1, 1, 1, SavePolicy(None, commit_timeout_s=20.0))
         local = LocalCheckpointer(policy, channel, nonce=nonce, shared=shared)

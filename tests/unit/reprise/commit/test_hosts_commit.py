@@ -30,8 +30,8 @@ def test_only_folders_of_hosts_have_the_actions_of_hosts(tmp_path: Path) -> None
     steps, local = cast("Steps", None), LocalSaves(FileExchange(), cast("Copying", None))
     arguments = (single_rank_channel(), attempt, SharedCommitState(0, [0]), steps, PieceTables())
     plain, of_hosts = TwoPhaseCommit(*arguments), HostsCommit(*arguments, local=local)
-    assert set(of_hosts._actions) == set(Action) - {Action.NOTHING, Action.END}
-    assert set(plain._actions) == set(of_hosts._actions) - OF_HOSTS
+    assert set(of_hosts._calls()) == set(Action) - {Action.NOTHING, Action.END}
+    assert set(plain._calls()) == set(of_hosts._calls()) - OF_HOSTS
 
 
 @pytest.mark.parametrize(
