@@ -33,7 +33,7 @@ setup: $(STAMP)
 # import; pip would compile all 16,000.
 $(STAMP): pyproject.toml constraints.txt
 	@$(if $(PRESENT),$(if $(filter usable,$(PRESENT)),$(KEEP),$(error $(NOT_RUNNING))),$(call MAKE_VENV,$(or $(USABLE),$(error $(NONE_USABLE)))))
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,check,docs]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --no-compile --use-pep517 --constraint constraints.txt --editable '.[test,check,docs]'
 	touch $@
 
 KEEP = echo "$$($(BIN)/python -c '$(VERSION)') in $(VENV), which is there already (\`make clean\` removes it)"; \
