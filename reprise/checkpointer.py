@@ -239,8 +239,7 @@ class Checkpointer:
         if self._owned is None:
             return None
         called = time.perf_counter()
-        name = self._attempts.next()  # before `wait`, which may raise on one rank alone: all ranks count alike
-        with self._aborting(iteration, name) as shared:
+        with self._aborting(iteration) as (name, shared):
             self.wait()
             self._saved.settle(self._channel.rank)
             start = time.perf_counter()
@@ -386,12 +385,16 @@ class Checkpointer:
         return self._policy.async_save
 
     @contextlib.contextmanager
-    def _aborting(self, iteration: int, name: str) -> Iterator[SharedCommitState]:
-        """Abort the attempt `name`, whose state this yields, on every rank if the block raises on this rank."""
+    def _aborting(self, iteration: int) -> Iterator[tuple[str, SharedCommitState]]:
+        """Name an attempt, and abort it on every rank if the block raises on this rank.
+
+        All ranks count alike: the block may raise on one rank alone.
+        """
         assert self._owned is not None
         shared = SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
+        name = self._attempts.next()
         try:
-            yield shared
+            yield name, shared
         except BaseException as error:
             self._abort(Attempt(iteration, name, self._owned.folder, Layout((), {})), as_problem(error), shared)
             self._keep([(iteration, name)])
