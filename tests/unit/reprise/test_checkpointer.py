@@ -519,7 +519,8 @@ from pathlib import Path
 from reprise.commit.channel import single_rank_channel
 from reprise.checkpointer import Checkpointer
 from reprise.policy import SavePolicy
-Checkpointer(SavePolicy(Path(sys.argv[1])), single_rank_channel(), nonce="dead").start()
+checkpointer = Checkpointer(SavePolicy(Path(sys.argv[1])), single_rank_channel(), nonce="dead")
+checkpointer.start()
 print("held", flush=True)
 sys.stdin.read()
 """
