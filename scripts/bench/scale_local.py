@@ -30,6 +30,7 @@ _TENSORS = 64  # as eight ranks a host with eight pieces each
 _ITEMS = 4
 _TIMEOUT_S = 300.0
 _CLONE_FS = 0x200  # linux/sched.h
+_FOLDER = Path("/proc/thread-self/cwd/local")  # of a host, whose threads have a working folder of their own
 
 
 class CountingChannel(StoreChannel):
@@ -99,7 +100,7 @@ def _run_host(channel: StoreChannel, folder: Path, barrier: threading.Barrier) -
     folder.mkdir()
     os.chdir(folder)
     host, hosts = channel.rank, channel.world_size
-    policy = LocalPolicy(Path("local"), 1, 9, 0, SavePolicy(None, commit_timeout_s=_TIMEOUT_S))
+    policy = LocalPolicy(_FOLDER, 1, 9, 0, SavePolicy(None, commit_timeout_s=_TIMEOUT_S))
     local = LocalCheckpointer(policy, channel, nonce="a")
     local.start()
     for iteration in (1, 2):
@@ -113,7 +114,7 @@ def _run_host(channel: StoreChannel, folder: Path, barrier: threading.Barrier) -
     barrier.wait()
     local.folders.survey()
     local.folders.complete(
-        Path("local/iter_0000002"),
+        _FOLDER / "iter_0000002",
         lambda _: None,
         lambda checkpoint: {} if checkpoint.host is None else checkpoint.host.own,
     )

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from reprise import AsyncSaver, latest, load, save
-from reprise.errors import CheckpointError
 from reprise.saving.snapshot import Snapshot
 from tests.unit.reprise.saving.test_background import Gate
 
@@ -126,7 +125,7 @@ def test_a_change_after_the_call_is_not_saved(
     }
 
 
-def test_a_save_whose_copying_was_interrupted_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_whose_copying_was_interrupted_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, gate = {name: torch.ones(1000) for name in "ab"}, Gate(0)
 
     def interrupt(snapshot: Snapshot) -> None:
@@ -140,6 +139,6 @@ def test_a_save_whose_copying_was_interrupted_fails(tmp_path: Path, monkeypatch:
     for tensor in tensors.values():
         tensor.fill_(2.0)
     gate.opened.set()
-    with pytest.raises(CheckpointError, match=r"aborted.*an exception has ended the copying"):
-        saver.close()
+    saver.close()  # the interrupt was the caller's to handle
     assert latest(tmp_path) is None
+    assert not list(tmp_path.glob("*iter_*"))
