@@ -179,7 +179,7 @@ def _lock(folder: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _settle_owner(descriptor, folder)
-    except BaseException as error:
+    except (OSError, DataError) as error:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise
