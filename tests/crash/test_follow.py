@@ -48,7 +48,7 @@ def committed(run: Path) -> list[int]:
 def held(run: Path, *, after_s: float = 0.0) -> list[int]:
     """Return the iterations that are held when a time has passed."""
     folder = CheckpointFolder(run / "checkpoints", Files())
-    return [n for n in folder.committed() if is_held(folder.iteration(n), clock=lambda: time.time() + after_s)]
+    return [n for n in folder.committed() if is_held(folder.iteration(n), clock=lambda _: time.time() + after_s)]
 
 
 def follow(run: Path, *words: str) -> Ended:
