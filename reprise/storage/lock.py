@@ -70,7 +70,11 @@ class _Hold:
     calls: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     descriptor: int | None = None
     dropped: object = None
+    thread: threading.Thread = field(init=False)
     is_over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.keep, name="lock-heartbeat", daemon=True)
 
     def keep(self) -> None:
         """Make calls and keep the heartbeat going until None comes, then release the lock."""
@@ -203,7 +207,7 @@ class FolderLock:
         hold.dropped = ending_with(self, hold.calls)
         taken, self._shown = Job(partial(self._take, hold)), Job(partial(self._show, hold))
         try:
-            threading.Thread(target=hold.keep, name="lock-heartbeat", daemon=True).start()
+            hold.thread.start()
             hold.calls.put(taken)
             hold.calls.put(self._shown)
             taken.wait()
@@ -238,10 +242,10 @@ class FolderLock:
         if hold is not None and hold.descriptor is not None and self._shown is not None:
             self._shown.wait()
             if not exists(self._path):
-                lost = hold.descriptor
-                self._take(hold)
-                _close(lost)
-                os.fsync(hold.descriptor)
+                again = Job(partial(self._take_again, hold))
+                hold.calls.put(again)
+                again.wait()
+                del again  # it has the error, whose traceback refers to this frame
         holder = _holder(self._path)
         if hold is None or hold.descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
@@ -266,7 +270,8 @@ class FolderLock:
         self._stop.set()
         if self._hold is not None:
             self._hold.calls.put(None)
-            if self._hold.is_over.wait(_RELEASE_S):  # else the end of the process releases it
+            # One that never began, for want of threads, holds nothing; one that hangs holds it until the process ends.
+            if self._hold.thread.ident is None or self._hold.is_over.wait(_RELEASE_S):
                 self._hold = None
 
     def _take(self, hold: _Hold) -> None:
@@ -283,6 +288,14 @@ class FolderLock:
             _close(descriptor)
             raise
         hold.descriptor = descriptor
+
+    def _take_again(self, hold: _Hold) -> None:
+        """Make a lost lock file again, and take and sync it."""
+        lost = hold.descriptor
+        self._take(hold)
+        if lost is not None:
+            _close(lost)
+        self._show(hold)
 
     @staticmethod
     def _show(hold: _Hold) -> None:

@@ -184,7 +184,10 @@ def _catch_up(rank: int, calls: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "step"),
-    [pytest.param(60, 701, id="some"), pytest.param(1, 1, marks=pytest.mark.soak, id="all")],
+    [
+        pytest.param(60, 701, id="some"),
+        *[pytest.param(first, 8, marks=pytest.mark.soak, id=f"every line, {first} of 8") for first in range(1, 9)],
+    ],
 )
 @pytest.mark.slow
 def test_an_interrupt_on_one_rank_frees_the_other(tmp_path: Path, first: int, step: int) -> None:
@@ -193,7 +196,7 @@ def test_an_interrupt_on_one_rank_frees_the_other(tmp_path: Path, first: int, st
         [str(tmp_path / "saves"), str(first), str(step)],
         folder=tmp_path / "out",
         ranks=2,
-        timeout_s=7200.0 if step == 1 else 300.0,
+        timeout_s=7200.0 if step == 8 else 300.0,
     )
     assert ended.ok, ended.text
     assert "TRIED" in ended.text
