@@ -14,7 +14,8 @@ from torch import nn
 
 from reprise import program_end
 from reprise.checkpointer import Checkpointer
-from reprise.commit.joint_call import JointCall, ending_waits
+from reprise.commit.error_message import as_problem
+from reprise.commit.joint_call import JointCall
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
@@ -83,37 +84,38 @@ class AsyncSaver:
         timeout_s: float = CALL_TIMEOUT_S,
         files: Files | None = None,
     ) -> None:
-        call = open_call(
+        with open_call(
             "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
-        )
-        self._channel, self._timeout_s = call.channel, timeout_s
-        self._known, self._calls, self._is_closed = KnownTables(), 0, False
-        self._last = LastTensors()
-        with call.agreed():
-            self._folder = target_folder(folder)
-            check_patterns(from_rank0)
-            check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
-            check_limits(
-                staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
-            )
-            self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
-            policy = SavePolicy(
-                self._folder,
-                retention=Retention(max_checkpoint_keep),
-                file_bytes=file_bytes,
-                commit_timeout_s=commit_timeout_s,
-                async_save=True,
-                copies_at_call=True,
-                staging_bytes=staging_bytes,
-                stall_timeout_s=stall_timeout_s,
-            )
-            self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
-        try:
-            self._checkpointer.start()
-        except BaseException as error:
-            call.report(error)
-            self._checkpointer.close()
-            raise
+        ) as call:
+            self._channel, self._timeout_s = call.channel, timeout_s
+            self._channel.keep()
+            self._known, self._calls, self._is_closed = KnownTables(), 0, False
+            self._last = LastTensors()
+            with call.agreed():
+                self._folder = target_folder(folder)
+                check_patterns(from_rank0)
+                check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
+                check_limits(
+                    staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
+                )
+                self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
+                policy = SavePolicy(
+                    self._folder,
+                    retention=Retention(max_checkpoint_keep),
+                    file_bytes=file_bytes,
+                    commit_timeout_s=commit_timeout_s,
+                    async_save=True,
+                    copies_at_call=True,
+                    staging_bytes=staging_bytes,
+                    stall_timeout_s=stall_timeout_s,
+                )
+                self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
+            try:
+                self._checkpointer.start()
+            except BaseException as error:
+                call.report(error)
+                self._checkpointer.close()
+                raise
 
     def prepare(
         self,
@@ -250,11 +252,10 @@ class AsyncSaver:
         self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool
     ) -> Iterator[Contents]:
         """Agree on the contents of a call; without an iteration, nothing is to be saved yet."""
-        self._calls += 1
-        attempts = self._checkpointer.attempts
-        with ending_waits(self._channel):
-            call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
+        attempts, call = self._checkpointer.attempts, None
         try:
+            self._calls += 1
+            call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
             yield contents_of(
                 call,
                 self._folder,
@@ -268,10 +269,11 @@ class AsyncSaver:
                 before_decision=lambda: self._require_vacant(iteration),
             )
         except BaseException as error:
-            is_alone = call.is_out_of_step and not isinstance(error, TrainerError)
+            is_joint = self._channel.world_size > 1 and (call is None or call.is_out_of_step)
+            is_alone = is_joint and not isinstance(error, TrainerError)
             if is_alone and self._checkpointer.attempts == attempts:  # else all ranks learn that the attempt is aborted
                 self._is_closed = True
-                call.report(error)
+                self._channel.fail(as_problem(error).what)
             raise
 
     def _require_open(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -23,16 +25,19 @@ COMMIT_TIMEOUT_S = 1800.0
 _spare: list[Any] = [lambda: None, []]
 
 
+@contextlib.contextmanager
 def open_call(
     name: str,
     *,
     timeout_s: float = CALL_TIMEOUT_S,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
-) -> JointCall:
-    """Return a call of all ranks of a group, with a channel of its own.
+) -> Iterator[JointCall]:
+    """Make a call of all ranks of a group, with a channel of its own, which is released at the end of the block.
 
-    Its messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
+    Whatever ends this rank's part, from its announcement on, ends the waits of the other ranks.
+
+    The messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
     no part.
 
     Args:
@@ -49,7 +54,9 @@ def open_call(
         if process_group is not None or coordinator_rank != 0:
             raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
         check_seconds("timeout_s", timeout_s, may_be_zero=True)
-        return JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s)
+        with JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s) as call:
+            yield call
+        return
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
@@ -71,7 +78,8 @@ def open_call(
         with call.preparing():
             check_seconds("timeout_s", timeout_s, may_be_zero=True)
             _require_coordinator(coordinator_rank, ranks)
-        return call
+        with call:
+            yield call
 
 
 def _spare_connections(store: Store) -> list[Store]:

@@ -82,6 +82,10 @@ class StoreChannel:
             self._spare.append(self._connection)
             self._spare = None
 
+    def keep(self) -> None:
+        """Keep the connection for longer than the call that opened it: `release` leaves it to nobody."""
+        self._spare = None
+
     @property
     def coordinator(self) -> int:
         """Return the deciding rank."""

@@ -47,7 +47,7 @@ class _Tracer:
     """Counts the events of one thread in the library, and raises at one of them."""
 
     at: int | None
-    error: BaseException
+    error: Callable[[], BaseException]
     kind: str
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -64,7 +64,7 @@ class _Tracer:
                 sys.settrace(None)
                 name = frame.f_code.co_filename.removeprefix(LIBRARY)
                 self.outcome.place = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise self.error
+                raise self.error()  # not kept: its traceback's frames refer to this object
         return self.count
 
 
@@ -82,7 +82,7 @@ def interrupt(
         error: makes the exception; a `SystemExit` or a `RuntimeError` stands for a signal handler's.
         opcodes: count single instructions in place of lines.
     """
-    tracer = _Tracer(at, error(), "opcode" if opcodes else "line")
+    tracer = _Tracer(at, error, "opcode" if opcodes else "line")
     before = sys.gettrace()
     sys.settrace(tracer)
     try:
