@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 # Many tests mostly wait for processes: pytest-xdist deals their files out to four. The longest by tests/times.json come
 # first, so that all end together on files of many short tests.
 SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --durations=10
-FAST := not slow and not soak
-SLOW := slow and not soak
+GATE := not slow and not nightly
+# What a nightly run tries is new each day, and printed: `make test-nightly SEED=20261128` repeats it.
+SEED ?= $(shell date +%Y%m%d)
 
 # Tests and benchmarks start many processes, which read the bytecode that the first of them wrote.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +26,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-all collect test-interop test-engines test-trackers test-stores test-report test-soak test-cuda bench bench-cuda tables check lint docs format clean
+.PHONY: setup demo test test-all test-nightly messages times collect test-interop test-engines test-trackers test-stores test-report test-cuda bench bench-cuda tables check lint docs format clean
 
 setup: $(STAMP)
 
@@ -43,16 +44,29 @@ MAKE_VENV = echo "$$($(1) -c '$(VERSION)') at $(1) makes $(VENV)" && $(1) -m ven
 demo: setup
 	$(BIN)/python -m scripts.demo
 
+# The gate of a change.
 test: setup
-	$(BIN)/python -m pytest -m "$(FAST)" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "$(GATE)" $(SIDE_BY_SIDE)
 
-# Every topology against every other, and what else takes minutes of many processes.
-test-slow: setup
-	$(BIN)/python -m pytest -m "$(SLOW)" $(SIDE_BY_SIDE)
-
-# Both in one go: the slow ones wait beside the fast ones.
+# The gate with five times the examples, every topology against every other, and kills at every call.
 test-all: setup
-	$(BIN)/python -m pytest -m "not soak" $(SIDE_BY_SIDE)
+	REPRISE_TESTS=all $(BIN)/python -m pytest -m "not nightly" $(SIDE_BY_SIDE)
+
+# What takes hours: a hundred times the examples, every line and call, and the programs and servers of others.
+test-nightly: setup
+	@echo "SEED=$(SEED)"
+	REPRISE_TESTS=nightly REPRISE_SEED=$(SEED) $(BIN)/python -m pytest -m nightly --hypothesis-seed=$(SEED) $(SIDE_BY_SIDE)
+	$(MAKE) test-interop test-engines test-trackers test-stores test-report
+
+# The page of what each refusal says, by the tests themselves.
+messages: setup
+	rm -f build/messages.jsonl && mkdir -p build
+	REPRISE_WRITE_MESSAGES=$(CURDIR)/build/messages.jsonl $(BIN)/python -m pytest -m "not nightly" $(SIDE_BY_SIDE)
+	$(BIN)/python -m tests.messages build/messages.jsonl
+
+# The seconds of each file, by which files are dealt to processes.
+times: setup
+	REPRISE_WRITE_TIMES=1 $(BIN)/python -m pytest -m "not nightly" $(SIDE_BY_SIDE)
 
 # The modules of the tests are compiled once, not by each of the processes that run them.
 collect: setup
@@ -97,10 +111,6 @@ test-stores: setup
 test-report: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt playwright
 	$(BIN)/python -m pytest tests/browser
-
-# What takes minutes each.
-test-soak: setup
-	$(BIN)/python -m pytest -m soak
 
 # On a machine with a CUDA device, up to 9 minutes each. CUDA_PYTHON=python3 takes an interpreter that has what
 # docs/benchmarks.md lists, and installs nothing.

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.profiles  # noqa: F401 - Hypothesis's settings
 from tests import ROOT
-from tests.times import dealt
+from tests.times import Times, dealt
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the longest files, so that no process is left alone with one in the end."""
     places = dealt([item.path for item in items], config.rootpath, config.option.markexpr)
     items.sort(key=lambda item: places[item.path])
+
+
+_times = Times()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the time of a test or of a fixture; the process that deals the tests out gets all reports."""
+    _times.add(report.fspath, report.duration, is_slow="slow" in report.keywords)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the times of a run that is asked to."""
+    if "REPRISE_WRITE_TIMES" in os.environ and not hasattr(session.config, "workerinput"):
+        _times.write()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,29 +1,23 @@
-"""The measured times of test files, by which `make test`, `make test-slow` and `make test-all` deal them to processes.
-
-`python -m tests.times FAST SLOW` writes them from the reports (`--junitxml`) of the two commands.
-"""
+"""The measured times of test files, by which the tests are dealt to processes. `make times` writes them from a run."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 PATH = Path(__file__).with_name("times.json")
-SHORT_S = 3.0  # files of less are dealt last, in the order of the folders
+SHORT_S = 2.0  # files of less are dealt last, in the order of the folders
 
 
 def dealt(files: Sequence[Path], root: Path, selection: str) -> dict[Path, int]:
-    """Return the place of each file: the longest first, and the short ones in the order given.
+    """Return the place of each file: the longest first, and the short ones in the order of `files`.
 
     Args:
-        selection: of the tests by their marks, as given to pytest.
+        selection: of the tests by their marks, as pytest's `-m` takes it.
     """
-    kinds = {"slow and not soak": ["slow"], "not soak": ["fast", "slow"]}.get(selection, ["fast"])
+    kinds = ["gate", "slow"] if selection == "not nightly" else ["gate"]
     times = json.loads(PATH.read_text())
     seconds = sum((Counter(times[kind]) for kind in kinds), Counter[str]())
     names = {file: file.relative_to(root).as_posix() for file in dict.fromkeys(files)}
@@ -31,24 +25,19 @@ def dealt(files: Sequence[Path], root: Path, selection: str) -> dict[Path, int]:
     return {file: place for place, file in enumerate(ordered)}
 
 
-def seconds_of(report: Path) -> dict[str, int]:
-    """Return the seconds of each file that takes long, by its path in the repository."""
-    total = defaultdict[str, float](float)
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        total[case.get("classname", "").replace(".", "/") + ".py"] += float(case.get("time", "0"))
-    return {name: round(seconds) for name, seconds in sorted(total.items()) if seconds >= SHORT_S}
+class Times:
+    """The seconds of a run's tests by kind and file, added up from its reports."""
 
+    def __init__(self) -> None:
+        self._seconds: dict[str, defaultdict[str, float]] = {"gate": defaultdict(float), "slow": defaultdict(float)}
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the times of the reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fast", type=Path)
-    parser.add_argument("slow", type=Path)
-    options = parser.parse_args(arguments)
-    times = {"fast": seconds_of(options.fast), "slow": seconds_of(options.slow)}
-    PATH.write_text(json.dumps(times, indent=1) + "\n")
-    return 0
+    def add(self, file: str, seconds: float, *, is_slow: bool) -> None:
+        self._seconds["slow" if is_slow else "gate"][file] += seconds
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def write(self) -> None:
+        """Write the times of the files that are not short."""
+        times = {
+            kind: {file: round(seconds) for file, seconds in sorted(files.items()) if seconds >= SHORT_S}
+            for kind, files in self._seconds.items()
+        }
+        PATH.write_text(json.dumps(times, indent=1) + "\n")

@@ -18,7 +18,7 @@ from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok
 # Saves at 2, 4, 6 and 8, and 10 at the end; the trouble begins before 5 and ends before 9.
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=10", "checkpoint.save_interval=2")
 BEGINS, ENDS = 5, 9
-SLOW_2 = pytest.param(2, marks=[pytest.mark.slow, pytest.mark.soak])
+SLOW_2 = pytest.param(2, marks=[pytest.mark.slow, pytest.mark.nightly])
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ OF_EVERY_RANK = ("make_folder", "open_for_writing", "reserve", "write", "sync")
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [pytest.param(*call, marks=() if call[0] in QUICK else [pytest.mark.slow, pytest.mark.soak]) for call in CALLS],
+    [pytest.param(*call, marks=() if call[0] in QUICK else [pytest.mark.slow, pytest.mark.nightly]) for call in CALLS],
 )
 def test_a_call_that_fails_fails_only_the_save(tmp_path: Path, unbroken: Path, kind: str, code: int) -> None:
     run = tmp_path / "run"
@@ -221,7 +221,7 @@ def test_a_call_that_fails_fails_only_the_save(tmp_path: Path, unbroken: Path, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize(("kind", "code"), [call for call in CALLS if call[0] in OF_EVERY_RANK])
 def test_a_failing_call_on_one_rank_of_two_fails_only_the_save(tmp_path: Path, kind: str, code: int, rank: int) -> None:
     run = tmp_path / "run"

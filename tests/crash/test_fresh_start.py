@@ -103,7 +103,7 @@ def test_a_killed_fresh_start_of_a_host_begins_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_kill_at_every_call_of_a_fresh_start(tmp_path: Path) -> None:
     kill_at(tmp_path, (), None)
 

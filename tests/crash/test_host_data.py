@@ -94,7 +94,7 @@ def test_a_host_with_other_tokens_ends_the_run_at_its_start(data: Path, tmp_path
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("change", ["token", pytest.param("shorter", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("change", ["token", pytest.param("shorter", marks=pytest.mark.nightly)])
 def test_a_host_with_other_tokens_ends_a_resume_unchanged(data: Path, tmp_path: Path, change: str) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert train(whole, data, 6, []).ok

@@ -29,6 +29,7 @@ from reprise.format.manifest import FileEntry, digest_of
 from scripts.faults.fuzz.mutate import mutate
 from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.harness import TINY, launch, run_ok
+from tests.profiles import examples
 from trainer.data.token_file import open_token_file
 
 MOST_MEMORY = 64 << 20
@@ -311,7 +312,7 @@ def test_members_of_another_kind_are_refused_by_the_library(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chance=st.randoms(use_true_random=False))
 def test_no_change_of_a_file_raises_anything_else(
     tried: tuple[Inputs, Opened], target: str, chance: random.Random

@@ -85,7 +85,7 @@ def test_a_save_ended_at_a_line_leaves_nothing(tmp_path: Path, call: str, error:
         assert not troubles_of(CALLS[call], tmp_path / str(at), at=at, error=error)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("call", CALLS)
 def test_a_save_ended_at_any_line_leaves_nothing(tmp_path: Path, call: str) -> None:
     at, troubles = 1, list[str]()
@@ -101,7 +101,7 @@ def save_of(saver: reprise.AsyncSaver, iteration: int, **interruption: int) -> O
     return interrupt(lambda: saver.save(iteration, model), at=interruption.get("at"))
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_saver_goes_on_after_an_interrupt(tmp_path: Path, first: int) -> None:
     at, step = first, 97 if first == 1 else 3
     with reprise.AsyncSaver(tmp_path) as saver:
@@ -195,7 +195,7 @@ def _catch_up(rank: int, calls: int) -> None:
     ("first", "step"),
     [
         pytest.param(60, 701, id="some"),
-        *[pytest.param(first, 8, marks=pytest.mark.soak, id=f"each line, {first} of 8") for first in range(1, 9)],
+        *[pytest.param(first, 8, marks=pytest.mark.nightly, id=f"each line, {first} of 8") for first in range(1, 9)],
     ],
 )
 @pytest.mark.slow

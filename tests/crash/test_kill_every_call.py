@@ -42,13 +42,13 @@ def test_a_kill_of_a_longer_run_is_survived(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in GATED else [pytest.mark.soak]) for n in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in GATED else [pytest.mark.nightly]) for n in NAMES])
 def test_a_kill_at_many_calls_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 24 if "1 rank" in name else 12)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_kill_at_every_call_of_a_rewind_is_survived(tmp_path: Path) -> None:
     (scenario,) = [found for found in scenarios(tmp_path) if found.name == "rewind, 1 rank"]
     trial = Trial(scenario)
@@ -66,7 +66,7 @@ def test_a_kill_at_every_call_of_a_rewind_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_kill_at_every_rename_of_a_replaced_checkpoint(tmp_path: Path) -> None:
     (scenario,) = [found for found in scenarios(tmp_path) if found.name == "saved again, 1 rank"]
     trial = Trial(scenario)

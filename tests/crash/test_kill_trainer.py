@@ -93,6 +93,6 @@ def test_kills_of_the_trainer_are_survived(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3", pytest.param("tp2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("tp2", marks=pytest.mark.nightly)])
 def test_a_kill_of_one_of_two_ranks_of_the_trainer_is_survived(tmp_path: Path, layout: str) -> None:
     kill_at_some(tmp_path, layout, 2)

@@ -121,10 +121,10 @@ def _prepare(fleet: Fleet, whole: Path, topology: tuple[str, ...], copies: int, 
 @pytest.mark.parametrize(
     ("topology", "ranks_per_host", "copies"),
     [
-        pytest.param(ZERO3, 1, 0, marks=pytest.mark.soak),
+        pytest.param(ZERO3, 1, 0, marks=pytest.mark.nightly),
         (ZERO3, 1, 1),
-        pytest.param(TP2_PP2, 2, 0, marks=pytest.mark.soak),
-        pytest.param(TP2_PP2, 2, 1, marks=pytest.mark.soak),
+        pytest.param(TP2_PP2, 2, 0, marks=pytest.mark.nightly),
+        pytest.param(TP2_PP2, 2, 1, marks=pytest.mark.nightly),
     ],
     ids=["zero3", "zero3 copies", "tp2 pp2", "tp2 pp2 copies"],
 )
@@ -146,7 +146,7 @@ def test_two_hosts_hold_the_checkpoint_together(
     assert curve(fleet.run) == curve(whole)
 
 
-@pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, prepare: Prepare, copies: int) -> None:
     whole = prepare(fleet, ZERO3, copies=copies)
     again = fleet.train([1, 0], [*ZERO3, *LOCAL])
@@ -194,7 +194,7 @@ def test_a_wiped_disk_sends_the_run_back_to_the_shared_folder(fleet: Fleet, tmp_
     assert tensor_files(fleet.run / "checkpoints/iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
 
 
-@pytest.mark.parametrize("disks", [[0], pytest.param([1], marks=pytest.mark.soak), [1, 2, 0]])
+@pytest.mark.parametrize("disks", [[0], pytest.param([1], marks=pytest.mark.nightly), [1, 2, 0]])
 def test_another_number_of_hosts_resumes(fleet: Fleet, prepare: Prepare, disks: list[int]) -> None:
     whole = prepare(fleet, ZERO3, copies=1)
     again = fleet.train(disks, [*ZERO3, *LOCAL, "checkpoint.reshard=true"])
@@ -204,7 +204,7 @@ def test_another_number_of_hosts_resumes(fleet: Fleet, prepare: Prepare, disks: 
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, prepare: Prepare, copies: int) -> None:
     whole = prepare(fleet, ZERO3, copies=copies)
     path = fleet.iteration(1, 4)
@@ -244,8 +244,8 @@ def damage(path: Path, kind: str) -> None:
     "kind",
     [
         "manifest.json",
-        pytest.param("trainer_state.json", marks=pytest.mark.soak),
-        pytest.param("a header", marks=pytest.mark.soak),
+        pytest.param("trainer_state.json", marks=pytest.mark.nightly),
+        pytest.param("a header", marks=pytest.mark.nightly),
         "a truncated file",
     ],
 )
@@ -334,8 +334,8 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("disks", "shares_run"),
     [
         ([0, 1], True),
-        pytest.param([1, 0], False, marks=pytest.mark.soak),
-        pytest.param([1, 2], True, marks=pytest.mark.soak),
+        pytest.param([1, 0], False, marks=pytest.mark.nightly),
+        pytest.param([1, 2], True, marks=pytest.mark.nightly),
     ],
     ids=["shared run folder", "run folders of hosts", "only the copy"],
 )
@@ -364,7 +364,7 @@ def die_before_the_rename(arguments: list[str]) -> None:
     run_trainer(arguments)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_rewind_that_is_killed_half_way_is_a_rewind(fleet: Fleet, rewound: Path) -> None:
     ended = fleet.train([0, 1], [*KEPT, "train.exit_interval=4"])
     assert ended.ok, ended.text

@@ -26,7 +26,9 @@ def fleet(tmp_path: Path) -> Fleet:
 
 
 @pytest.mark.parametrize(
-    ("topology", "ranks_per_host"), [(ZERO3, 1), pytest.param(TP2_PP2, 2, marks=pytest.mark.soak)], ids=["zero3", "tp2"]
+    ("topology", "ranks_per_host"),
+    [(ZERO3, 1), pytest.param(TP2_PP2, 2, marks=pytest.mark.nightly)],
+    ids=["zero3", "tp2"],
 )
 def test_a_run_goes_on_from_the_store_without_any_of_its_hosts(
     fleet: Fleet, tmp_path: Path, topology: tuple[str, ...], ranks_per_host: int

@@ -120,7 +120,7 @@ def outcomes(root: Path) -> dict[Loss, Ended]:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "loss", LOSSES, ids=lambda loss: f"{loss.moment}-{loss.deed}-{loss.rank}-{loss.topology.partition('.')[2]}"
 )
@@ -129,7 +129,7 @@ def test_the_other_rank_ends_soon_and_names_the_lost_one(outcomes: dict[Loss, En
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_no_loss_leaves_half_a_checkpoint(root: Path, outcomes: dict[Loss, Ended]) -> None:
     committed = list(root.glob("run*/checkpoints/iter_*"))
     assert len(committed) >= 2 * sum(loss.moment in ("exit", "destroy") for loss in outcomes)

@@ -73,7 +73,7 @@ def saved(run: Path) -> list[str]:
 
 def slow_but_for_one_rank() -> list[Any]:
     marks = {"one rank": [], "tp2": [pytest.mark.slow]}
-    return [pytest.param(name, marks=marks.get(name, [pytest.mark.slow, pytest.mark.soak])) for name in LAYOUTS]
+    return [pytest.param(name, marks=marks.get(name, [pytest.mark.slow, pytest.mark.nightly])) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", slow_but_for_one_rank())

@@ -117,7 +117,7 @@ QUICK = {("zero1", "evaluation", 2, USR1), ("one rank", "forward", 3, TERM)}
 
 @pytest.mark.parametrize(
     ("layout", "moment", "iteration", "number", "to", "left"),
-    [pytest.param(*case, marks=() if case[:4] in QUICK else [pytest.mark.slow, pytest.mark.soak]) for case in CASES],
+    [pytest.param(*case, marks=() if case[:4] in QUICK else [pytest.mark.slow, pytest.mark.nightly]) for case in CASES],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).replace(" ", ""),
 )
 def test_a_signal_saves_once_and_the_run_resumes_bitwise(

@@ -44,7 +44,7 @@ def iterations(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "is_async"),
     [
-        *(pytest.param(layout, True, marks=pytest.mark.soak if layout in SOAK else ()) for layout in LAYOUTS),
+        *(pytest.param(layout, True, marks=pytest.mark.nightly if layout in SOAK else ()) for layout in LAYOUTS),
         ("zero0", False),
     ],
 )

@@ -80,8 +80,8 @@ def gate(folder: Path, moment: str, iteration: int, ranks: Sequence[int], **deed
     ("topology", "kills"),
     [
         pytest.param([], [("forward", 5, 1)], id="dp2"),
-        pytest.param([], [("forward", 5, 1), ("step", 7, 0)], id="dp2, twice", marks=pytest.mark.soak),
-        pytest.param(["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)], id="tp2", marks=pytest.mark.soak),
+        pytest.param([], [("forward", 5, 1), ("step", 7, 0)], id="dp2, twice", marks=pytest.mark.nightly),
+        pytest.param(["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)], id="tp2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
@@ -110,10 +110,10 @@ def superseded(run: Path) -> list[str]:
 
 # What the command says of the beginning, the workers, and the earlier run's checkpoints that it puts out of the way.
 BEGINNINGS = [
-    pytest.param("checkpoint.load=none", 2, (2, 4, 6), id="none-2", marks=pytest.mark.soak),
+    pytest.param("checkpoint.load=none", 2, (2, 4, 6), id="none-2", marks=pytest.mark.nightly),
     pytest.param("checkpoint.load=none", 1, (2, 4, 6), id="none-1"),
-    pytest.param("checkpoint.ckpt_step=2", 2, (4, 6), id="ckpt_step-2", marks=pytest.mark.soak),
-    pytest.param("checkpoint.load={run}/checkpoints/iter_0000002", 1, (4, 6), id="path-1", marks=pytest.mark.soak),
+    pytest.param("checkpoint.ckpt_step=2", 2, (4, 6), id="ckpt_step-2", marks=pytest.mark.nightly),
+    pytest.param("checkpoint.load={run}/checkpoints/iter_0000002", 1, (4, 6), id="path-1", marks=pytest.mark.nightly),
 ]
 
 

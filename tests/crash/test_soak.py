@@ -72,7 +72,7 @@ def on_two_hosts(plan: Soak) -> Launch:
 
 # Two ranks of one host, and two hosts with copies.
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path, hosts: int) -> None:
     plan = Soak(tmp_path, 6, iterations=80, overrides=("parallel.zero_stage=3",), local=memory, hosts=hosts)
@@ -83,7 +83,7 @@ def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_job_of_torchrun_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["2", "--iterations", "60", "--folder", str(tmp_path / "soak")]) == 0
     assert "soak_kill: 2 kills" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from scripts.faults.soak_power import CANNOT_MOUNT
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def soak_power(folder: Path, *arguments: str) -> tuple[int, str]:

@@ -119,7 +119,7 @@ def events(
     [
         "one rank",
         pytest.param("zero3", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.soak]) for name in ("tp2", "pp2")),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly]) for name in ("tp2", "pp2")),
     ],
 )
 def test_a_rewound_run_is_that_which_was_told_the_range(data: Path, layout: str) -> None:

@@ -57,12 +57,12 @@ def assert_goes_on(run: Path, whole: Path) -> None:
 # only one left to do something for that save.
 MOMENTS = [
     pytest.param("forward", 7, id="forward"),
-    pytest.param("save", 8, id="save", marks=pytest.mark.soak),
-    pytest.param("prepare", 8, id="prepare", marks=pytest.mark.soak),
+    pytest.param("save", 8, id="save", marks=pytest.mark.nightly),
+    pytest.param("prepare", 8, id="prepare", marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(("moment", "iteration"), MOMENTS)
 def test_a_stopped_rank_0_ends_all_ranks_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int

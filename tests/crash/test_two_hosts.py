@@ -17,7 +17,7 @@ from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
 
 pytestmark = pytest.mark.slow
-SOAK = pytest.mark.soak
+SOAK = pytest.mark.nightly
 
 _PREFIX = f"reprise{os.getpid()}"
 TIMEOUT_S = 8.0

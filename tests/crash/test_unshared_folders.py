@@ -21,7 +21,7 @@ from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started, tensor_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2")
 TENSOR_PARALLEL = "parallel.tensor_model_parallel_size=2"
@@ -113,9 +113,9 @@ def damaged(checkpoints: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("topology", "is_empty"),
     [
-        pytest.param("parallel.zero_stage=1", True, marks=pytest.mark.soak),
+        pytest.param("parallel.zero_stage=1", True, marks=pytest.mark.nightly),
         ("parallel.zero_stage=3", False),
-        pytest.param(TENSOR_PARALLEL, False, marks=pytest.mark.soak),
+        pytest.param(TENSOR_PARALLEL, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_host_that_loses_the_folder_fails_the_save_cleanly(tmp_path: Path, topology: str, is_empty: bool) -> None:

@@ -52,7 +52,7 @@ def test_other_ranks_continue_the_curve(run: Path, tmp_path: Path, ranks: int) -
     assert [topology.get("replicate") for topology in topologies] == [2, None]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "axis", ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "optimizer=muon"]
 )

@@ -42,7 +42,7 @@ DEAR = {
     "dropout": ("gpt2", 2, (_TP, _SP, "model.dropout=0.1")),
 }
 CASES = {**CHEAP, **DEAR}
-_MARKS = [pytest.mark.slow, pytest.mark.soak]
+_MARKS = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def write_data(folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_without_masks_documents_see_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in CASES if case != "dropout"])
 def test_every_topology_has_the_losses_of_one_rank(tmp_path: Path, case: str) -> None:
     write_data(tmp_path)

@@ -44,7 +44,7 @@ def is_frozen(name: str) -> bool:
 
 
 def cases(table: dict[str, tuple[int, list[str]]], fast: set[str]) -> list[object]:
-    return [pytest.param(name, marks=() if name in fast else [pytest.mark.slow, pytest.mark.soak]) for name in table]
+    return [pytest.param(name, marks=() if name in fast else [pytest.mark.slow, pytest.mark.nightly]) for name in table]
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_an_interrupt_on_one_of_two_ranks(tmp_path: Path) -> None:
         assert outcome in ended.text
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_interrupt_at_every_line_on_one_of_two_ranks(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "saves"), "0"]
     ended = call_on_ranks(load_with_interrupts, arguments, folder=tmp_path / "ranks", ranks=2, timeout_s=3600.0)

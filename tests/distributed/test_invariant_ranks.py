@@ -140,7 +140,7 @@ def test_bfloat16_has_the_bits_of_one_rank(train: Train, model: str, case: Case)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel_ranks_have_their_own_bits(train: Train, dtype: str) -> None:
     overrides = overrides_of("gpt2", dtype, iterations=6)
@@ -170,7 +170,7 @@ def test_qwen3_and_muon_have_the_bits_of_one_rank(train: Train, case: Case) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["gpt2", "llama3"])
 @pytest.mark.parametrize("name", ["dp2 zero3", "pp2"])
 def test_compiled_models_have_the_bits_of_one_rank(train: Train, model: str, name: str) -> None:
@@ -185,7 +185,7 @@ def test_more_lanes_are_another_rounding(train: Train) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", range(4))
 def test_eight_ranks_have_the_bits_of_one(train: Train, stage: int) -> None:
     overrides = overrides_of("llama3", "bfloat16", iterations=30)
@@ -193,7 +193,7 @@ def test_eight_ranks_have_the_bits_of_one(train: Train, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", named(EVERY))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
@@ -203,7 +203,7 @@ def test_every_topology_has_the_bits_of_one_rank(train: Train, model: str, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", named(EVERY_CUT + EVERY_CUT_SEQUENCE))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)

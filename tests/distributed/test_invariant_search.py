@@ -82,7 +82,7 @@ def draw(seed: int) -> Drawn:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_sizes_have_the_bits_of_one_rank(tmp_path: Path, seed: int) -> None:
     drawn = draw(seed)

@@ -78,7 +78,7 @@ def test_two_ranks_have_the_bits_of_one(train: Train) -> None:
     assert train(TP2_SP, *overrides) == train(ALONE, *overrides)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "dtype", "case", "extra"),
     [
@@ -98,7 +98,7 @@ def test_any_tensor_parallelism_has_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", named(EVERY))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["gpt2", "llama3"])

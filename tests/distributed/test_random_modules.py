@@ -23,7 +23,7 @@ def test_shards_go_on_with_equal_bits_or_name_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_three_hundred_of_every_installed_package(ranks: str) -> None:
     assert main(["--cases", "300", "--ranks", ranks]) == 0

@@ -19,7 +19,7 @@ def test_a_state_comes_back_or_its_key_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_three_hundred_states_on_up_to_four_ranks() -> None:
     assert main(["--cases", "300"]) == 0
 

@@ -87,7 +87,7 @@ def test_samples_are_those_of_one_rank(tmp_path: Path, on_one_rank: list[tuple[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*IN_CI, *(pytest.param(n, marks=pytest.mark.soak) for n in TOPOLOGIES if n not in IN_CI)]
+    "name", [*IN_CI, *(pytest.param(n, marks=pytest.mark.nightly) for n in TOPOLOGIES if n not in IN_CI)]
 )
 def test_samples_change_no_bit_of_a_run_on_any_topology(
     tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str
@@ -103,7 +103,7 @@ def test_samples_change_no_bit_of_a_run_on_any_topology(
     [
         ["train.dtype=bfloat16"],
         ["train.activation_checkpointing=true"],
-        pytest.param(["train.compile=true"], marks=pytest.mark.soak),
+        pytest.param(["train.compile=true"], marks=pytest.mark.nightly),
     ],
 )
 def test_samples_change_no_bit_with_any_way_to_compute(tmp_path: Path, options: list[str]) -> None:

@@ -15,7 +15,7 @@ import trainer.__main__
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, call_on_ranks, curve, run_ok, tensor_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 _TP = "parallel.tensor_model_parallel_size=2"
 _SP = "parallel.sequence_parallel=true"
@@ -39,7 +39,7 @@ TOPOLOGIES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 # The dearest, whose axes the others have too, are left to the longest tests.
 SOAKED = ("tp2+sp", "tp2 dp2 zero1", "tp2 dp2 zero3", "pp2 dp2", "tp2+sp pp2 dp2")
-NAMES = [pytest.param(name, marks=pytest.mark.soak if name in SOAKED else ()) for name in TOPOLOGIES]
+NAMES = [pytest.param(name, marks=pytest.mark.nightly if name in SOAKED else ()) for name in TOPOLOGIES]
 
 # Odd sizes: 257 rows, 5 layers, widths that 3 does not divide. GPT-2 is tied, LLaMA-3 is not.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -84,7 +84,7 @@ def _run_in_turn(arguments: list[str]) -> None:
 
 
 # Both visit every topology, in minutes; the one without a tie on its ends is left to the longest tests.
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama3", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama3", marks=pytest.mark.nightly)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -146,7 +146,7 @@ def test_a_load_at_another_topology_continues_the_curve(visited: Visits, name: s
 
 # With the eleven loads of the visit this makes 30 ordered pairs over both families.
 PAIRS = [
-    pytest.param("tp2+sp pp2 dp2", "dp2", marks=pytest.mark.soak),
+    pytest.param("tp2+sp pp2 dp2", "dp2", marks=pytest.mark.nightly),
     ("dp3 zero3", "pp2"),
     ("pp2 vpp2", "1"),
     ("tp2", "pp2 vpp2"),

@@ -36,7 +36,7 @@ def _run(folder: Path, family: str, extra: Sequence[str], *, ranks: int) -> list
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_losses_over_20_iterations_are_those_of_one_rank(family: str, tmp_path: Path) -> None:
     one = _run(tmp_path / "1", family, (), ranks=1)
     assert [row[0] for row in one] == list(range(1, ITERATIONS + 1))

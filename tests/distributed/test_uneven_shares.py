@@ -45,7 +45,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "zero_stage", [pytest.param(stage, marks=[pytest.mark.soak] if stage in (1, 2) else []) for stage in range(4)]
+    "zero_stage", [pytest.param(stage, marks=[pytest.mark.nightly] if stage in (1, 2) else []) for stage in range(4)]
 )
 def test_three_of_four_ranks_go_on(four: Path, tmp_path: Path, zero_stage: int) -> None:
     shutil.copytree(four, tmp_path / "three")
@@ -69,7 +69,7 @@ def test_auto_moves_with_the_ranks(tmp_path: Path) -> None:
     assert_close(tmp_path / "run", tmp_path / "one")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_shares_differ_within_copies_too(tmp_path: Path) -> None:
     copies = ["parallel.zero_stage=3", "parallel.replicate=3"]
     ended = run_ok(tmp_path / "six", [*AUTO, *copies], ranks=6)

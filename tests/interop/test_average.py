@@ -247,7 +247,7 @@ TOPOLOGIES = {"tp2": ["parallel=tp2"], "pp2": ["parallel=pp2"], "zero3": ["paral
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_merge_of_a_topology_has_the_bytes_of_one_rank(tmp_path: Path, topology: str) -> None:
     command = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=3"]

@@ -163,7 +163,7 @@ def test_damaged_checkpoints_are_refused_or_imported(found: dict[str, Target], t
     assert problems == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_thousand_damaged_checkpoints(found: dict[str, Target], tmp_path: Path) -> None:
     problems = [(n, r) for n, r in fuzz(found, 2, range(2000), tmp_path / "case") if r.problem is not None]
     assert problems == []

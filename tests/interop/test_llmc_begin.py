@@ -73,7 +73,7 @@ def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, fami
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_a_run_from_a_file_has_losses_and_bits_of_the_import(tmp_path: Path, family: str) -> None:
     path, ours = written(tmp_path / "weights", family), OURS[family]
     assert convert.main(["import", "llmc", str(path), str(tmp_path / "imported"), *TINY[5:]]) == 0

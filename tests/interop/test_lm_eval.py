@@ -22,7 +22,7 @@ from tests.resume.test_hugging_face import our_model
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.soak,
+    pytest.mark.nightly,
     pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"),
 ]
 

@@ -38,7 +38,7 @@ from trainer.interop.megatron.export import arguments_of
 from trainer.interop.megatron.source import read_source
 from trainer.interop.source import StateSource, of_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 NEXT, LATER, LOGITS = 1e-6, 1e-5, 1e-5
 SAVED, TOTAL = 3, 8

@@ -57,7 +57,7 @@ def test_megatron_reads_the_documents_we_write(tmp_path: Path, megatron: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("seq_length", [7, 64, 1000])
 def test_samples_are_those_of_gpt_dataset(
     tmp_path: Path, megatron: Any, monkeypatch: pytest.MonkeyPatch, seq_length: int

@@ -74,7 +74,7 @@ WAYS = {
 
 def of_both_models(ways: Iterable[str]) -> pytest.MarkDecorator:
     """Run a test for each layout and model; in the gate, each layout is that of one of the two models."""
-    dear = [pytest.mark.slow, pytest.mark.soak]
+    dear = [pytest.mark.slow, pytest.mark.nightly]
     cases = [
         pytest.param(model, way, marks=dear if (number + other) % 2 else ())
         for other, model in enumerate(MODELS)

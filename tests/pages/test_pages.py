@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(folder: Path, page: Page) -> None:
     if page.prepare:
@@ -31,7 +31,7 @@ def test_the_blocks_of_a_page_run(folder: Path, page: Page) -> None:
     assert PageRunner(folder, SMALL | page.small, page.names).run(ROOT / "docs" / page.name) == page.blocks
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_cells_of_the_notebook_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     assert PageRunner(folder).run_notebook(ROOT / "examples" / "first_run.ipynb") == 5

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, ["parallel=tp2"]),
     "pp2": (2, ["parallel=pp2"]),
 }
-SLOW = [pytest.mark.slow, pytest.mark.soak]
+SLOW = [pytest.mark.slow, pytest.mark.nightly]
 LAST = "checkpoints/iter_0000006"
 
 
@@ -119,7 +119,7 @@ def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path, l
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["zero3", "zero2", "pp2"])
 def test_invariant_ranks_keep_their_bits_and_moves_too(tmp_path: Path, layout: str) -> None:
     ranks, topology = LAYOUTS[layout]

@@ -24,7 +24,7 @@ def lines(folder: Path) -> list[dict[str, object]]:
 
 
 AROUND = (2, 3, 4, 5, 6)  # before, on and after both borders, which act after iterations 3 and 5
-SOAK = [pytest.mark.slow, pytest.mark.soak]
+SOAK = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

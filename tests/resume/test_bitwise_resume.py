@@ -29,15 +29,17 @@ def _overrides(family: str, dtype: str, zero_stage: int) -> list[str]:
     ]
 
 
-def _is_soak(family: str, dtype: str, zero_stage: int) -> bool:
-    """Return whether the soak alone has a case: stages 0 and 2 are in the gate for one family in float32."""
+def _is_nightly(family: str, dtype: str, zero_stage: int) -> bool:
+    """Return whether the nightly run alone has a case: stages 0 and 2 are in the gate for one family in float32."""
     return zero_stage in (0, 2) and (family, dtype) != ("gpt2", "float32")
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "ranks", "zero_stage"),
     [
-        pytest.param(*(family, dtype, ranks, stage), marks=pytest.mark.soak if _is_soak(family, dtype, stage) else ())
+        pytest.param(
+            *(family, dtype, ranks, stage), marks=pytest.mark.nightly if _is_nightly(family, dtype, stage) else ()
+        )
         for family in FAMILIES
         for dtype in ("float32", "bfloat16")
         for ranks, stage in LAUNCHES

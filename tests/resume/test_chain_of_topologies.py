@@ -56,7 +56,7 @@ def test_killed_and_moved_twice_it_equals_the_run_on_one_rank(tmp_path: Path) ->
     assert_equal(moved, whole)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_moved_over_tensor_ranks_it_equals_the_run_on_one_rank(tmp_path: Path) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     run_ok(whole, SHARDS)

@@ -255,7 +255,8 @@ def record(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("is_faulty", [False, True])
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "zero3" else pytest.mark.soak) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name == "zero3" else pytest.mark.nightly) for name in LAYOUTS],
 )
 def test_logical_tensors_are_compared_across_topologies(tmp_path: Path, layout: str, is_faulty: bool) -> None:
     invariance, sizes, ranks = LAYOUTS[layout]

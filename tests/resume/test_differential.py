@@ -25,7 +25,7 @@ def test_an_interrupted_run_leaves_what_the_unbroken_one_leaves(number: int, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 300, 10))
 def test_it_does_so_for_300_random_configurations(first: int, tmp_path: Path) -> None:
     for number in range(first, first + 10):
@@ -34,7 +34,7 @@ def test_it_does_so_for_300_random_configurations(first: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_moved_shards_equal_one_process_or_are_refused(first: int, tmp_path: Path) -> None:
     for number in range(first, first + 10):

@@ -31,13 +31,15 @@ def test_a_killed_loop_with_workers_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("spawned workers", marks=pytest.mark.soak), "two ranks of accelerate"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("spawned workers", marks=pytest.mark.nightly), "two ranks of accelerate"]
+)
 def test_other_killed_loops_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     require(SLOW[name])
     assert kill_at_random(SLOW[name], tmp_path, kills=3, iterations=14).kills == 3
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOOPS)
 def test_fifty_kills_lose_no_bit(tmp_path: Path, name: str) -> None:
     require(LOOPS[name])

@@ -56,7 +56,7 @@ def outcome(raw: Any) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.nightly)])
 def test_no_field_of_a_checkpoint_is_resolved(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:

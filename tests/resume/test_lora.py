@@ -50,7 +50,7 @@ def on(base: Path, model: str, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     "topology", [pytest.param(t, marks=() if t == "zero3" else pytest.mark.slow) for t in TOPOLOGIES]
 )
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=[pytest.mark.slow, pytest.mark.soak])])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_a_killed_run_resumes_bitwise(bases: dict[str, Path], tmp_path: Path, model: str, topology: str) -> None:
     ranks, axes = TOPOLOGIES[topology]
     run = on(bases[model], model, *axes)
@@ -84,7 +84,7 @@ INVARIANT = {
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", INVARIANT)
 def test_every_topology_has_the_bits_of_one_rank(
@@ -101,8 +101,8 @@ def test_every_topology_has_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [[TP], pytest.param([TP, SP], marks=pytest.mark.soak)], ids=["tp2", "tp2+sp"])
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("axes", [[TP], pytest.param([TP, SP], marks=pytest.mark.nightly)], ids=["tp2", "tp2+sp"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=pytest.mark.nightly)])
 def test_tensor_parallel_ranks_write_the_bytes_of_one(
     bases: dict[str, Path], alone: dict[str, Path], tmp_path: Path, model: str, axes: list[str]
 ) -> None:
@@ -121,7 +121,7 @@ def test_tensor_parallel_ranks_write_the_bytes_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.soak), "llama3"])
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.nightly), "llama3"])
 def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tmp_path: Path, model: str) -> None:
     found = []
     for name, axes, ranks in (("one", list[str](), 1), ("two", [TP, SP], 2)):

@@ -43,7 +43,7 @@ def _names(iterations: Sequence[int]) -> list[str]:
     return [f"iter_{iteration:07d}" for iteration in iterations]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_over_all_axes_stopped_at_30_and_resumed(tmp_path: Path) -> None:
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
     _run(unbroken, "reference_3d", ranks=8)

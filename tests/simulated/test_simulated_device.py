@@ -91,7 +91,7 @@ def test_offloaded_averages_have_the_bits_of_those_on_the_device(tmp_path: Path,
 STEPS = "variants gpt2_124m;transformers gpt2_124m"
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("groups", "sides"),
     [("step gpt2_124m;save gpt2_1558m", 8), (STEPS, 6)],

@@ -177,7 +177,7 @@ def _client(killer: Killer, url: StoreUrl) -> StoreClient:
     return KillableClient(url.root, killer)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_processes_that_are_killed_at_random_moments(tmp_path: Path) -> None:
     """Kill the mirrors of two hosts, as processes, 500 times, while the run saves and goes back now and then."""
     folder, store = tmp_path / "run", tmp_path / "store"

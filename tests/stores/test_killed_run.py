@@ -23,7 +23,7 @@ from tests.stores.saving import committed
 from tests.stores.test_killed import PROCESS_S, mirror_of
 from trainer.commands import follow
 
-KILLS, SEED = int(os.environ.get("SOAK_KILLS", "500")), int(os.environ.get("SOAK_SEED", "0"))
+KILLS, SEED = int(os.environ.get("REPRISE_KILLS", "500")), int(os.environ.get("REPRISE_SEED", "0"))
 ITERATIONS = 240
 LONGEST_S = 4.0  # of a pause between two kills
 LOOK = 'ls "$1"/*.safetensors "$1"/manifest.json > "$2"'  # fails for a folder that is not whole
@@ -108,7 +108,7 @@ def uploader_of(parent: int) -> int | None:
     return None
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) -> None:
     draw, kills, number = random.Random(SEED), Counter[str](), 0
     unbroken = tmp_path / "unbroken" / "run"

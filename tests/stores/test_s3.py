@@ -106,7 +106,7 @@ def test_faults_of_a_store_are_not_seen(port: int, tmp_path: Path) -> None:
         assert content(tmp_path / "back" / name) == content(tmp_path / "again" / name) == content(folder / name)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_upload_takes_at_most_four_parts_a_thread(port: int, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes((96 << 20) + 5))
     ended = subprocess.run(

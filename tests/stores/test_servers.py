@@ -37,7 +37,7 @@ parts = [client.read("large/object", at, min(8 << 20, size - at)) for at in rang
 assert b"".join(parts) == path.read_bytes()
 assert client.head("large/object").size == size
 """
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module", params=["moto", "juicefs", "azurite"])

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok
+from tests.profiles import examples
 from trainer.commands.prepare_data import main
 from trainer.data.blocks import SplitRule, TextForm, read_blocks, start_of_character
 from trainer.data.bpe import train_bpe
@@ -90,7 +91,7 @@ CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
 TEXTS = st.lists(st.text(CHARACTERS) | st.sampled_from(WORDS), max_size=6)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(texts=TEXTS, block_bytes=st.integers(1, 40))
 @example(texts=["<|endoftext|>", "a<|endoftext|>\n"], block_bytes=3)
 def test_what_was_encoded_decodes_to_the_text(
@@ -118,7 +119,7 @@ def test_what_was_encoded_decodes_to_the_text(
                 assert [decoder.decode(ids, skip_special_tokens=False) for ids in found] == expected
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.binary(max_size=12) | st.text(max_size=6).map(str.encode))
 def test_a_cut_never_falls_into_a_character(text: bytes) -> None:
     at = start_of_character(text, len(text))

@@ -230,7 +230,7 @@ ODD_VALUES = (
 )
 
 
-@pytest.mark.parametrize("every", [257, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [257, pytest.param(1, marks=pytest.mark.nightly)])
 def test_odd_values_of_every_key_end_in_one_message(every: int) -> None:
     words = [f"{key}={value}" for key in keys() for value in ODD_VALUES]
     for word in words[::every]:

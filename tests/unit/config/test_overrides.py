@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from models.config import RopeScaling
 from reprise.errors import ConfigError
+from tests.profiles import examples
 from trainer.config.compose import compose, compose_command, compose_values, read_resolved, resolve, sections_of
 from trainer.config.overrides import escape, readable, text_value
 
@@ -30,7 +31,7 @@ def value_of(word: str) -> object:
     return OmegaConf.to_object(OmegaConf.create({"key": value}))["key"]  # type: ignore[index,call-overload]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(TEXT, ODD_TEXT))
 @example("${oc.env:HOME}")
 @example("a\\${x}\\")
@@ -43,7 +44,7 @@ def test_a_printed_value_means_its_text(text: str) -> None:
     assert value_of(readable([word])[0]) == text
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(TEXT, ODD_TEXT))
 @example("{a: 训}")
 @example("a,b")
@@ -91,7 +92,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
         readable(["run.name=\udcff"])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.one_of(TEXT, ODD_TEXT))
 def test_an_escaped_text_is_never_resolved(text: str) -> None:
     value = {"key": escape([text, {"inner": text}])}
@@ -119,7 +120,7 @@ NUMBERS = st.from_regex(
 WORDS = ("null", "Null", "true", "TRUE", "no", "off", "y", "nan", "-inf", "1:30", "0o17", "2026-11-28")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(NUMBERS)
 @example("12e4567")
 @example("7e89012")

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
 from tests.fakes import tokens_in_memory
+from tests.profiles import examples
 from trainer.data.batches import Samples, micro_batch_positions
 from trainer.data.documents import WindowForm
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
@@ -31,7 +32,6 @@ def test_windows_overlap_by_one_token_and_drop_a_partial_one() -> None:
     assert windows.tolist() == [[4, 5, 6, 7, 8], [0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), seq_length=st.integers(1, 12))
 def test_windows_never_cross_files_and_use_each_target_once(sizes: list[int], seq_length: int) -> None:
     files, expected = [], []
@@ -108,7 +108,7 @@ def test_impossible_micro_batches_are_refused(consumed: int, number: int, micro_
         micro_batch_positions(consumed, number=number, micro_batch_size=micro_batch_size)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(files=st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=3), seq_length=st.integers(1, 7))
 def test_windows_of_documents_cover_each_target_once(files: list[list[int]], seq_length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

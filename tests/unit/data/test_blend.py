@@ -6,10 +6,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import tokens_in_memory
+from tests.profiles import examples
 from tests.sample_order import sample_ids
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend, places_of
@@ -19,7 +20,7 @@ decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number
 weights = st.lists(decimals, min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(weights=weights, far=st.integers(0, 10**12))
 def test_counts_are_within_1_of_the_share_everywhere(weights: list[Fraction], far: int) -> None:
     blend = Blend(weights)
@@ -37,7 +38,7 @@ def test_counts_are_within_1_of_the_share_everywhere(weights: list[Fraction], fa
         assert blend.shares == [weight / sum(weights) for weight in weights]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(weights=weights, positions=st.lists(st.integers(0, 10**15), min_size=1, max_size=8))
 def test_any_position_is_found_without_the_others(weights: list[Fraction], positions: list[int]) -> None:
     blend = Blend(weights)
@@ -75,7 +76,7 @@ def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
         Blend(weights)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(size=st.integers(1, 300), first=st.integers(0, 10**6), seed=st.integers(0, 2**64))
 def test_positions_one_by_one_have_the_order_of_ranges(size: int, first: int, seed: int) -> None:
     positions = np.arange(first, first + 50)

@@ -380,7 +380,7 @@ def test_an_added_token_across_cuts_allows_none(case: str) -> None:
     assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_real_block_of_every_component(
@@ -488,6 +488,6 @@ def test_random_tokenizers_give_the_same_tokens_cut() -> None:
     assert compare_drawn(range(60)) > 3
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_many_random_tokenizers_give_the_same_tokens_cut() -> None:
     assert compare_drawn(range(60, 3000)) > 150

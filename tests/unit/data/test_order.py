@@ -8,10 +8,11 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import sample_order
+from tests.profiles import examples
 from trainer.data.order import sample_ids_at
 
 INCREMENT = 0x9E3779B97F4A7C15  # of splitmix64
@@ -22,7 +23,7 @@ def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDA
     return sample_ids_at(np.arange(first, first + count), epoch_sizes=np.full(count, epoch_size), seed=seed)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(epoch_size=st.integers(1, 5000), epoch=st.integers(0, 2**40), seed=seeds)
 def test_every_sample_comes_once_an_epoch(epoch_size: int, epoch: int, seed: int) -> None:
     ids = sample_ids(epoch * epoch_size, epoch_size, epoch_size=epoch_size, seed=seed)
@@ -36,7 +37,6 @@ def test_every_sample_of_every_small_range_comes_once_an_epoch(epoch_size: int) 
     assert all(sorted(ids.tolist()) == list(range(epoch_size)) for ids in epochs)
 
 
-@settings(deadline=None)
 @given(epoch_size=st.integers(1, 2**62), seed=seeds, data=st.data())
 def test_no_sample_of_a_huge_range_comes_twice(epoch_size: int, seed: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, epoch_size - 1), max_size=50, unique=True)), dtype=np.int64)
@@ -45,7 +45,6 @@ def test_no_sample_of_a_huge_range_comes_twice(epoch_size: int, seed: int, data:
     assert np.all((ids >= 0) & (ids < epoch_size))
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), first=st.integers(0, 10**9), seed=seeds)
 def test_positions_of_several_sizes_do_not_affect_each_other(sizes: list[int], first: int, seed: int) -> None:
     positions = np.arange(first, first + 100)
@@ -72,7 +71,6 @@ def test_neighbours_do_not_stay_together() -> None:
     assert abs(np.corrcoef(ids[1:], ids[:-1])[0, 1]) < 0.015
 
 
-@settings(deadline=None)
 @given(
     epoch_size=st.integers(1, 60),
     first=st.integers(0, 10**9),
@@ -90,7 +88,6 @@ def test_the_order_does_not_depend_on_how_positions_are_cut(
     assert whole.tolist() == parts
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
     other=st.integers(0, 2**64 - 1),
@@ -124,7 +121,6 @@ def test_the_order_is_the_one_written_out(epoch_size: int, seed: int) -> None:
         assert sample_ids(first, 30, epoch_size=epoch_size, seed=seed).tolist() == expected.tolist()
 
 
-@settings(deadline=None)
 @given(epoch_size=st.integers(1, 10**5), first=st.integers(0, 2**62), count=st.integers(0, 50), seed=seeds)
 def test_any_part_of_the_order_is_the_one_written_out(epoch_size: int, first: int, count: int, seed: int) -> None:
     expected = sample_order.sample_ids(first, count, epoch_size=epoch_size, seed=seed)

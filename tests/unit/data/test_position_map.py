@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from trainer.data.batches import MappedSamples, Samples
 from trainer.data.position_map import PositionMap, parse_ranges, resume_map
 
@@ -28,7 +29,7 @@ def positions(position_map: PositionMap, first: int, count: int) -> list[int]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(RANGES)
 def test_the_gaps_are_what_is_passed_over(ranges: list[tuple[int, int]]) -> None:
     position_map = PositionMap.of(ranges)
@@ -39,7 +40,7 @@ def test_the_gaps_are_what_is_passed_over(ranges: list[tuple[int, int]]) -> None
     assert PositionMap.from_record(position_map.record()) == position_map
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(RANGES, st.integers(0, 20)), min_size=1, max_size=4))
 def test_no_change_repeats_a_sample_or_makes_a_gap_again(phases: list[tuple[list[tuple[int, int]], int]]) -> None:
     position_map, count, trained = PositionMap(), 0, list[int]()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
 from tests.fakes import tokens_in_memory
+from tests.profiles import examples
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import (
     TokenArray,
@@ -46,7 +47,7 @@ def test_a_file_has_the_bytes_of_llm_c(tmp_path: Path, dtype: type, magic: int, 
     assert path.read_bytes() == header.tobytes() + body.tobytes()
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(chunks=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=40), max_size=6))
 def test_tokens_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]) -> None:
     path = tmp_path_factory.mktemp("tokens") / "a.bin"

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from trainer.generate.sampling import Sampling, choose, generate
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.9, -torch.inf])
@@ -19,7 +20,7 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert choose(LOGITS, Sampling(), number=3) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(seed=st.integers(0, 2**63), number=st.integers(0, 10_000), top_k=st.integers(0, 6), hot=st.floats(0.01, 50))
 def test_a_choice_is_a_function_of_seed_and_number(seed: int, number: int, top_k: int, hot: float) -> None:
     before = torch.random.get_rng_state()

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import Initial, InitialKind
 from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
+from tests.profiles import examples
 from trainer.run.random import dropout_key, fill_initial_values
 
 NORMAL = Initial(InitialKind.normal, 0.02)
@@ -29,7 +30,7 @@ def drawn(*shape: int, name: str = "w", seed: int = 1, rule: Initial = NORMAL) -
     return filled(shape, Box((0,) * len(shape), shape), name=name, seed=seed, rule=rule)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(1, 200), st.integers(1, 7), st.data())
 def test_every_box_is_cut_from_the_same_values(rows: int, columns: int, data: st.DataObject) -> None:
     whole = drawn(rows, columns)

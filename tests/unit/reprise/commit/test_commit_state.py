@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.commit import channel as channel_module
@@ -37,6 +37,7 @@ from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Sources
+from tests.profiles import examples
 from tests.turns import Fault, FaultyStore, Task, Turns
 
 PATIENCE_S = 0.3  # of a rank that waits for a message
@@ -435,27 +436,27 @@ def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -
 
 
 @given(troubles())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
     attempted(told)
 
 
 @given(troubles(is_local=True))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_after_a_restart_all_hosts_have_an_attempt_or_none(told: Troubles) -> None:
     attempted(told)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @given(troubles() | troubles(is_local=True))
-@settings(max_examples=4000, deadline=None)
+@examples(4000)
 def test_no_rank_contradicts_the_folder_in_thousands_of_troubles(told: Troubles) -> None:
     attempted(told)
 
 
 @given(troubles(with_faults=False) | troubles(with_faults=False, is_local=True))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> None:
     assert told.are_messages_safe
     found = attempted(told)
@@ -635,7 +636,7 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
         commit_state.Decision(None),
     ],
 )
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[int, ...], events: list[Event]) -> None:
     known, whole, prepared, renames = CommitState.of(rank, range(MOST_RANKS), leaders), set[int](), set[int](), 0
     is_decided = False  # on another leader: whether rank 0 has decided to commit

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.commit import channel as channel_module
@@ -28,6 +28,7 @@ from reprise.format.manifest import TensorEntry, Written, WrittenPiece
 from reprise.format.report import RankReport, decode, encode
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
+from tests.profiles import examples
 from tests.turns import Fault, FaultyStore, Turns
 
 EMPTY, MATRIX = (
@@ -290,15 +291,15 @@ def history_of(told: Series) -> History:
 
 
 @given(SERIES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_each_manifest_has_the_pieces_of_its_own_save(told: Series) -> None:
     history_of(told)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.nightly
 @given(SERIES)
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 def test_each_manifest_is_its_own_in_thousands_of_series(told: Series) -> None:
     history_of(told)
 

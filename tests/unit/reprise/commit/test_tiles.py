@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.commit.tiles import entries_of
@@ -16,6 +16,7 @@ from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_count
 from reprise.format.report import encode
+from tests.profiles import examples
 
 SPECS = [
     TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
@@ -60,7 +61,7 @@ def numbered(tables: list[list[WrittenPiece]]) -> list[list[WrittenPiece]]:
 
 
 @given(divisions())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_columns_give_the_entries_of_pieces(tables: list[list[WrittenPiece]]) -> None:
     found = entries_of(LAYOUT, [encode(table, LAYOUT) for table in tables])
     assert found is not None

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.box import (
@@ -24,6 +24,7 @@ from reprise.format.box import (
     relative,
     whole,
 )
+from tests.profiles import examples
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 
@@ -62,7 +63,7 @@ def strided_factors(sizes: list[int], dims: list[int], order: list[int]) -> list
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(meshes())
 def test_box_of_splits_equals_cutting_axis_by_axis(
     mesh: tuple[tuple[int, ...], list[int], list[int], list[int]],
@@ -133,7 +134,7 @@ def test_intersect_is_the_set_of_common_elements(case: tuple[tuple[int, ...], li
         assert common.slices == slices(common)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(shapes_with_boxes(), st.sampled_from([1, 2, 8]), st.data())
 def test_image_spans_are_where_numpy_puts_the_bytes(
     case: tuple[tuple[int, ...], list[Box]], itemsize: int, data: st.DataObject
@@ -163,7 +164,7 @@ def test_image_runs_are_as_long_as_they_can_be(case: tuple[tuple[int, ...], list
     assert found.is_contiguous == is_one_run
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(shapes_with_boxes(), st.sampled_from([1, 4]))
 def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], list[Box]], itemsize: int) -> None:
     shape, (box,) = case
@@ -179,7 +180,7 @@ def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], li
         assert found.extent == bytes_of_runs[-1] - bytes_of_runs[0] + 1
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(shapes, st.data())
 def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = math.prod(shape)
@@ -196,7 +197,7 @@ def test_whole_covers_a_tensor_of_no_dimensions() -> None:
     assert list(image(whole(()), (), 4).spans(0, 4)) == [(0, 0, 4)]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(shapes_with_boxes(), st.sampled_from([1, 2, 4]))
 def test_before_counts_the_bytes_that_lie_before_an_offset(
     drawn: tuple[tuple[int, ...], list[Box]], itemsize: int

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
@@ -58,7 +58,6 @@ def test_header_of_a_small_example_is_these_bytes() -> None:
     assert {name: place.offset for name, place in layout.places.items()} == {"n": 4096, "wé": 4104, "bias": 4128}
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_layout_has_no_holes_keeps_order_and_starts_on_a_page(data: st.DataObject) -> None:
     dtypes = st.sampled_from([StoredDtype.F64, StoredDtype.F32, StoredDtype.BF16, StoredDtype.U8])

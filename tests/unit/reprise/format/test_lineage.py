@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
@@ -13,6 +13,7 @@ from reprise.format.host_file import HostFile
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.json_file import Json
 from reprise.local.survey import candidates
+from tests.profiles import examples
 
 A = Lineage((Branch("a", FRESH),))
 B = Lineage((*A.branches, Branch("b", 4)))
@@ -101,7 +102,7 @@ class Saved:
         return HostFile("n", self.manifest, host, ("a", "b", "c"), {"w": (0, 1, 2)}, held)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_a_start_takes_the_newest_whole_checkpoint_of_its_branch(data: st.DataObject) -> None:
     lineage, iteration = A, 0

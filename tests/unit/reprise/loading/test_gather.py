@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.box import Box, Image, image, in_bytes, whole
@@ -16,6 +16,7 @@ from reprise.loading.loader import Target
 from reprise.loading.reader import Bytes, Gatherer
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.live import LiveTensor
+from tests.profiles import examples
 
 OFFSET = 5
 
@@ -54,7 +55,7 @@ def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int,
     return into
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(sources(), st.integers(0, 40), st.integers(1, 40), st.data())
 def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
     case: tuple[tuple[int, ...], Box, int], gap_bytes: int, scratch_bytes: int, data: st.DataObject
@@ -71,7 +72,7 @@ def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
     assert len(memory.reads) <= max(1, runs)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(sources())
 def test_where_no_gap_is_read_along_every_byte_read_is_wanted(case: tuple[tuple[int, ...], Box, int]) -> None:
     shape, box, itemsize = case

@@ -36,6 +36,7 @@ from reprise.storage.files import Files
 from reprise.tensors.dtypes import stored_dtype, torch_dtype
 from reprise.tensors.live import Contents, LiveTensor
 from tests.fakes import JOIN_S, SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+from tests.profiles import examples
 
 SPECS = sample_specs()
 STATE_OF = sample_state(SPECS, seed=7)
@@ -138,7 +139,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]]
     return shape, cuts, shares, Box(tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_tensors(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 3), st.booleans())
 def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     tmp_path: Path,

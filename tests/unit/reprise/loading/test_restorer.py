@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
     assert set(found) == {"old", "new"}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_interrupt_at_every_line(tmp_path: Path, error: type[BaseException]) -> None:
     path = save_state_dict(tmp_path, made(2.0), iteration=1)

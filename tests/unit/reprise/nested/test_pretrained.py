@@ -188,7 +188,7 @@ FURTHER_METHODS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [*METHODS, *(pytest.param(*method, marks=pytest.mark.soak) for method in FURTHER_METHODS)]
+    ("kind", "options"), [*METHODS, *(pytest.param(*method, marks=pytest.mark.nightly) for method in FURTHER_METHODS)]
 )
 def test_peft_opens_every_method_or_a_line_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, options: dict[str, Any]

@@ -167,7 +167,7 @@ def _saves() -> Iterator[object]:
     for (first, staging), (second, writes) in product(enumerate((None, 0, 300_000)), enumerate((0, 5, 9))):
         chosen = (first + second) % 2 == 0, second == (first + 1) % 3
         for placed, cached in product((True, False), repeat=2):
-            marks = () if (placed, cached) == chosen else (pytest.mark.slow, pytest.mark.soak)
+            marks = () if (placed, cached) == chosen else (pytest.mark.slow, pytest.mark.nightly)
             yield pytest.param(staging, placed, cached, writes, marks=marks)
 
 

@@ -6,12 +6,13 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.box import Box, image, whole
 from reprise.format.layout import PAGE_BYTES
 from reprise.saving.plan import SMALL_BYTES, Holding, Piece, pieces_of
+from tests.profiles import examples
 
 
 def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple[int, Piece]]]:
@@ -27,7 +28,7 @@ def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.data())
 def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 5))

@@ -17,7 +17,7 @@ from tests.harness import compose
 OTHERS = ("torch.save", "safetensors save_file", "DCP save", "DCP async_save, thread")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_row_and_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but saving in a process of its own, which takes seconds to start."""
     names = [RAW, DIRECT, INLINE, BACKGROUND, "ours, step at once", LIBRARY, *OTHERS]

@@ -52,7 +52,7 @@ def run_group(folder: Path, group: str, *sides: str) -> dict[str, dict[str, obje
     return rows
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_saves_and_loads_are_measured_beside_a_copy(tmp_path: Path) -> None:
     dcp = ("DCP async_save, thread", "DCP async_save, process")
     rows = run_group(tmp_path, SAVE, "pinned copy", "reprise", "reprise, load", "safetensors load_file", *dcp)
@@ -84,7 +84,7 @@ def test_variants_of_the_step_have_its_loss(model: str) -> None:
     assert found[RECOMPUTE] == found[SELECTIVE] == losses[0]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_variants_of_the_step_are_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """The graphs are the same; inductor takes a while to make code of them."""

@@ -7,7 +7,7 @@ import pytest
 from scripts.bench import invariant
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_way_is_measured_with_and_without_the_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -19,7 +19,7 @@ def test_every_way_is_measured_with_and_without_the_key(
     assert "1.0013" in sharded  # what it sends / the bytes of a reduce-scatter: rows are padded to two shards
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_virtual_shards_are_measured_on_one_rank_and_on_as_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert invariant.main(["tiny", "--rounds", "2", "--shards", "2"]) == 0
     alone, cut = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])

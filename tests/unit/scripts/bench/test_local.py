@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.harness import DEADLINE_S
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_local_saves_are_measured_and_leave_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.local", "small", "--rounds", "1"]
     command += ["--local", str(tmp_path), "--shared", str(tmp_path)]

@@ -21,7 +21,7 @@ def test_a_ratio_is_that_of_a_round() -> None:
     assert load.split()[:4] == ["load_state_dict", "4.0", "ms", "1.00"]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_ranks_take_turns_with_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_states.main(["--folder", str(tmp_path), "--ranks", "2", "--rounds", "1"])
     assert capsys.readouterr().out.startswith("1 rounds.\nsave_state_dict")

@@ -9,7 +9,7 @@ import pytest
 from scripts.bench import stores
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_side_is_measured_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stores.main([f"file://{tmp_path}/bench", "--megabytes", "13", "--rounds", "1"])
     table = capsys.readouterr().out

@@ -12,7 +12,7 @@ from scripts.bench import train as bench_train
 from scripts.bench.train import Measured, StepCost
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_training_is_measured_beside_transformers_on_one_state(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     arguments = ["tiny", "--rounds", "2", "--threads", str(threads), "--pad-vocab-multiple", "100", "--json"]
