@@ -392,8 +392,9 @@ class Checkpointer:
         """
         assert self._owned is not None
         shared = SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
-        name = self._attempts.next()
+        name = self._attempts.name
         try:
+            self._attempts.begin()
             yield name, shared
         except BaseException as error:
             self._abort(Attempt(iteration, name, self._owned.folder, Layout((), {})), as_problem(error), shared)

@@ -158,10 +158,14 @@ class AttemptNames:
     earlier: list[tuple[int, str]] = field(default_factory=list)
     _first: int | None = None  # the lowest iteration that became a checkpoint
 
-    def next(self) -> str:
-        """Return the name of the next attempt."""
+    @property
+    def name(self) -> str:
+        """Return the name of the attempt that begins next."""
+        return f"{self.nonce}-{self.count + 1}"
+
+    def begin(self) -> None:
+        """Count the next attempt."""
         self.count += 1
-        return f"{self.nonce}-{self.count}"
 
     def committed(self, iteration: int) -> None:
         """Take note of a checkpoint made by an attempt."""
@@ -169,7 +173,7 @@ class AttemptNames:
 
     def successor(self, iteration: int) -> Successor:
         """Return the attempt after the attempt of `iteration`, which is the last so far."""
-        return Successor(f"{self.nonce}-{self.count + 1}", iteration if self._first is None else self._first)
+        return Successor(self.name, iteration if self._first is None else self._first)
 
 
 class Copying(Protocol):

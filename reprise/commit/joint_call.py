@@ -168,8 +168,8 @@ class JointCall:
     def _decide(self, decision: str) -> str:
         """Return the decision: `decision`, unless another was stored before it."""
         decision = self.channel.settle(self._decision, decision)
-        self._is_decided = True
         self.is_agreed = not decision.startswith(_NO)
+        self._is_decided = True  # second: an interrupt between these two leaves the call out of step
         if self.is_agreed:
             return decision[len(_YES) :]
         kind, text = unpack(decision[len(_NO) :])

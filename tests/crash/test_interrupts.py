@@ -153,6 +153,7 @@ def save_on_two_ranks(arguments: list[str]) -> None:
                 start = time.monotonic()
                 outcome = interrupt(partial(save, path), at=at if rank == who else None)
                 took_s = time.monotonic() - start
+                print(f"{at} on rank {who}: {outcome.place} {outcome.error!r}", flush=True)
                 if outcome.error is not None and rank == who and not isinstance(outcome.error, KeyboardInterrupt):
                     print(f"TROUBLE {outcome.place}: the caller sees {outcome.error!r}", flush=True)
                 if took_s > 15 * _RANKS_S:
