@@ -43,6 +43,7 @@ from tests.turns import Fault, FaultyStore, Task, Turns
 PATIENCE_S = 0.3  # of a rank that waits for a message
 LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
 MOST_RANKS = 3
+HOSTS = [(0,), (0, 1), (0, 2), (0, 1, 2)]  # the leaders of three ranks: one folder for all, two hosts, three
 ODD = TensorSpec(TensorKind.MODEL, "other", (2,), StoredDtype.F32, (2,))
 
 
@@ -106,10 +107,10 @@ class Troubles:
 
 
 @st.composite
-def troubles(draw: st.DrawFn, *, with_faults: bool = True, is_local: bool = False) -> Troubles:
-    """Draw the troubles of an attempt, into a shared folder or into folders of at least two hosts."""
-    ranks = draw(st.integers(1 + is_local, MOST_RANKS))
-    others = draw(st.sets(st.integers(1, ranks - 1), min_size=1)) if is_local else set[int]()
+def troubles(draw: st.DrawFn) -> Troubles:
+    """Draw the troubles of an attempt, into a shared folder or into hosts' folders; in half of them nothing is lost."""
+    ranks, has_faults = draw(st.integers(1, MOST_RANKS)), draw(st.booleans())
+    leaders = draw(st.sampled_from([hosts for hosts in HOSTS if hosts[-1] < ranks]))
     quick = st.sampled_from([0.0, 0.001, 0.02, 0.05])
     slow = st.sampled_from([0.2, 0.4, 1.0, None])
     moment = st.integers(0, 60).map(lambda number: number / 400) | st.sampled_from([0.3, 0.5, 1.0])
@@ -119,17 +120,17 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True, is_local: bool = Fals
     return Troubles(
         ranks,
         draw(st.integers(0, 2**32)),
-        tuple(draw(quick | slow if with_faults else quick) for _ in range(ranks)),
+        tuple(draw(quick | slow if has_faults else quick) for _ in range(ranks)),
         draw(st.sampled_from([0.0, 0.005, 0.01])),
         draw(st.frozensets(st.integers(0, 3 * ranks), max_size=1)),
         tuple(draw(st.none() | moment) for _ in range(ranks)),
         *(draw(st.sampled_from([True, True, True, False])) for _ in ("renames", "syncs", "takes_back")),
         draw(st.just(frozenset[int]()) | st.frozensets(st.integers(1, MOST_RANKS), max_size=2)),
-        draw(faults) if with_faults else {},
-        draw(from_call) if with_faults else None,
-        draw(from_call) if with_faults else None,
-        (0, *sorted(others)),
-        draw(st.frozensets(st.integers(0, len(others)), max_size=2)) if is_local else frozenset({0}),
+        draw(faults) if has_faults else {},
+        draw(from_call) if has_faults else None,
+        draw(from_call) if has_faults else None,
+        leaders,
+        draw(st.frozensets(st.integers(0, len(leaders) - 1), max_size=2)) if len(leaders) > 1 else frozenset({0}),
     )
 
 
@@ -249,6 +250,7 @@ class Attempted:
     written_at_commit: set[int] | None = None
     prepared: set[int] = field(default_factory=set)
     prepared_at_commit: set[int] | None = None
+    jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         told = self.told
@@ -261,7 +263,7 @@ class Attempted:
         for host in range(len(self.hosts.leaders)):
             root = self.root / str(host)
             root.mkdir()
-            disk = Disk(self.turns, root, told, host, (lambda: True) if host == 0 else self._is_committed_first)
+            disk = Disk(self.turns, root, told, host, lambda host=host: host == 0 or self.is_committed)
             self.disks.append(disk)
             self.attempts.append(Attempt(7, "n-1", CheckpointFolder(root, disk), layout, self.hosts))
             if told.is_local:
@@ -280,17 +282,9 @@ class Attempted:
             self.turns.run()
 
     @property
-    def disk(self) -> Disk:
-        """Return the disk of rank 0's host."""
-        return self.disks[0]
-
-    @property
     def is_committed(self) -> bool:
         """Return whether the checkpoint exists: rank 0's folder has its final name."""
         return messages.is_committed(self.attempts[0])
-
-    def _is_committed_first(self) -> bool:
-        return self.is_committed
 
     def attempt(self, rank: int) -> Attempt:
         """Return the attempt as a rank knows it, with the folder of its host."""
@@ -323,7 +317,8 @@ class Attempted:
         return StoreChannel(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
 
     def _save(self, rank: Rank) -> None:
-        SimulatedJob.of(self, rank).run()
+        self.jobs[rank.number] = SimulatedJob.of(self, rank)
+        self.jobs[rank.number].run()
         rank.has_returned = True
 
     def write(self, number: int) -> Written:
@@ -389,7 +384,7 @@ def attempted(told: Troubles) -> Attempted:
         found = Attempted(told, Path(root))
         found.run()
         is_committed = found.is_committed
-        assert found.disk.commits == is_committed
+        assert found.disks[0].commits == is_committed
         if any(disk.commits for disk in found.disks):
             assert found.written_at_commit == set(range(told.ranks))
             assert found.prepared_at_commit == set(told.leaders)
@@ -401,7 +396,7 @@ def attempted(told: Troubles) -> Attempted:
             outcome = rank.shared.current.outcome
             if rank.has_returned or outcome is Outcome.COMMITTED:
                 # A rank that hears nothing may look just before what is not durable is taken back.
-                assert is_committed or (rank.number > 0 and found.disk.is_taken_back and not told.are_messages_safe)
+                assert is_committed or (rank.number > 0 and found.disks[0].is_taken_back and not told.are_messages_safe)
                 if rank.number in told.leaders:
                     assert messages.is_committed(found.attempt(rank.number))
             if rank.is_abort_certain or outcome is Outcome.FAILED:
@@ -413,9 +408,24 @@ def attempted(told: Troubles) -> Attempted:
                 assert rank.has_returned == (outcome is Outcome.COMMITTED)
                 assert rank.has_returned or isinstance(rank.worker.error, TrainerError)
             assert rank.main is None or rank.main.error is None or rank.main.is_held
+        if told.are_messages_safe:
+            require_the_outcome_on_every_rank(found)
         if told.is_local:
             require_one_outcome_after_restart(found, is_committed=is_committed)
         return found
+
+
+def require_the_outcome_on_every_rank(found: Attempted) -> None:
+    """Where all messages arrive, no rank is in doubt, and only what fails or is aborted is not committed."""
+    told, is_committed = found.told, found.is_committed
+    expected = [Outcome.COMMITTED if is_committed else Outcome.FAILED] * told.ranks
+    for host, leader in enumerate(told.leaders):
+        if is_committed and host > 0 and told.fails_to_rename(host):  # it completes its folder at the next start
+            expected[leader] = Outcome.UNKNOWN
+    assert outcomes(found) == expected
+    if told.aborts_s == (None,) * told.ranks:
+        is_good = (told.broken | told.odd).isdisjoint(range(told.ranks))
+        assert is_committed == (is_good and not told.fails_to_rename(0))
 
 
 def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -> None:
@@ -436,59 +446,29 @@ def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -
 
 
 @given(troubles())
-@examples(150)
+@examples(400)
 def test_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
     attempted(told)
 
 
-@given(troubles(is_local=True))
-@examples(150)
-def test_after_a_restart_all_hosts_have_an_attempt_or_none(told: Troubles) -> None:
-    attempted(told)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@given(troubles() | troubles(is_local=True))
-@examples(4000)
-def test_no_rank_contradicts_the_folder_in_thousands_of_troubles(told: Troubles) -> None:
-    attempted(told)
-
-
-@given(troubles(with_faults=False) | troubles(with_faults=False, is_local=True))
-@examples(200)
-def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> None:
-    assert told.are_messages_safe
-    found = attempted(told)
-    expected = [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * told.ranks
-    if found.disk.commits:  # a host that cannot rename completes its folder at the next start
-        for host, leader in enumerate(told.leaders):
-            if host > 0 and told.fails_to_rename(host):
-                expected[leader] = Outcome.UNKNOWN
-    assert outcomes(found) == expected
-
-
 def calm(ranks: int, **changes: object) -> Troubles:
     """Return an attempt in which nothing happens but the changes."""
-    nobody = (None,) * ranks
     told = dict[str, object](
         ranks=ranks,
         seed=1,
         work_s=(0.01,) * ranks,
         disk_s=0.005,
         broken=frozenset(),
-        aborts_s=nobody,
+        aborts_s=(None,) * ranks,
         renames=True,
         syncs=True,
         takes_back=True,
         odd=frozenset(),
         faults={},
+        stops_at=None,
+        dies_at=None,
     )
-    return Troubles(**{**told, "stops_at": None, "dies_at": None, **changes})  # type: ignore[arg-type]
-
-
-# The leaders of three ranks: one folder for all, two hosts, three.
-HOSTS = [(0,), (0, 1), (0, 2), (0, 1, 2)]
+    return Troubles(**{**told, **changes})  # type: ignore[arg-type]
 
 
 def outcomes(found: Attempted) -> list[Outcome | None]:
@@ -496,98 +476,53 @@ def outcomes(found: Attempted) -> list[Outcome | None]:
 
 
 @pytest.mark.parametrize("leaders", HOSTS)
-def test_without_troubles_all_ranks_commit(leaders: tuple[int, ...]) -> None:
-    found = attempted(calm(3, leaders=leaders))
-    assert outcomes(found) == [Outcome.COMMITTED] * 3
-    assert [disk.commits for disk in found.disks] == [1] * len(leaders)
+@pytest.mark.parametrize(
+    "refusals", [(), ("renames",), ("syncs",), ("syncs", "takes_back")], ids=lambda refusals: "+".join(refusals)
+)
+def test_what_a_disk_refuses_is_one_thing_to_all_ranks(leaders: tuple[int, ...], refusals: tuple[str, ...]) -> None:
+    for host in range(len(leaders)):
+        attempted(calm(3, leaders=leaders, bad_hosts={host}, **dict.fromkeys(refusals, False)))
 
 
-@pytest.mark.parametrize("takes_back", [True, False])
-def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) -> None:
-    found = attempted(calm(3, syncs=False, takes_back=takes_back))
-    assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"odd": {1}}, "w only on rank 0; other only on rank 1"),
+        ({"odd": {1, 2}}, "w only on rank 0; other only on rank 1"),
+        ({"odd": {2}}, "w only on rank 0; other only on rank 2"),
+        *(({"broken": {rank}}, "There is no room") for rank in range(3)),
+    ],
+    ids=str,
+)
+def test_what_fails_on_a_rank_is_named_on_every_rank(changes: dict[str, object], text: str) -> None:
+    attempt = attempted(calm(3, **changes))
+    assert all(rank.worker is not None and text in str(rank.worker.error) for rank in attempt.ranks)
 
 
-@pytest.mark.parametrize("odd", [{1}, {2}, {1, 2}])
-def test_ranks_that_save_other_tensors_are_named_on_every_rank(odd: set[int]) -> None:
-    found = attempted(calm(3, odd=frozenset(odd)))
-    assert outcomes(found) == [Outcome.FAILED] * 3
-    for rank in found.ranks:
-        assert rank.worker is not None
-        assert f"w only on rank 0; other only on rank {min(odd)}" in str(rank.worker.error)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_part_that_fails_is_named_on_every_rank(number: int) -> None:
-    found = attempted(calm(3, broken=frozenset({number})))
-    texts = [str(rank.worker.error) for rank in found.ranks if rank.worker is not None]
-    assert texts[number] == "There is no room."
-    assert all("There is no room" in text for text in texts)
-    assert outcomes(found) == [Outcome.FAILED] * 3
-
-
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("leaders", [(0,), (0, 1)])
-def test_a_host_that_stops_at_any_call_misleads_no_rank(leaders: tuple[int, ...]) -> None:
-    total = attempted(calm(2, leaders=leaders)).store.calls
-    commits = [attempted(calm(2, leaders=leaders, stops_at=call)).disk.commits for call in range(1, total + 1)]
-    assert total > 10
-    assert sorted(commits) == commits  # from some call on it had been committed
-    assert set(commits) == {0, 1}
+def test_no_single_fault_makes_a_rank_contradict_the_folder(leaders: tuple[int, ...], step: int) -> None:
+    calls = range(1, 20 if leaders == (0,) else 40)
+    faults = [{"faults": {(rank, call): fault}} for rank, call, fault in itertools.product((0, 1), calls, Fault)]
+    ends_of_the_store = [{name: call} for name in ("stops_at", "dies_at") for call in range(1, 2 * calls.stop)]
+    for changes in [*faults, *ends_of_the_store][::step]:
+        attempted(calm(2, leaders=leaders, **changes))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_aborts_shares_the_outcome_of_all(number: int) -> None:
-    commits = []
-    for moment in range(40):
-        aborts_s: list[float | None] = [None, None]
-        aborts_s[number] = moment / 500
-        for seed in range(5):
-            found = attempted(calm(2, seed=seed, aborts_s=tuple(aborts_s)))
-            commits.append(found.disk.commits)
-            assert outcomes(found) == [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * 2
-    assert set(commits) == {0, 1}
-
-
-@pytest.mark.parametrize("dies_with", [Fault.KILLS, Fault.HANGS, Fault.FAILS, Fault.LATE, Fault.DROPS, Fault.REPEATS])
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("leaders", [(0,), (0, 1)])
-def test_no_single_fault_makes_a_rank_contradict_the_folder(
-    leaders: tuple[int, ...], number: int, dies_with: Fault
-) -> None:
-    for call in range(1, 20 if leaders == (0,) else 40):
-        attempted(calm(2, leaders=leaders, faults={(number, call): dies_with}))
-
-
-@pytest.mark.parametrize("changes", [{"renames": False}, {"syncs": False}, {"syncs": False, "takes_back": False}])
-@pytest.mark.parametrize("host", [0, 1])
-def test_a_host_that_cannot_rename_completes_at_the_next_start(host: int, changes: dict[str, bool]) -> None:
-    found = attempted(calm(3, leaders=(0, 1), bad_hosts=frozenset({host}), **changes))
-    if changes.get("takes_back") is False:  # the new name stays
-        assert outcomes(found) == [Outcome.COMMITTED] * 3
-    elif host == 0:
-        assert outcomes(found) == [Outcome.FAILED] * 3
-    else:
-        assert outcomes(found) == [Outcome.COMMITTED, Outcome.UNKNOWN, Outcome.COMMITTED]
-
-
-@dataclass
 class SavedEarlier(Attempted):
     """An attempt of ranks in doubt, of whose iteration rank 0 has the checkpoint of an earlier attempt."""
-
-    jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
     def _save(self, rank: Rank) -> None:
         if rank.number == 0:
             self.turns.sleep(self.told.work_s[0] or 0.0)
             messages.already_committed(self.channel(rank), "n-1", 7)
-            return
-        self.jobs[rank.number] = SimulatedJob.of(self, rank)
-        self.jobs[rank.number].run()
+        else:
+            super()._save(rank)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_what_rank_0_never_reads_counts_as_sent_to_nobody(seed: int, tmp_path: Path) -> None:
-    found = SavedEarlier(calm(3, seed=seed, work_s=(0.005 * seed, 0.01, 0.02)), tmp_path)
+@pytest.mark.parametrize("work_s", [0.0, 0.01, 0.035])
+def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_path: Path) -> None:
+    found = SavedEarlier(calm(3, work_s=(work_s, 0.01, 0.02)), tmp_path)
     found.run()
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
@@ -642,6 +577,8 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
     is_decided = False  # on another leader: whether rank 0 has decided to commit
     for event in events:
         before = known
+        ended, _ = commit_state.advance(before, commit_state.Aborted("time is over"))
+        assert commit_state.advance(ended, commit_state.Aborted("again")) == (ended, Action.NOTHING)
         known, action = commit_state.advance(known, event)
         match before.stage, event:
             case CommitStage.WRITING, commit_state.Wrote():
@@ -683,13 +620,3 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
             assert not is_decided
         if known.stage is CommitStage.ENDED:
             assert known.outcome is not None
-
-
-@pytest.mark.parametrize("stage", list(CommitStage))
-@pytest.mark.parametrize("rank", [0, 1])
-def test_aborting_twice_is_aborting_once(rank: int, stage: CommitStage) -> None:
-    first, action = commit_state.advance(
-        CommitState(rank, frozenset(), stage=stage, coordinates=rank == 0), commit_state.Aborted("time is over")
-    )
-    assert commit_state.advance(first, commit_state.Aborted("again")) == (first, Action.NOTHING)
-    assert (first.outcome is Outcome.FAILED) == (action is not Action.NOTHING)

@@ -11,8 +11,9 @@ from reprise.errors import CheckpointError, ReplicaError
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
-from reprise.format.report import GroupDigest, RankReport
+from reprise.format.report import RankReport
 from reprise.tensors.live import LiveTensor
+from tests.messages import refused
 
 BOTH = (0, 1)
 
@@ -41,47 +42,39 @@ def explained(*inventories: Inventory) -> str:
     return str(error)
 
 
-def test_a_report_comes_back_as_it_was_sent() -> None:
-    groups = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
-    for report in (
-        RankReport(7, 2**64 - 1, groups, None, 5, 2**64 - 2, b"table", b"digests"),
-        RankReport(0, 1, (), "a disk, broken"),
-    ):
-        assert RankReport.from_bytes(report.to_bytes()) == report
-
-
 def test_ranks_that_agree_have_nothing_to_explain() -> None:
     same = {"a": b"12345678", "b": b"abcdefgh"}
     assert disagreement.find(reported(inventory(same), inventory(same), inventory(same))) is None
 
 
-def test_other_bits_are_named_by_tensor_and_by_all_ranks() -> None:
-    a, b = {"a": b"12345678", "b": b"abcdefgh"}, {"a": b"12345678", "b": b"abcdefgX"}
-    text = explained(inventory(a), inventory(b), inventory(b), inventory(a))
-    assert "found b; ranks 0, 3 against ranks 1, 2." in text
+A, NAMES = {"a": b"12345678"}, [f"t{number}" for number in range(5)]
+A_AND_B = {**A, "b": b"abcdefgh"}
 
 
-def test_more_than_three_differences_are_counted() -> None:
-    names = [f"t{number}" for number in range(5)]
-    text = explained(inventory(dict.fromkeys(names, bytes(8))), inventory(dict.fromkeys([*names[1:], "u"], bytes(8))))
-    assert "2 differences" not in text
-    assert "t0 only on rank 0; u only on rank 1" in text
-    text = explained(inventory(dict.fromkeys(names, bytes(8))), inventory({"u": bytes(8)}))
-    assert "6 differences, the first: t0 only on rank 0; t1 only on rank 0; t2 only on rank 0." in text
-
-
-def test_another_order_of_tensors_is_a_difference() -> None:
-    text = explained(inventory({"a": bytes(8), "b": bytes(8)}), inventory({"b": bytes(8), "a": bytes(8)}))
-    assert "the order of the tensors" in text
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (A_AND_B, {**A, "b": b"abcdefgX"}, "found b; ranks 0, 3 against ranks 1, 2."),
+        (A_AND_B, dict(reversed(A_AND_B.items())), "the order of the tensors"),
+        (
+            dict.fromkeys(NAMES, b""),
+            dict.fromkeys([*NAMES[1:], "u"], b""),
+            "found t0 only on rank 0; u only on rank 1.",
+        ),
+        (dict.fromkeys(NAMES, b""), {"u": b""}, "6 differences, the first: t0 only on rank 0; t1 only on rank 0; t2"),
+    ],
+)
+def test_a_difference_is_named_by_tensor_and_rank(first: dict[str, bytes], second: dict[str, bytes], text: str) -> None:
+    a, b = inventory(first), inventory(second)
+    assert text in explained(a, b, b, a)
 
 
 def test_another_box_of_a_shared_tensor_is_a_difference() -> None:
-    part = Box((0, 0), (2, 2))
-    text = explained(inventory({"a": bytes(8)}), inventory({"a": bytes(8)}, box=part))
+    text = explained(inventory(A), inventory(A, box=Box((0, 0), (2, 2))))
     assert "a on rank 0 and (the box at [0, 0] of [2, 2]) on rank 1" in text.replace("  ", " ")
 
 
 def test_other_iterations_are_refused_with_their_ranks() -> None:
-    with pytest.raises(CheckpointError, match=r"iteration 4 on ranks 0, 1; iteration 5 on rank 2"):
+    with refused(CheckpointError, "iteration 4 on ranks 0, 1", "iteration 5 on rank 2"):
         disagreement.refuse_other_iterations({0: 4, 1: 4, 2: 5})
     disagreement.refuse_other_iterations({0: 4, 1: 4})

@@ -1,0 +1,51 @@
+"""Messages of a save arrive as they were, and travel in few bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprise.commit import attempt
+from reprise.commit.attempt import Hosts, find_hosts
+from reprise.commit.messages import Answer, DecisionMessage
+from reprise.format.report import GroupDigest, RankReport
+from tests.fakes import all_ranks
+
+GROUPS = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankReport(7, 2**64 - 1, GROUPS, None, 5, 2**64 - 2, b"table", b"digests"),
+        RankReport(0, 1, (), "a disk, broken"),
+        DecisionMessage(iteration=7, copies="[true, 2, null]"),
+        DecisionMessage(problem="Rank 1: \udcff is no text"),
+        DecisionMessage(witnesses=[0, 3]),
+        Answer(None, "[1, 2]"),
+        Answer("Input/output error", ""),
+    ],
+)
+def test_a_message_arrives_as_it_was(message: RankReport | DecisionMessage | Answer) -> None:
+    assert type(message).from_bytes(message.to_bytes()) == message
+
+
+def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:
+    rows = [(f"node{rank // 8:04}", rank // 8 * 8) for rank in range(8 * 2048)]
+    packed = attempt._packed(rows)
+    hosts = attempt._unpacked(packed)
+    assert len(packed) < 6500  # three bytes a name
+    assert hosts.names == tuple(f"node{host:04}" for host in range(2048))
+    assert hosts.leaders == tuple(range(0, len(rows), 8))
+    assert hosts.ranks_with(13) == tuple(range(8, 16))
+
+
+def test_all_ranks_find_the_same_hosts() -> None:
+    local = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3), 4: ()}
+    hosts, *others = all_ranks(5, lambda channel: find_hosts(channel, local[channel.rank], "k"))
+    assert isinstance(hosts, Hosts)
+    assert others == [hosts] * 4
+    assert hosts.ranks == ((0, 2), (1, 3), (4,))
+    assert hosts.leaders == (0, 1, 4)
+    assert [hosts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
+    assert [hosts.leader_of(rank) for rank in range(5)] == [0, 1, 0, 1, 4]
+    assert Hosts.shared(3).ranks == ((0, 1, 2),)
