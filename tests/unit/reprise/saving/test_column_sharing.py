@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from reprise.checkpointer import Checkpointer
@@ -20,6 +26,8 @@ from reprise.commit.messages import stripes_key
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import build_layout
 from reprise.format.names import FORMAT, STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
@@ -28,16 +36,18 @@ from reprise.saving.plan import Piece, cut, plan
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents
-from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
+from tests.fakes import Axis, Sharding, all_ranks, run_ranks, sample_specs, sample_state
 from tests.harness import call_on_ranks, tensor_files
+from tests.profiles import examples
 from trainer.launch import process_group as launch
 
 SPECS = sample_specs()
 STATE_BYTES = sample_state(SPECS, seed=1)
 COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
 GRID = Sharding("rows and columns", (Axis("row", 2), Axis("column", 2)))
-COPIES = Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2)))
 ALONE = Sharding("one rank")
+LIMITED = (planning, planning, sharing_module, sharing_module)
+LIMITS = ("EXTENT_BYTES", "CHUNK_BYTES", "STRIPE_BYTES", "MAX_STRIPES")
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +98,7 @@ def save(
         checkpointer.close()
         return [report for report in found if report is not None]
 
-    found = []
-    for outcome in run_ranks(max(sharding.world_size, 1), run, store=store):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        found.append(outcome)
-    return found
+    return all_ranks(max(sharding.world_size, 1), run, store=store)
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +115,45 @@ def assert_saved(saved: list[Saved]) -> None:
             assert report.error is None, str(report.error)
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["inline", "in the background"])
-@pytest.mark.parametrize(
-    ("sharding", "hosts"),
-    [
-        (COLUMNS, [[0, 1]]),
-        (GRID, [[0, 1, 2, 3]]),
-        (GRID, [[0, 1], [2, 3]]),
-        (GRID, [[0, 2], [1, 3]]),
-        (COPIES, [[0, 1, 2, 3]]),
-        (COPIES, [[0, 1], [2, 3]]),
-        (COPIES, [[0, 1, 2], [3]]),
-    ],
-)
-def test_the_files_are_those_of_one_rank(
-    tmp_path: Path, expected: dict[str, bytes], sharding: Sharding, hosts: list[list[int]], async_save: bool
+@st.composite
+def hosts_of(draw: st.DrawFn) -> tuple[Sharding, list[list[int]]]:
+    """Return a way to cut every tensor over ranks, and which of the ranks are on which host."""
+    axes = st.builds(Axis, st.sampled_from(["replica", "row", "column", "column", "strided row"]), st.integers(2, 3))
+    sharding = Sharding("drawn", tuple(draw(st.lists(axes, max_size=2))))
+    hosts: list[list[int]] = [[], [], []]
+    for rank in range(sharding.world_size):
+        hosts[draw(st.sampled_from([0, 0, 1, 2]))].append(rank)
+    return sharding, [host for host in hosts if host]
+
+
+SIZES = st.sampled_from([1 << 14, 1 << 16, 1 << 22])
+
+
+@given(hosts_of(), hosts_of(), st.booleans(), st.tuples(SIZES, SIZES, SIZES, st.sampled_from([1, 1 << 16])))
+@examples(60)
+def test_any_ranks_write_the_files_of_one_rank_and_load_them(
+    expected: dict[str, bytes],
+    saving: tuple[Sharding, list[list[int]]],
+    loading: tuple[Sharding, list[list[int]]],
+    async_save: bool,
+    sizes: tuple[int, int, int, int],
 ) -> None:
-    assert_saved(save(tmp_path, sharding, hosts=hosts, iterations=(1, 2, 3), async_save=async_save))
-    for iteration in (1, 2, 3):
-        assert tensor_files(tmp_path / f"iter_{iteration:07d}") == expected
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        for module, limit, size in zip(LIMITED, LIMITS, sizes, strict=True):
+            patch.setattr(module, limit, size)
+        assert_saved(save(Path(name), saving[0], hosts=saving[1], iterations=(1, 2), async_save=async_save))
+        for iteration in (1, 2):
+            assert tensor_files(Path(name) / f"iter_{iteration:07d}") == expected
+        all_ranks(loading[0].world_size, partial(load, Path(name), loading[0]))
+
+
+def load(folder: Path, sharding: Sharding, channel: StoreChannel) -> None:
+    """Load the newest checkpoint, checked block by block, and compare what this rank gets."""
+    empty = {name: torch.zeros_like(value) for name, value in STATE_BYTES.items()}
+    live = sharding.live(channel.rank, SPECS, empty)
+    Restorer(channel, nonce="n").restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
+    for tensor, original in zip(live, sharding.live(channel.rank, SPECS, STATE_BYTES), strict=True):
+        assert torch.equal(tensor.local, original.local), tensor.spec.name
 
 
 def test_no_row_is_written_by_itself(tmp_path: Path) -> None:
@@ -151,71 +176,85 @@ def test_a_rank_without_the_memory_for_it_has_all_write_rows(tmp_path: Path, exp
 
 
 def test_a_failing_rank_fails_the_save_and_the_next_is_complete(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    failing = FailingFiles("write", errno.EIO, after=2)
-    failing.is_armed = True
-
     class Once(Files):
-        """The failing file system, until it has failed."""
+        """A disk whose third write fails."""
+
+        writes = 0
 
         def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-            if not failing.failures:
-                failing.write(descriptor, buffers, offset=offset)
-            else:
-                super().write(descriptor, buffers, offset=offset)
+            self.writes += 1
+            if self.writes == 3:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().write(descriptor, buffers, offset=offset)
 
-    saved = save(
-        tmp_path,
-        COLUMNS,
-        hosts=[[0, 1]],
-        iterations=(1, 2),
-        files=lambda rank: Once() if rank else Files(),
-    )
-    for reports in saved:
-        assert "Input/output error" in str(reports[0].error)
-        assert reports[1].error is None
+    files = [Files(), Once()]
+    for first, second in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2), files=files.__getitem__):
+        assert "errno 5" in str(first.error)
+        assert second.error is None
     assert not (tmp_path / "iter_0000001").exists()
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_without_memory_the_save_fails_and_the_next_writes_rows(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse_memory(*_: int) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+def raising(code: int) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(SharedMemory, "reach", refuse_memory)
-    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
-        assert "cannot share memory to assemble columns" in str(reports[0].error)
-        assert reports[1].error is None
+    return fail
+
+
+def losing_one() -> Callable[..., Any]:
+    """Return a way to claim strips by which the first is written by nobody."""
+    claim, lost = SharedMemory.claim, list[Stripe]()
+
+    def lose(memory: SharedMemory, stripe: Stripe) -> memoryview | None:
+        data = claim(memory, stripe)
+        if data is None or lost:
+            return data
+        lost.append(stripe)
+        return None
+
+    return lose
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "words"),
+    [
+        (SharedMemory, "reach", raising(errno.ENOMEM), "cannot share memory"),
+        (SharedMemory, "open", staticmethod(lambda _: None), "the memory of rank 0"),
+        (SharedMemory, "claim", losing_one(), "every byte once"),
+        (os, "memfd_create", raising(errno.ENOSYS), None),
+        (sharing_module, "_host", lambda: str(threading.get_ident()), None),  # other hosts
+    ],
+)
+def test_without_shared_memory_nothing_is_lost_but_a_save(
+    tmp_path: Path,
+    expected: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    fault: Callable[..., Any],
+    words: str | None,
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    for first, second in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert first.error is None if words is None else words in str(first.error)
+        assert second.error is None
+    assert (tmp_path / "iter_0000001").exists() == (words is None)
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_unopenable_memory_fails_the_save_the_next_writes_rows(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
-    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
-        assert "the memory of rank 0" in str(reports[0].error)
-        assert reports[1].error is None
-    assert tensor_files(tmp_path / "iter_0000002") == expected
+def test_saves_leave_no_descriptor_and_no_key_behind(tmp_path: Path) -> None:
+    def keys_after(saves: int) -> int:
+        store, iterations = HashStore(), range(1, saves + 1)
+        folder = tmp_path / str(saves)
+        assert_saved(save(folder, COLUMNS, hosts=[[0, 1]], iterations=iterations, store=lambda: store))
+        # Every save has deleted its messages on the columns.
+        assert not any(store.check([stripes_key(f"n-{number}", rank)]) for number in iterations for rank in (0, 1))
+        return int(store.num_keys())
 
-
-def test_where_there_is_no_memory_of_that_kind_rows_are_written(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: str) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
-    assert tensor_files(tmp_path / "iter_0000001") == expected
-    assert "columns are written row by row" in caplog.text
-
-
-def test_many_saves_leave_no_descriptor_behind(tmp_path: Path) -> None:
-    save(tmp_path / "first", COLUMNS, hosts=[[0, 1]])
+    first = keys_after(2)
     before = len(os.listdir("/proc/self/fd"))
-    assert_saved(save(tmp_path / "more", COLUMNS, hosts=[[0, 1]], iterations=range(1, 9)))
+    assert keys_after(6) == first
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -286,14 +325,6 @@ def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
     assert "are not all on one host" in caplog.text
 
 
-def test_ranks_of_other_hosts_share_nothing(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharing_module, "_host", lambda: str(threading.get_ident()))
-    assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
-    assert tensor_files(tmp_path / "iter_0000001") == expected
-
-
 def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
     for ranks in ([], [0]):
         assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
@@ -316,21 +347,6 @@ def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
         None,
         None,
     ]
-
-
-def keys_after(folder: Path, saves: int) -> int:
-    """Return how many keys are stored after so many saves of shared columns."""
-    store = HashStore()
-    iterations = range(1, saves + 1)
-    assert_saved(save(folder, COLUMNS, hosts=[[0, 1]], iterations=iterations, store=lambda: store))
-    # Every save has deleted its messages on the columns.
-    stored = [store.check([stripes_key(f"n-{number}", rank)]) for number in iterations for rank in (0, 1)]
-    assert stored == [False] * (2 * saves)
-    return int(store.num_keys())
-
-
-def test_a_save_deletes_its_messages_on_columns(tmp_path: Path) -> None:
-    assert keys_after(tmp_path / "few", 2) == keys_after(tmp_path / "many", 5)
 
 
 def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
@@ -381,23 +397,6 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     assert not memory.is_full(stripe)
 
 
-def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, lost = SharedMemory.claim, list[Stripe]()
-
-    def lose_one(self: SharedMemory, stripe: Stripe) -> memoryview | None:
-        data = claim(self, stripe)
-        if data is not None and not lost:
-            lost.append(stripe)
-            return None
-        return data
-
-    monkeypatch.setattr(SharedMemory, "claim", lose_one)
-    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
-        assert "have not written every byte once" in str(reports[0].error)
-        assert reports[1].error is None
-    assert not (tmp_path / "iter_0000001").exists()
-
-
 def save_as_rank(arguments: list[str]) -> None:
     """Be one of two processes that save columns, and say how often it wrote."""
     sharing_module.STRIPE_BYTES = 1 << 16
@@ -416,6 +415,7 @@ def save_as_rank(arguments: list[str]) -> None:
     launch.shutdown(cluster)
 
 
+@pytest.mark.slow
 def test_processes_of_one_host_write_whole_strips(tmp_path: Path, expected: dict[str, bytes]) -> None:
     folder = tmp_path / "checkpoints"
     ended = call_on_ranks(save_as_rank, [str(folder)], folder=tmp_path / "run", ranks=2)

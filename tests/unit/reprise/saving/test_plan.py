@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.box import Box, image, whole
-from reprise.format.layout import PAGE_BYTES
-from reprise.saving.plan import SMALL_BYTES, Holding, Piece, pieces_of
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.saving.plan import CHUNK_BYTES, SMALL_BYTES, Holding, Piece, cut, pieces_of
 from tests.profiles import examples
 
 
@@ -63,11 +65,9 @@ def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
 def gpt2_holdings(replicas: tuple[int, ...]) -> list[Holding]:
     """Return GPT-2 124M with two moments, float32, in file order."""
     width = 768
-    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
-    for _ in range(12):
-        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    shapes += [(width,), (width,)]
+    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width), (width,), (width,)]
+    for rows, columns in ((1, 3), (1, 1), (1, 4), (4, 1)):
+        shapes += 12 * [(width,), (rows * width, columns * width), (columns * width,)]
     holdings = []
     for family in ("model", "exp_avg", "exp_avg_sq"):
         offset = PAGE_BYTES * 4
@@ -84,6 +84,19 @@ def test_replicas_of_gpt2_write_equal_shares(world_size: int) -> None:
     written = np.array([sum(piece.hi - piece.lo for piece in pieces_of(holdings, rank)) for rank in range(world_size)])
     assert written.sum() == sum(holding.image.total_bytes for holding in holdings)
     assert written.max() / written.mean() <= 1.05
+
+
+def test_all_but_the_ends_of_a_run_lie_on_pages() -> None:
+    shapes = {"bias": (5,), "large": (5_000_001,)}
+    specs = {name: TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape) for name, shape in shapes.items()}
+    pieces = [Piece(name, whole(shapes[name]), 0, specs[name].total_bytes) for name in ("large", "bias")]
+    ((chunks,),) = cut(pieces, build_layout(list(specs.values()))).values()
+    assert len(chunks) == 3
+    assert all(chunk.size <= CHUNK_BYTES for chunk in chunks)
+    assert [part.piece.name for part in chunks[0].parts] == ["bias", "large"]
+    for before, after in itertools.pairwise(chunks):
+        assert before.offset + before.size == after.offset
+        assert after.offset % PAGE_BYTES == 0
 
 
 def test_many_small_tensors_spread_over_the_replicas() -> None:

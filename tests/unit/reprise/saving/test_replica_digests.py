@@ -76,28 +76,22 @@ def test_replicas_agree_and_a_single_differing_bit_is_seen(sharding: Sharding) -
     assert spoiled[group[0]][group]["exp_avg.embedding"] == spoiled[group[1]][group]["exp_avg.embedding"]
 
 
-def test_what_changes_after_release_is_not_digested() -> None:
-    sharding = SHARDINGS[0]
-    live = sharding.live(1, SPECS, STATE)
-    expected = digests_of_all(sharding)[1]
-    plan = plan_of(live, 1)
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_what_changes_after_release_is_not_digested(is_beside: bool) -> None:
+    """Each block is digested once, by the step that waits or by a thread beside it."""
+    live = SHARDINGS[0].live(1, SPECS, STATE)
+    expected, plan = digests_of_all(SHARDINGS[0])[1], plan_of(live, 1)
     replicas, written = begun(plan), written_by(plan, live)
+    thread = threading.Thread(target=replicas.run)
+    if is_beside:
+        thread.start()
     replicas.release()
     for tensor in live:
         tensor.local.zero_()
-    replicas.run()
+    if not is_beside:
+        thread.start()
+    thread.join(JOIN_S)
     assert replicas.all(written) == expected
-
-
-def test_release_and_a_background_thread_digest_every_block_once() -> None:
-    live = SHARDINGS[0].live(2, SPECS, STATE)
-    plan = plan_of(live, 2)
-    replicas = begun(plan)
-    thread = threading.Thread(target=replicas.run)
-    thread.start()
-    replicas.release()
-    thread.join()
-    assert replicas.all(written_by(plan, live)) == digests_of_all(SHARDINGS[0])[2]
     assert replicas.blocked_s > 0
 
 

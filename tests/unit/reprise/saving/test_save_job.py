@@ -6,20 +6,20 @@ import errno
 import os
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from reprise.checkpointer import Checkpointer
-from reprise.commit.attempt import Attempt, Hosts
+from reprise.commit.attempt import Hosts
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
-from reprise.errors import CheckpointError, LaunchError
+from reprise.errors import LaunchError
 from reprise.format.host_file import attempt_of
 from reprise.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from tests.fakes import all_ranks
+from tests.unit.reprise.commit.test_commit_state import NoCopies
 from tests.unit.reprise.commit.test_protocol import contents
 
 HOSTS = Hosts(("a", "b"), ((0,), (1,)))
@@ -40,32 +40,6 @@ class Deaf(StoreChannel):
         if self.rank == 1 and self.deaf_to and key == f"save/{self.deaf_to}/decision":
             raise LaunchError("No message from rank 0")
         return found
-
-
-class NoCopies:
-    """Copies nothing. Implements `Copying`."""
-
-    pinned = ()
-
-    def status(self, iteration: int) -> bytes:
-        return b""
-
-    def decide(self, statuses: object) -> bytes:
-        return b""
-
-    def committed(self, attempt: Attempt, order: bytes) -> None:
-        return
-
-
-class CountingFiles(Files):
-    """Files that count the folders removed."""
-
-    def __init__(self) -> None:
-        self.removed: list[str] = []
-
-    def remove_tree(self, path: Path) -> None:
-        self.removed.append(path.name)
-        super().remove_tree(path)
 
 
 class FailingSync(Files):
@@ -128,21 +102,6 @@ def test_the_next_commit_removes_what_was_in_doubt(tmp_path: Path) -> None:
     all_ranks(2, call)
     for host in (0, 1):
         assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000003"]
-
-
-def test_a_save_costs_no_more_than_the_one_before(tmp_path: Path) -> None:
-    def call(channel: StoreChannel) -> list[int]:
-        files, counts = CountingFiles(), list[int]()
-        checkpointer = saver(channel, tmp_path, "n", files=files)
-        for iteration in range(1, 7):
-            files.removed.clear()
-            checkpointer.save(iteration, contents(channel.rank, iteration))
-            counts.append(len(files.removed))
-        checkpointer.close()
-        return counts
-
-    for counts in all_ranks(2, call):
-        assert len(set(counts[2:])) == 1  # the third removes the first folder whose files were taken over
 
 
 def test_a_save_overwrites_the_files_of_the_one_it_replaces(tmp_path: Path) -> None:
@@ -215,19 +174,3 @@ def test_a_shared_folder_takes_no_files_over(tmp_path: Path) -> None:
 
     all_ranks(2, call)
     assert not list(tmp_path.glob("*.deleting"))
-
-
-def test_files_count_as_sent_only_once_all_have_them() -> None:
-    sender, taker = FileExchange(), FileExchange()
-    first, second = {"a": b"1", "b": b"2"}, {"a": b"3", "b": b"2"}
-    assert taker.unpack(sender.pack(first)) == first
-    sender.delivered(was_taken=True)
-    message = sender.pack(second)
-    assert taker.unpack(message) == second
-    # Nobody learns whether all have it; the next message has all files again.
-    assert taker.unpack(sender.pack(first)) == first
-    sender.delivered(was_taken=True)
-    assert b"12" not in sender.pack(first)
-    sender.delivered(was_taken=True)
-    with pytest.raises(CheckpointError, match="has not arrived at this host"):
-        FileExchange().unpack(sender.pack(second))

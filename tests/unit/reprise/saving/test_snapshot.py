@@ -12,6 +12,7 @@ from reprise.format.box import Box
 from reprise.saving.plan import Chunk, ChunkPart, Piece
 from reprise.saving.snapshot import Snapshot
 from reprise.tensors.memory import Arena, Bytes, map_memory
+from tests.fakes import JOIN_S
 
 SIZE, COUNT = 8192, 5
 
@@ -75,40 +76,28 @@ def chunks_of(names: list[str]) -> list[Chunk]:
 @pytest.mark.parametrize("staged", [COUNT, 2, 0])
 def test_a_step_comes_after_the_copies_from_the_device(staged: int) -> None:
     """With room for fewer chunks the step waits until the writer, here a thread, has the others."""
-    found, memory = saved_bytes(staged, release=Snapshot.release)
-    assert found == {name: {number + 1} for number, name in enumerate(memory)}
-
-
-def test_without_the_wait_of_the_step_the_copies_are_late() -> None:
-    """The mutation that shows that the test above can fail."""
-    found, memory = saved_bytes(COUNT, release=lambda snapshot: None)
-    assert found == {name: {100} for name in memory}
-
-
-def saved_bytes(staged: int, release: Callable[[Snapshot], None]) -> tuple[dict[str, set[int]], dict[str, Memory]]:
-    """Take a snapshot, let a step change all memory to 100 after `release`, and return the values a writer gets."""
     stream = Stream()
     memory = {name: Memory(stream, number + 1) for number, name in enumerate("abcde")}
     chunks = chunks_of(list(memory))
-    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), stall_timeout_s=120.0)
+    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), stall_timeout_s=JOIN_S)
     assert snapshot.copied_bytes == staged * SIZE  # all that fits is on its way before anything waits
-    found: dict[str, set[int]] = {}
+    values: dict[str, set[int]] = {}
 
     def write() -> None:
         bounce = map_memory(2 * SIZE)
         for chunk in chunks:
-            found[chunk.parts[0].piece.name] = set(snapshot.take(chunk, bounce))
+            values[chunk.parts[0].piece.name] = set(snapshot.take(chunk, bounce))
             snapshot.done(chunk)
 
     writer = threading.Thread(target=write)
     if staged < COUNT:
         writer.start()
-    release(snapshot)
+    snapshot.release()
     for tensor in memory.values():
-        tensor.bytes[:] = 100
+        tensor.bytes[:] = 100  # the step
     if staged == COUNT:
         writer.start()
-    writer.join(120.0)
+    writer.join(JOIN_S)
     snapshot.close()
     assert not writer.is_alive()
-    return found, memory
+    assert values == {name: {number + 1} for number, name in enumerate(memory)}

@@ -118,6 +118,14 @@ def test_superseding_takes_the_tracker_back_with_it(tmp_path: Path) -> None:
     assert not (tmp_path / TRACKER).exists()
 
 
+OLD_AND_NEW = ("iter_0000007", ".iter_0000007.n-2.partial")
+
+
+def contents_of(root: Path) -> dict[str, str]:
+    """Return by folder the name that it was made with."""
+    return {name: (root / name / "content").read_text() for name in names_in(root) - {TRACKER}}
+
+
 class Dying(Files):
     """Dies, for its caller, before the rename of this number."""
 
@@ -134,19 +142,17 @@ class Dying(Files):
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("renames", [0, 1, 2, 3])
 def test_a_replacing_commit_killed_anywhere_loses_neither(tmp_path: Path, renames: int, replaces: bool) -> None:
-    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+    folder_with(tmp_path, *OLD_AND_NEW)
     with pytest.raises(KeyboardInterrupt):
         CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2", replaces=replaces)
     folder = CheckpointFolder(tmp_path, Files())
     folder.sweep()
-    contents = {name: (tmp_path / name / "content").read_text() for name in names_in(tmp_path) - {TRACKER}}
     # The first rename finds the old one in the way, the second puts it aside, the third is the commit.
     is_committed = renames == 3
-    if is_committed:
-        old = {} if replaces else {"iter_0000007.superseded-1": "iter_0000007"}
-        assert contents == {"iter_0000007": ".iter_0000007.n-2.partial", **old}
-    else:
-        assert contents == {"iter_0000007": "iter_0000007"}
+    kept = {} if replaces else {"iter_0000007.superseded-1": "iter_0000007"}
+    assert contents_of(tmp_path) == (
+        {"iter_0000007": OLD_AND_NEW[1], **kept} if is_committed else {"iter_0000007": "iter_0000007"}
+    )
 
 
 def test_a_commit_whose_partial_folder_was_swept_changes_nothing(tmp_path: Path) -> None:
@@ -154,14 +160,6 @@ def test_a_commit_whose_partial_folder_was_swept_changes_nothing(tmp_path: Path)
     with pytest.raises(FileNotFoundError):
         folder.commit(7, "n-2")
     assert names_in(tmp_path) == {"iter_0000007"}
-
-
-def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, ".iter_0000007.n-1.partial")
-    assert folder.commit(7, "n-1")
-    assert (tmp_path / TRACKER).read_text() == "7\n"
-    assert folder.tracker() == 7
-    assert names_in(tmp_path) == {"iter_0000007", TRACKER}
 
 
 class CountedFiles(Files):
@@ -187,109 +185,86 @@ class CountedFiles(Files):
 def test_a_commit_syncs_its_name_beside_the_next_tracker(tmp_path: Path) -> None:
     files = CountedFiles()
     folder_with(tmp_path, ".iter_0000007.n-1.partial")
-    CheckpointFolder(tmp_path, files).commit(7, "n-1")
+    folder = CheckpointFolder(tmp_path, files)
+    assert folder.commit(7, "n-1")
     assert files.batches == 1
     assert sorted(files.synced) == sorted([f".{TRACKER}.new", f"{tmp_path.name}/"])
     assert names_in(tmp_path) == {"iter_0000007", TRACKER}
-
-
-def test_a_commit_of_an_older_iteration_leaves_the_tracker(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "iter_0000007", ".iter_0000005.n-1.partial")
-    folder.commit(5, "n-1")
+    assert (tmp_path / TRACKER).read_text() == "7\n"
+    folder_with(tmp_path, ".iter_0000005.n-2.partial")
+    folder.commit(5, "n-2")  # an older iteration
     assert folder.tracker() == 7
-    assert names_in(tmp_path) == {"iter_0000005", "iter_0000007", TRACKER}
 
 
 def test_a_replacing_commit_keeps_the_old_checkpoint_renamed(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "iter_0000007", "iter_0000007.superseded-1", ".iter_0000007.n-2.partial")
+    folder = folder_with(tmp_path, *OLD_AND_NEW, "iter_0000007.superseded-1")
     folder.commit(7, "n-2")
-    assert (tmp_path / "iter_0000007/content").read_text() == ".iter_0000007.n-2.partial"
-    assert (tmp_path / "iter_0000007.superseded-1/content").read_text() == "iter_0000007.superseded-1"
-    assert (tmp_path / "iter_0000007.superseded-2/content").read_text() == "iter_0000007"
+    assert contents_of(tmp_path) == {
+        "iter_0000007": OLD_AND_NEW[1],
+        "iter_0000007.superseded-1": "iter_0000007.superseded-1",
+        "iter_0000007.superseded-2": "iter_0000007",
+    }
 
 
-def test_a_failed_commit_restores_the_old_checkpoint_s_name(tmp_path: Path) -> None:
-    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+class Refusing(Files):
+    """A disk that does not rename some folders, by how either name ends, nor make names in a folder durable."""
 
-    class OneRename(Files):
-        def rename(self, source: Path, target: Path) -> None:
-            if source.name.endswith(".partial"):
-                raise OSError(errno.EIO, "Input/output error")
-            super().rename(source, target)
-
-    with pytest.raises(OSError, match="Input/output"):
-        CheckpointFolder(tmp_path, OneRename()).commit(7, "n-2")
-    assert names_in(tmp_path) == {"iter_0000007", ".iter_0000007.n-2.partial"}
-    assert (tmp_path / "iter_0000007/content").read_text() == "iter_0000007"
-
-
-class Unsynced(Files):
-    """A file system that cannot make names in a folder durable, nor rename into the names that are refused."""
-
-    def __init__(self, root: Path, *refused: str) -> None:
-        self._root, self._refused = root, refused
+    def __init__(self, *names: str, unsynced: Path | None = None) -> None:
+        self._names, self._unsynced = names, unsynced
 
     def sync_folder(self, path: Path) -> None:
-        if path == self._root:
+        if path == self._unsynced:
             raise OSError(errno.EIO, "Input/output error")
 
     def rename(self, source: Path, target: Path) -> None:
-        if target.name.endswith(self._refused):
+        renamed = f"{source.name}>{target.name}"
+        if any(name in renamed for name in self._names):
             raise OSError(errno.EIO, "Input/output error")
         super().rename(source, target)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_unsynced"), [([".partial>"], False), ([], True)], ids=["not renamed", "not durable"]
+)
 @pytest.mark.parametrize("before", [[], ["iter_0000007"]])
-def test_a_commit_that_is_not_durable_is_taken_back(tmp_path: Path, before: list[str]) -> None:
-    folder_with(tmp_path, *before, ".iter_0000007.n-2.partial")
+def test_a_commit_that_fails_is_taken_back(
+    tmp_path: Path, before: list[str], names: list[str], is_unsynced: bool
+) -> None:
+    folder_with(tmp_path, *before, OLD_AND_NEW[1])
+    files = Refusing(*names, unsynced=tmp_path if is_unsynced else None)
     with pytest.raises(OSError, match="Input/output"):
-        CheckpointFolder(tmp_path, Unsynced(tmp_path)).commit(7, "n-2")
-    assert names_in(tmp_path) == {*before, ".iter_0000007.n-2.partial"}
-    assert all((tmp_path / name / "content").read_text() == name for name in names_in(tmp_path))
+        CheckpointFolder(tmp_path, files).commit(7, "n-2")
+    assert contents_of(tmp_path) == {name: name for name in (*before, OLD_AND_NEW[1])}
 
 
 @pytest.mark.parametrize("before", [[], ["iter_0000007"]])
 def test_a_commit_that_cannot_be_taken_back_stands(
     tmp_path: Path, before: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder_with(tmp_path, *before, ".iter_0000007.n-2.partial")
-    assert not CheckpointFolder(tmp_path, Unsynced(tmp_path, ".partial")).commit(7, "n-2")
+    folder_with(tmp_path, *before, OLD_AND_NEW[1])
+    assert not CheckpointFolder(tmp_path, Refusing(">.iter_0000007.n-2.partial", unsynced=tmp_path)).commit(7, "n-2")
     assert "iter_0000007 is there, but may not be durable" in caplog.text
-    assert (tmp_path / "iter_0000007/content").read_text() == ".iter_0000007.n-2.partial"
-    assert names_in(tmp_path) - {TRACKER} == {"iter_0000007", *(f"{name}.superseded-1" for name in before)}
+    kept = {f"{name}.superseded-1": name for name in before}
+    assert contents_of(tmp_path) == {"iter_0000007": OLD_AND_NEW[1], **kept}
 
 
-def test_a_replaced_checkpoint_comes_back_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
-
-    class Once(Unsynced):
-        def rename(self, source: Path, target: Path) -> None:
-            if source.name.endswith(".replaced"):
-                raise OSError(errno.EIO, "Input/output error")
-            super().rename(source, target)
-
-    with pytest.raises(OSError, match="Input/output"):
-        CheckpointFolder(tmp_path, Once(tmp_path)).commit(7, "n-2")
+@pytest.mark.parametrize(
+    ("refused", "is_committed"), [(".replaced>", False), (".superseded-", True)], ids=["comes back", "is superseded"]
+)
+def test_a_replaced_folder_gets_its_name_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str, is_committed: bool
+) -> None:
+    folder_with(tmp_path, *OLD_AND_NEW)
+    folder = CheckpointFolder(tmp_path, Refusing(refused, unsynced=None if is_committed else tmp_path))
+    if is_committed:
+        assert folder.commit(7, "n-2")
+    else:
+        with pytest.raises(OSError, match="Input/output"):
+            folder.commit(7, "n-2")
     assert "waits as" in caplog.text
     CheckpointFolder(tmp_path, Files()).sweep()
-    assert (tmp_path / "iter_0000007/content").read_text() == "iter_0000007"
-    assert names_in(tmp_path) - {TRACKER} == {"iter_0000007"}
-
-
-def test_a_replaced_folder_without_a_name_undoes_no_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
-
-    class Nameless(Files):
-        def rename(self, source: Path, target: Path) -> None:
-            if ".superseded-" in target.name:
-                raise OSError(errno.EIO, "Input/output error")
-            super().rename(source, target)
-
-    assert CheckpointFolder(tmp_path, Nameless()).commit(7, "n-2")
-    assert "waits as" in caplog.text
-    CheckpointFolder(tmp_path, Files()).sweep()
-    contents = {name: (tmp_path / name / "content").read_text() for name in names_in(tmp_path) - {TRACKER}}
-    assert contents == {"iter_0000007": ".iter_0000007.n-2.partial", "iter_0000007.superseded-1": "iter_0000007"}
+    new = {"iter_0000007": OLD_AND_NEW[1], "iter_0000007.superseded-1": "iter_0000007"}
+    assert contents_of(tmp_path) == (new if is_committed else {"iter_0000007": "iter_0000007"})
 
 
 def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
@@ -301,13 +276,11 @@ def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
     assert TRACKER in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "release\n", "x7", "7.5"])
-def test_a_tracker_of_nonsense_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / TRACKER).write_text(text)
-    assert CheckpointFolder(tmp_path, Files()).tracker() is None
-
-
-def test_a_pipe_in_the_place_of_the_tracker_is_ignored(tmp_path: Path) -> None:
+def test_a_tracker_of_nonsense_is_ignored(tmp_path: Path) -> None:
+    for text in ("", "release\n", "x7", "7.5"):
+        (tmp_path / TRACKER).write_text(text)
+        assert CheckpointFolder(tmp_path, Files()).tracker() is None
+    (tmp_path / TRACKER).unlink()
     os.mkfifo(tmp_path / TRACKER)
     assert CheckpointFolder(tmp_path, Files()).tracker() is None
 

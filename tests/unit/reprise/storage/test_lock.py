@@ -23,17 +23,7 @@ from reprise.errors import LockError
 from reprise.storage import lock as lock_module
 from reprise.storage.lock import STALE_S, FolderLock, is_locked
 from tests.fakes import JOIN_S, run_ranks
-
-HOLDER = """
-import sys
-from pathlib import Path
-from reprise.storage.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]), "theirs")
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
+from tests.messages import refused
 
 PARENT = """
 import os, sys
@@ -124,15 +114,14 @@ def test_a_forked_child_does_not_keep_a_dead_parent_s_lock(tmp_path: Path) -> No
 
 
 def test_a_dead_parent_s_child_is_told_from_another_job(tmp_path: Path) -> None:
-    with killed_parent(tmp_path, "of C"), pytest.raises(LockError, match="that process is gone, and a child of it"):
+    with killed_parent(tmp_path, "of C"), pytest.raises(LockError, match="a child of it"):
         FolderLock(tmp_path, "mine").acquire()
 
 
 def test_a_fork_leaves_the_lock_with_the_parent(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "mine")
     lock.acquire()
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(LockError):
@@ -142,23 +131,18 @@ def test_a_fork_leaves_the_lock_with_the_parent(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    command = [sys.executable, "-c", PARENT.replace("FORK", "child = os.getpid()"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert int(holder.stdout.readline()) == holder.pid
         lock = FolderLock(tmp_path, "mine")
         with pytest.raises(LockError, match=f"pid {holder.pid}"):
             lock.acquire()
-        holder.send_signal(signal.SIGKILL)
+        holder.kill()
         holder.wait(JOIN_S)
         lock.acquire()
         lock.check()
         lock.release()
-    finally:
-        holder.kill()
-        holder.communicate()
 
 
 class Looks(threading.Event):
@@ -181,43 +165,32 @@ def watching_lock(folder: Path, act: Callable[[int], object] = lambda look: None
 
 
 # How far the clock of the holder's host is ahead of this one's, in seconds.
-CLOCKS = [-86400.0, -300.0, 0.0, 300.0, 86400.0]
+CLOCKS = [-86400.0, 0.0, 300.0]
 
 
 @pytest.mark.parametrize("ahead_s", CLOCKS)
-def test_a_holder_that_beats_is_respected_by_any_clock(tmp_path: Path, ahead_s: float) -> None:
-    leave_record(tmp_path, host="node-7", age_s=-ahead_s)
+@pytest.mark.parametrize("beats_at", [None, 1, 15])
+def test_a_silent_holder_alone_is_taken_for_dead_by_any_clock(
+    tmp_path: Path, ahead_s: float, beats_at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    # At the first look its clock is set; later it beats.
+    leave_record(tmp_path, host="node-7", age_s=20.0 if beats_at == 1 else -ahead_s)
 
     def beat(look: int) -> None:
-        if look == 15:
+        if look == beats_at:
             os.utime(tmp_path / "lock", (time.time() + ahead_s,) * 2)
 
     lock, looks = watching_lock(tmp_path, beat)
-    with pytest.raises(LockError, match="host node-7, pid 4711"):
+    if beats_at is None:
         lock.acquire()
-    assert looks.count == 15
-    assert "node-7" in (tmp_path / "lock").read_text()
-
-
-@pytest.mark.parametrize("set_to_s", CLOCKS)
-def test_a_clock_set_during_the_watch_is_a_heartbeat(tmp_path: Path, set_to_s: float) -> None:
-    leave_record(tmp_path, host="node-7", age_s=20.0)
-    lock, _ = watching_lock(tmp_path, lambda look: os.utime(tmp_path / "lock", (time.time() + set_to_s,) * 2))
-    with pytest.raises(LockError, match="host node-7, pid 4711"):
-        lock.acquire()
-
-
-@pytest.mark.parametrize("ahead_s", CLOCKS)
-def test_a_silent_holder_is_taken_for_dead_by_any_clock(
-    tmp_path: Path, ahead_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    leave_record(tmp_path, host="node-7", age_s=-ahead_s)
-    lock, looks = watching_lock(tmp_path)
-    lock.acquire()
-    lock.check()
-    lock.release()
-    assert looks.count == STALE_S
-    assert f"names a job on host node-7, pid 4711: waiting for it to end, at most {STALE_S:.0f} s" in caplog.text
+        lock.check()
+        lock.release()
+        assert f"host node-7, pid 4711: waiting for it to end, at most {STALE_S:.0f} s" in caplog.text
+    else:
+        with refused(LockError, "node-7", "pid 4711"):
+            lock.acquire()
+        assert "node-7" in (tmp_path / "lock").read_text()
+    assert looks.count == (beats_at or STALE_S)
 
 
 def test_a_lock_released_while_watched_is_taken_at_once(tmp_path: Path) -> None:
@@ -241,7 +214,7 @@ def test_a_job_that_takes_the_watched_lock_first_keeps_it(tmp_path: Path) -> Non
 def test_a_release_ends_the_watch_without_a_takeover(tmp_path: Path) -> None:
     leave_record(tmp_path, host="node-7", age_s=0)
     lock, looks = watching_lock(tmp_path, lambda look: looks.set())
-    with pytest.raises(LockError, match="host node-7"):
+    with refused(LockError, "node-7"):
         lock.acquire()
     assert "node-7" in (tmp_path / "lock").read_text()
 

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable
 from tests.fakes import FailingFiles, run_ranks
+from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, save
 from trainer.commands import checkpoint as script
 
@@ -38,14 +39,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s, self.sleeps = 0.0, 0
-        self.wakes: dict[int, object] = {}
+        self.wakes: dict[int, Callable[[], object]] = {}
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
         self.sleeps += 1
-        action = self.wakes.get(self.sleeps)
-        if callable(action):
-            action()
+        self.wakes.get(self.sleeps, lambda: None)()
 
     def patience(self) -> Patience:
         return Patience(clock=lambda: self.now_s, sleep=self.sleep)
@@ -99,29 +98,24 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", READS)
-@pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
+# Each kind of read, each error.
+TROUBLES = [(READS[number % 3], code) for number, code in enumerate(CODES)]
+in_trouble = pytest.mark.parametrize(("kind", "code"), TROUBLES, ids=[errno.errorcode[code] for code in CODES])
+
+
+@in_trouble
 def test_a_lasting_read_error_ends_the_load_and_renames_nothing(run: Path, kind: str, code: int) -> None:
     before, clock = names(run), Clock()
-    with pytest.raises(UnreadableError) as caught:
+    with refused(UnreadableError, f"errno {code}", str(run / "iter_0000011")):
         resume(run, Failing(kind, code), clock)
-    text = str(caught.value)
-    assert f"cannot be read now: {os.strerror(code)} (errno {code})" in text
-    assert str(run / "iter_0000011") in text
-    assert "load an older iteration" in text
     assert names(run) == before
     assert RETRY_S <= clock.now_s <= 2 * RETRY_S
 
 
-@pytest.mark.parametrize("kind", READS)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+@in_trouble
 def test_a_read_error_that_passes_costs_no_iteration(run: Path, kind: str, code: int) -> None:
     clock, files = Clock(), Failing(kind, code)
-
-    def recover() -> None:
-        files.is_armed = False
-
-    clock.wakes = {4: recover}
+    clock.wakes = {4: lambda: setattr(files, "is_armed", False)}
     assert resume(run, files, clock) == 11
     assert files.failures > 3
     assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011"]
@@ -153,8 +147,7 @@ def test_a_stale_handle_is_opened_again(run: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize(("culprit", "kind"), [(0, "size"), (1, "read")])
 def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int, kind: str) -> None:
     before = names(run)
 
@@ -164,7 +157,7 @@ def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int
 
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [UnreadableError, UnreadableError]
-    assert all("Input/output error (errno 5)" in str(outcome) for outcome in outcomes)
+    assert all("errno 5" in str(outcome) for outcome in outcomes)
     assert f"Rank {culprit}: " in str(outcomes[1 - culprit])
     assert names(run) == before
 
@@ -213,10 +206,8 @@ def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
     path, clock = run / "iter_0000012", Clock()
-    with pytest.raises(UnreadableError) as caught:
+    with refused(UnreadableError, "Rank 1", socket.gethostname(), str(path)):
         await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
-    assert f"Rank 1 on host {socket.gethostname()} does not see" in str(caught.value)
-    assert str(path) in str(caught.value)
     assert RETRY_S <= clock.now_s <= 2 * RETRY_S
 
 
