@@ -22,7 +22,6 @@ from reprise.format.box import (
     image,
     intersect,
     relative,
-    whole,
 )
 from tests.profiles import examples
 
@@ -145,6 +144,14 @@ def test_image_spans_are_where_numpy_puts_the_bytes(
     packed = numbers[slices(box)].flatten()
     found = image(box, shape, itemsize)
     assert found.total_bytes == packed.size
+    assert found.is_contiguous == bool((np.diff(packed) == 1).all())
+    starts = [found.start]
+    for count, stride in found.loops:
+        starts = [start + index * stride for start in starts for index in range(count)]
+    assert [start + at for start in starts for at in range(found.run_bytes)] == packed.tolist()
+    assert not packed.size or found.extent == packed[-1] - packed[0] + 1
+    for offset in (-1, 0, total, *data.draw(st.lists(st.integers(0, total + 2), max_size=5))):
+        assert found.before(offset) == (packed < offset).sum()
     lo, hi = sorted((data.draw(st.integers(0, packed.size)), data.draw(st.integers(0, packed.size))))
     position = lo
     for in_tensor, in_image, length in found.spans(lo, hi):
@@ -153,31 +160,6 @@ def test_image_spans_are_where_numpy_puts_the_bytes(
         assert np.array_equal(np.arange(in_tensor, in_tensor + length), packed[in_image : in_image + length])
         position += length
     assert position == hi
-
-
-@given(shapes_with_boxes())
-def test_image_runs_are_as_long_as_they_can_be(case: tuple[tuple[int, ...], list[Box]]) -> None:
-    shape, (box,) = case
-    numbers = np.arange(math.prod(shape)).reshape(shape)[slices(box)].flatten()
-    is_one_run = numbers.size == 0 or bool((np.diff(numbers) == 1).all())
-    found = image(box, shape, 4)
-    assert found.is_contiguous == is_one_run
-
-
-@examples(300)
-@given(shapes_with_boxes(), st.sampled_from([1, 4]))
-def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], list[Box]], itemsize: int) -> None:
-    shape, (box,) = case
-    total = math.prod(shape) * itemsize
-    expected = np.arange(total).reshape(*shape, itemsize)[slices(box)].flatten()
-    found = image(box, shape, itemsize)
-    starts = [found.start]
-    for count, stride in found.loops:
-        starts = [start + index * stride for start in starts for index in range(count)]
-    bytes_of_runs = [start + at for start in starts for at in range(found.run_bytes)]
-    assert bytes_of_runs == expected.tolist()
-    if bytes_of_runs:
-        assert found.extent == bytes_of_runs[-1] - bytes_of_runs[0] + 1
 
 
 @examples(300)
@@ -190,22 +172,3 @@ def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...
     assert [int(n) for box in found for n in numbers[slices(box)].flatten()] == list(range(lo, hi))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     assert all(box.numel for box in found)
-
-
-def test_whole_covers_a_tensor_of_no_dimensions() -> None:
-    assert whole(()) == Box((), ())
-    assert list(image(whole(()), (), 4).spans(0, 4)) == [(0, 0, 4)]
-
-
-@examples(300)
-@given(shapes_with_boxes(), st.sampled_from([1, 2, 4]))
-def test_before_counts_the_bytes_that_lie_before_an_offset(
-    drawn: tuple[tuple[int, ...], list[Box]], itemsize: int
-) -> None:
-    shape, (box,) = drawn
-    packed = image(box, shape, itemsize)
-    at = sorted(
-        place for first, _, length in packed.spans(0, packed.total_bytes) for place in range(first, first + length)
-    )
-    for offset in range(-2, math.prod(shape) * itemsize + 3):
-        assert packed.before(offset) == sum(place < offset for place in at)

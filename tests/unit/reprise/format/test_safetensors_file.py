@@ -20,6 +20,7 @@ from reprise.errors import CheckpointError
 from reprise.format import layout as header
 from reprise.format import manifest
 from reprise.format.layout import TensorKind
+from tests.messages import refused
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 EMPTY = {"dtype": "F32", "shape": [0, 3], "data_offsets": [24, 24]}
@@ -64,26 +65,24 @@ def test_tensors_come_in_order_of_the_file() -> None:
     ],
 )
 def test_an_entry_that_is_malformed_is_refused_by_name(entry: object) -> None:
-    with pytest.raises(CheckpointError, match=r"malformed \(x\.safetensors, tensor a\)"):
+    with refused(CheckpointError, "x.safetensors", "tensor a"):
         parse({**GOOD, "a": entry})
 
 
 @pytest.mark.parametrize(
-    ("name", "table", "data_bytes"),
+    ("table", "data_bytes"),
     [
-        ("overlap", {"a": A, "c": {**A, "data_offsets": [12, 36]}}, 36),
-        ("the same place", {"a": A, "c": A}, 48),
-        ("hole", {"a": A, "c": {**A, "data_offsets": [28, 52]}}, 52),
-        ("hole at the start", {"a": {**A, "data_offsets": [8, 32]}}, 32),
-        ("beyond the file", {"a": A}, 20),
-        ("before the end of the file", {"a": A}, 28),
-        ("nothing in a file of data", {}, 4),
+        ({"a": A, "c": {**A, "data_offsets": [12, 36]}}, 36),  # overlapping
+        ({"a": A, "c": A}, 48),
+        ({"a": A, "c": {**A, "data_offsets": [28, 52]}}, 52),  # a hole
+        ({"a": {**A, "data_offsets": [8, 32]}}, 32),
+        ({"a": A}, 20),
+        ({"a": A}, 28),
+        ({}, 4),
     ],
 )
-def test_tensors_that_do_not_fill_the_file_exactly_are_refused(
-    name: str, table: dict[str, Any], data_bytes: int
-) -> None:
-    with pytest.raises(CheckpointError, match="malformed"):
+def test_tensors_that_do_not_fill_the_file_exactly_are_refused(table: dict[str, Any], data_bytes: int) -> None:
+    with refused(CheckpointError, "x.safetensors"):
         parse(table, data_bytes)
 
 
@@ -109,43 +108,46 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(table)
     head = data[:8] + json.dumps(table, separators=(",", ":")).encode().ljust(length)
     file.write_bytes(head + data[8 + length :])
-    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
-    entry = replace(found.files[file.name], digest=manifest.digest_of(head))
-    sealed = replace(found, files={**found.files, file.name: entry})
-    (path / "manifest.json").write_bytes(manifest.to_bytes(sealed))
+    digest = manifest.digest_of(head)
+    change_manifest(
+        path, lambda m: replace(m, files={**m.files, file.name: replace(m.files[file.name], digest=digest)})
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    "change",
     [
-        (lambda t: t["weight"].update(dtype="F31"), "malformed"),
-        (lambda t: t["weight"].pop("shape"), "malformed"),
-        (lambda t: t["weight"].update(data_offsets=[0, 1 << 40]), "malformed"),
-        (lambda t: t["weight"].update(data_offsets=[16, 64]), "malformed"),
-        (lambda t: t["weight"].update(dtype="I64", shape=[3, 2]), "disagree"),
-        (lambda t: t.update(ghost=t.pop("weight")), "disagree"),
-        (lambda t: t.update(weight=t["bias"], bias=t["weight"]), "disagree"),
+        lambda t: t["weight"].update(dtype="F31"),
+        lambda t: t["weight"].pop("shape"),
+        lambda t: t["weight"].update(data_offsets=[0, 1 << 40]),
+        lambda t: t["weight"].update(data_offsets=[16, 64]),
+        lambda t: t["weight"].update(dtype="I64", shape=[3, 2]),
+        lambda t: t.update(ghost=t.pop("weight")),
+        lambda t: t.update(weight=t["bias"], bias=t["weight"]),
     ],
 )
 def test_a_wrong_header_with_a_fitting_digest_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     path = save(tmp_path, nn.Linear(4, 3), iteration=1)
     reseal(path, lambda table: None)
     target = nn.Linear(4, 3)
     load(path, target)
     reseal(path, change)
-    with pytest.raises(CheckpointError, match=text):
+    with refused(CheckpointError, "model.safetensors"):
         load(path, target)
+
+
+def change_manifest(path: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
+    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
+    (path / "manifest.json").write_bytes(manifest.to_bytes(change(found)))
 
 
 def test_a_tensor_that_lies_in_two_files_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, nn.Linear(4, 3), iteration=1)
     (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
-    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
-    doubled = replace(found, files={**found.files, "copy.safetensors": found.files["model.safetensors"]})
-    (path / "manifest.json").write_bytes(manifest.to_bytes(doubled))
-    with pytest.raises(CheckpointError, match=r"two files .*copy\.safetensors"):
+    change_manifest(path, lambda m: replace(m, files={**m.files, "copy.safetensors": m.files["model.safetensors"]}))
+    with refused(CheckpointError, "copy.safetensors"):
         load(path, nn.Linear(4, 3))
 
 
@@ -153,8 +155,8 @@ def test_the_number_of_digests_is_held_against_the_item_size(tmp_path: Path) -> 
     holder = nn.Module()
     holder.register_buffer("x", torch.zeros(600_000, dtype=torch.float64))  # 4.8 MB, two blocks; one if it were floats
     path = save(tmp_path, holder, iteration=1)
-    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
-    short = replace(found.tensors["x"], digests=found.tensors["x"].digests[:8])
-    (path / "manifest.json").write_bytes(manifest.to_bytes(replace(found, tensors={"x": short})))
-    with pytest.raises(CheckpointError, match=r"disagree .*tensor x"):
+    change_manifest(
+        path, lambda m: replace(m, tensors={"x": replace(m.tensors["x"], digests=m.tensors["x"].digests[:8])})
+    )
+    with refused(CheckpointError, "tensor x"):
         load(path, holder)
