@@ -345,8 +345,6 @@ OF_NO_MODULE = {
     "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
     "tests.unit.reprise.test_library_page": "sentences of docs/library.md",
     "tests.unit.reprise.test_changes_after_a_save": "programs that change tensors while a save is under way",
-    "tests.unit.reprise.saving.test_chunks": "the chunks of a plan, and their digests",
-    "tests.unit.reprise.saving.test_stripes": "the stripes of columns",
     "tests.unit.reprise.saving.test_background": "saves while training goes on",
     "tests.unit.reprise.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.reprise.test_golden": "the checkpoint in tests/golden",

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -232,61 +231,9 @@ def test_without_an_optimizer_everything_is_copied_at_once(tmp_path: Path) -> No
     checkpointer.close()
 
 
-@pytest.mark.parametrize("kind", ["open_for_writing", "reserve", "write", "sync", "free_bytes", "rename"])
-@pytest.mark.usefixtures("idle_threads")
-def test_a_failing_writer_is_reported_and_holds_no_step(tmp_path: Path, kind: str) -> None:
-    files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
-    training = Training()
-    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=JOIN_S), files)
-    checkpointer.save(1, training.contents())
-    training.step()
-    report = only_report(checkpointer)
-    assert "errno 28" in str(report.error)  # and not that the disk has written nothing while the step waited
-    assert checkpointer.results.last_error is report.error
-    files.is_armed = False
-    expected = training.values()
-    checkpointer.save(2, training.contents())
-    training.step()
-    report = only_report(checkpointer)
-    assert checkpointer.results.last_error is None
-    assert_same(loaded(report.path), expected)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
-    checkpointer.close()
-
-
-def stalled(folder: Path) -> tuple[StuckFiles, Training, Checkpointer]:
-    """Save to a disk that hangs, and take a step that changes what is not written."""
-    files, training = StuckFiles(), Training()
-    training.place_like_files()
-    checkpointer = started(SavePolicy(folder, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
-    checkpointer.save(1, training.contents())
-    assert files.reached.wait(JOIN_S)
-    training.step()
-    return files, training, checkpointer
-
-
 def be_patient(checkpointer: Checkpointer) -> None:
     """Let the next steps wait for a disk that is only slow."""
     checkpointer._staging._policy = replace(checkpointer._staging._policy, stall_timeout_s=JOIN_S)
-
-
-def test_a_stalled_disk_ends_the_attempt_until_it_works_again(tmp_path: Path) -> None:
-    files, training, checkpointer = stalled(tmp_path)
-    (report,) = checkpointer.reports()
-    assert "the disk has written nothing" in str(report.error)
-    checkpointer.save(2, training.contents())  # the thread still hangs: this one is not tried
-    training.step()
-    (report,) = checkpointer.reports()
-    assert (report.iteration, report.error is None) == (2, False)
-    files.released.set()
-    checkpointer.drain(JOIN_S)
-    be_patient(checkpointer)
-    expected = training.values()
-    checkpointer.save(3, training.contents())
-    training.step()
-    assert_same(loaded(only_report(checkpointer).path), expected)
-    checkpointer.close()
-    assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000003"]
 
 
 def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
@@ -421,18 +368,6 @@ def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path, m
 
 def descriptors() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture
-def idle_threads() -> Iterator[None]:
-    """Fail if threads or file descriptors are left over."""
-    threads, files = threading.active_count(), len(descriptors())
-    yield
-    deadline = time.monotonic() + JOIN_S
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        os.sched_yield()  # the lock's heartbeat ends by itself
-    assert threading.active_count() <= threads  # the heartbeat of an earlier test may have ended meanwhile
-    assert len(descriptors()) == files
 
 
 def test_a_state_that_moved_in_memory_is_planned_anew() -> None:

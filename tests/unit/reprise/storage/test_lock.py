@@ -170,7 +170,7 @@ CLOCKS = [-86400.0, 0.0, 300.0]
 
 @pytest.mark.parametrize("ahead_s", CLOCKS)
 @pytest.mark.parametrize("beats_at", [None, 1, 15])
-def test_a_silent_holder_alone_is_taken_for_dead_by_any_clock(
+def test_a_silent_holder_is_taken_for_dead_by_any_clock(
     tmp_path: Path, ahead_s: float, beats_at: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     # At the first look its clock is set; later it beats.

@@ -12,6 +12,7 @@ from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
+from tests.messages import refused
 
 
 def numbers(dtype: torch.dtype = torch.float32, *, fill: int = 0) -> torch.Tensor:
@@ -21,6 +22,19 @@ def numbers(dtype: torch.dtype = torch.float32, *, fill: int = 0) -> torch.Tenso
 
 def complex_numbers(fill: int) -> torch.Tensor:
     return torch.complex(torch.arange(6.0) + fill, -torch.arange(6.0)).reshape(2, 3)
+
+
+class Holding:
+    """An object whose state is a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["t"]
 
 
 Maker = Callable[[int], torch.Tensor]
@@ -62,23 +76,23 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_of_any_kind_is_carried(tmp_path: Path, kind: str) -> None:
-    path = save_state_dict(tmp_path, {"a": KINDS[kind](3), "model": {"w": KINDS[kind](5)}}, iteration=1)
-    target = KINDS[kind](0)
-    state = {"a": target, "model": {"w": KINDS[kind](0)}}
+    """In a state dict, as a buffer, and in the state of an object."""
+    make = KINDS[kind]
+    path = save_state_dict(tmp_path / "nested", {"a": make(3), "model": {"w": make(5)}}, iteration=1)
+    target, inner = make(0), {"w": make(0)}
+    state = {"a": target, "model": inner}
     load_state_dict(path, state)
     assert state["a"] is target
-    assert_equal(target, KINDS[kind](3))
-    assert_equal(state["model"]["w"], KINDS[kind](5))  # type: ignore[index]
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_buffer_of_any_kind_is_carried(tmp_path: Path, kind: str) -> None:
+    assert_equal(target, make(3))
+    assert_equal(inner["w"], make(5))
     holders = [nn.Module(), nn.Module()]
     for number, holder in enumerate(holders):
-        holder.register_buffer("b", KINDS[kind](number))
-    load(save(tmp_path, holders[0], iteration=1), holders[1])
-    assert_equal(holders[1].b, KINDS[kind](0))
+        holder.register_buffer("b", make(number))
+    path = save(tmp_path, holders[0], iteration=1, state={"s": Holding(make(3)), "t": make(4)})
+    held = Holding(make(0))
+    assert_equal(load(path, holders[1], state={"s": held})["t"], make(4))
+    assert_equal(holders[1].b, make(0))
+    assert_equal(held.tensor, make(3))
 
 
 def test_moments_of_complex_parameters_are_made(tmp_path: Path) -> None:
@@ -100,32 +114,27 @@ def test_moments_of_complex_parameters_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "given", "message"),
+    ("first", "second"),
     [
-        (torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 2), r"/a\), expected float32, found complex64"),
-        (torch.zeros(3, 2), torch.zeros(3, dtype=torch.complex64), r"/a\), expected complex64, found float32"),
-        (
-            numbers(torch.float8_e5m2fnuz),
-            numbers(torch.float8_e4m3fnuz),
-            r"/a\), expected float8_e4m3fnuz, found float8_e5m2fnuz",
-        ),
-        (numbers(torch.float8_e5m2fnuz), numbers(torch.uint8), r"/a\), expected uint8, found float8_e5m2fnuz"),
+        (torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 2)),
+        (torch.zeros(3, 2), torch.zeros(3, dtype=torch.complex64)),
+        (numbers(torch.float8_e5m2fnuz), numbers(torch.float8_e4m3fnuz)),
+        (numbers(torch.float8_e5m2fnuz), numbers(torch.uint8)),
     ],
 )
-def test_another_dtype_of_the_same_bytes_is_refused(
-    tmp_path: Path, saved: torch.Tensor, given: torch.Tensor, message: str
-) -> None:
-    path = save_state_dict(tmp_path, {"a": saved}, iteration=1)
-    before = bits(given)
+def test_another_dtype_of_the_same_bytes_is_refused(tmp_path: Path, first: torch.Tensor, second: torch.Tensor) -> None:
+    path = save_state_dict(tmp_path, {"a": first}, iteration=1)
+    before = bits(second)
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (second, first)]
     for strict in (True, False):
-        with pytest.raises(MismatchError, match=message):
-            load_state_dict(path, {"a": given}, strict=strict)
-    assert bits(given) == before
+        with refused(MismatchError, "/a", *names):
+            load_state_dict(path, {"a": second}, strict=strict)
+    assert bits(second) == before
 
 
 def test_an_expanded_tensor_holds_one_value_for_its_elements(tmp_path: Path) -> None:
     path = save_state_dict(tmp_path, {"a": torch.arange(3.0)}, iteration=1)
-    with pytest.raises(PartialLoadError, match=r"an expanded tensor share memory.* \(/a\)"):
+    with refused(PartialLoadError, "/a"):
         load_state_dict(path, {"a": torch.zeros(1).expand(3)})
     load_state_dict(path, state := {"a": torch.zeros(3)})
     assert state["a"].tolist() == [0, 1, 2]
@@ -165,54 +174,35 @@ def test_meta_tensors_get_memory_at_a_load(tmp_path: Path) -> None:
     load_state_dict(path, state)
     assert repr(state) == repr(expected)
     assert state["model"]["again"] is state["model"]["w"]
-    with pytest.raises(CheckpointError, match=r"no memory \(/list/0\)|no memory"):
+    with refused(CheckpointError):
         save_state_dict(tmp_path, meta_state(), iteration=2)
 
 
 def test_meta_tensors_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
     path = save_state_dict(tmp_path, {"a": {"x": torch.ones(2)}}, iteration=1)
     state = {"a": {"x": torch.empty(2, device="meta"), "y": torch.empty(3, device="meta")}}
-    with pytest.raises(MismatchError, match="/a/y is missing"):
+    with refused(MismatchError, "/a/y"):
         load_state_dict(path, state)
     assert state["a"]["x"].is_meta
     assert load_state_dict(path, state, strict=False).missing_keys == ["/a/y"]
     assert state["a"]["x"].tolist() == [1, 1]
     assert state["a"]["y"].is_meta
-    with pytest.raises(CheckpointError, match=r"in a tuple.* \(/a/0\)"):
+    with refused(CheckpointError, "/a/0"):
         load_state_dict(path, {"a": (torch.empty(2, device="meta"),)})
 
 
-class Holding:
-    """An object whose state is a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"t": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["t"]
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@pytest.mark.parametrize("kind", ["complex", "complex32", "e4m3fnuz", "negative", "expanded"])
-def test_a_tensor_of_an_object_s_state_is_carried(tmp_path: Path, kind: str) -> None:
-    model, scheduler = nn.Linear(1, 1), Holding(KINDS[kind](0))
-    path = save(tmp_path, model, iteration=1, state={"s": Holding(KINDS[kind](3)), "t": KINDS[kind](4)})
-    assert_equal(load(path, model, state={"s": scheduler})["t"], KINDS[kind](4))
-    assert_equal(scheduler.tensor, KINDS[kind](3))
-
-
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), lambda: nn.LazyBatchNorm1d(affine=False)])
-def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    model = nn.Sequential(make())
-    with pytest.raises(CheckpointError, match=r"lazy module.*\(/model/0\.(weight|running_mean)\).*on a sample"):
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda: nn.LazyLinear(2), "weight"), (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean")],
+    ids=["parameter", "buffer"],
+)
+def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.Module], name: str) -> None:
+    model, path = nn.Sequential(make()), saved(tmp_path)
+    with refused(CheckpointError, f"/model/0.{name}"):
         save(tmp_path, model, iteration=1)
-    path = save(tmp_path, nn.Linear(1, 1), iteration=1)
-    with pytest.raises(CheckpointError, match=r"lazy module.*\(/model/0\.(weight|running_mean)\)"):
+    with refused(CheckpointError, f"/model/0.{name}"):
         load(path, model)
-    with pytest.raises(CheckpointError, match=r"lazy module.*\(/own/0\.(weight|running_mean)\)"):
+    with refused(CheckpointError, f"/own/0.{name}"):
         load_state_dict(path, {"own": model.state_dict()})
 
 
@@ -222,7 +212,7 @@ def test_a_part_of_a_global_tensor_is_refused_by_name(tmp_path: Path) -> None:
     for name, value in place.items():
         setattr(model.weight, name, value)
     for call in (lambda: save(tmp_path / "run", model, iteration=1), lambda: load(saved(tmp_path), model)):
-        with pytest.raises(CheckpointError, match=r"CheckpointableTensor.*/model/weight.*\(4, 4\)"):
+        with refused(CheckpointError, "CheckpointableTensor", "/model/weight", "(4, 4)"):
             call()
 
 

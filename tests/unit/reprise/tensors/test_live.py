@@ -16,6 +16,7 @@ from torch import nn
 from reprise import load, save
 from reprise.errors import CheckpointError
 from reprise.tensors.live import check_disjoint, check_memory
+from tests.messages import refused
 
 
 def holder(**tensors: torch.Tensor) -> nn.Module:
@@ -33,27 +34,27 @@ def quantised() -> torch.Tensor:
 
 
 WEIGHT = torch.arange(12.0).reshape(4, 3)
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sparse": (lambda: holder(adjacency=torch.eye(3).to_sparse()), r"\(adjacency\).*sparse_coo"),
-    "quantised": (lambda: holder(packed=quantised()), r"\(packed\).*qint8"),
-    "windows": (lambda: holder(frames=torch.arange(9.0).unfold(0, 4, 2)), r"\(frames\)"),
-    "rows": (lambda: holder(w=nn.Parameter(WEIGHT), top=WEIGHT[:2]), r"\(top and w\)"),
-    "one element": (lambda: holder(w=nn.Parameter(WEIGHT), last=WEIGHT[3, 2]), r"\(last and w\)"),
-    "other dtype": (lambda: holder(w=nn.Parameter(WEIGHT), raw=WEIGHT.view(torch.int32)[2]), r"\(raw and w\)"),
-    "crossing": (lambda: holder(row=WEIGHT[1], column=WEIGHT[:, 1]), r"\(column and row\)"),
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "sparse": (lambda: holder(adjacency=torch.eye(3).to_sparse()), ("adjacency", "sparse_coo")),
+    "quantised": (lambda: holder(packed=quantised()), ("packed", "qint8")),
+    "windows": (lambda: holder(frames=torch.arange(9.0).unfold(0, 4, 2)), ("frames",)),
+    "rows": (lambda: holder(w=nn.Parameter(WEIGHT), top=WEIGHT[:2]), ("top and w",)),
+    "one element": (lambda: holder(w=nn.Parameter(WEIGHT), last=WEIGHT[3, 2]), ("last and w",)),
+    "other dtype": (lambda: holder(w=nn.Parameter(WEIGHT), raw=WEIGHT.view(torch.int32)[2]), ("raw and w",)),
+    "crossing": (lambda: holder(row=WEIGHT[1], column=WEIGHT[:, 1]), ("column and row",)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", REFUSED)
 def test_memory_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path: Path, name: str) -> None:
-    make, text = REFUSED[name]
-    with pytest.raises(CheckpointError, match=text):
+    make, words = REFUSED[name]
+    with refused(CheckpointError, *words):
         save(tmp_path, make(), iteration=1)
     assert list(tmp_path.glob("iter_*")) == []
     plain = {n: torch.zeros(t.shape, dtype=torch.float32) for n, t in make().state_dict().items()}
     save(tmp_path, holder(**plain), iteration=1)
-    with pytest.raises(CheckpointError, match=text):
+    with refused(CheckpointError, *words):
         load(tmp_path, make())
 
 
@@ -61,7 +62,7 @@ def test_optimizer_state_in_shared_memory_is_refused_by_name(tmp_path: Path) -> 
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(3).unfold(0, 2, 1)
-    with pytest.raises(CheckpointError, match=r"\(momentum_buffer\.weight\)"):
+    with refused(CheckpointError, "(momentum_buffer.weight)"):
         save(tmp_path, model, optimizer, iteration=1)
 
 
@@ -83,10 +84,9 @@ def test_parts_of_one_memory_that_do_not_meet_are_stored(tmp_path: Path) -> None
 def test_a_big_endian_host_neither_saves_nor_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, nn.Linear(2, 2), iteration=1)
     monkeypatch.setattr(sys, "byteorder", "big")
-    with pytest.raises(CheckpointError, match="big-endian"):
-        save(tmp_path, nn.Linear(2, 2), iteration=2)
-    with pytest.raises(CheckpointError, match="big-endian"):
-        load(tmp_path, nn.Linear(2, 2))
+    for call in (lambda: save(tmp_path, nn.Linear(2, 2), iteration=2), lambda: load(tmp_path, nn.Linear(2, 2))):
+        with refused(CheckpointError, "big-endian"):
+            call()
 
 
 MEMORY = torch.zeros(64)
