@@ -75,6 +75,13 @@ def nobody_is_dead() -> None:
     lock_module._dead.clear()
 
 
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[FolderLock]:
+    """Return the lock of a folder that this job holds."""
+    with FolderLock(tmp_path, "mine") as lock:
+        yield lock
+
+
 def leave_record(folder: Path, *, host: str, age_s: float) -> None:
     record = {"host": host, "pid": 4711, "nonce": "theirs", "started": 1.0}
     (folder / "lock").write_text(json.dumps(record))
@@ -118,16 +125,13 @@ def test_a_dead_parent_s_child_is_told_from_another_job(tmp_path: Path) -> None:
         FolderLock(tmp_path, "mine").acquire()
 
 
-def test_a_fork_leaves_the_lock_with_the_parent(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
+def test_a_fork_leaves_the_lock_with_the_parent(tmp_path: Path, lock: FolderLock) -> None:
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(LockError):
         FolderLock(tmp_path, "theirs").acquire()
     lock.check()
-    lock.release()
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
@@ -140,9 +144,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
             lock.acquire()
         holder.kill()
         holder.wait(JOIN_S)
-        lock.acquire()
-        lock.check()
-        lock.release()
+        with lock:
+            lock.check()
 
 
 class Looks(threading.Event):
@@ -182,9 +185,8 @@ def test_a_silent_holder_is_taken_for_dead_by_any_clock(
 
     lock, looks = watching_lock(tmp_path, beat)
     if beats_at is None:
-        lock.acquire()
-        lock.check()
-        lock.release()
+        with lock:
+            lock.check()
         assert f"host node-7, pid 4711: waiting for it to end, at most {STALE_S:.0f} s" in caplog.text
     else:
         with refused(LockError, "node-7", "pid 4711"):
@@ -196,9 +198,8 @@ def test_a_silent_holder_is_taken_for_dead_by_any_clock(
 def test_a_lock_released_while_watched_is_taken_at_once(tmp_path: Path) -> None:
     leave_record(tmp_path, host="node-7", age_s=0)
     lock, looks = watching_lock(tmp_path, lambda look: os.truncate(tmp_path / "lock", 0))
-    lock.acquire()
-    lock.check()
-    lock.release()
+    with lock:
+        lock.check()
     assert looks.count == 1
 
 
@@ -250,21 +251,16 @@ def test_a_lock_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, make:
     assert len(os.listdir("/proc/self/fd")) <= len(before)  # those of an earlier test may go meanwhile
 
 
-def test_a_lock_that_becomes_a_pipe_does_not_block_its_holder(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
+def test_a_lock_that_becomes_a_pipe_does_not_block_its_holder(tmp_path: Path, lock: FolderLock) -> None:
     (tmp_path / "lock").unlink()
     os.mkfifo(tmp_path / "lock")
     (error,) = run_ranks(1, lambda _: lock.check())  # on a thread: it must not wait
     assert isinstance(error, LockError)
     assert "a holder that left no name" in str(error)
     lock.refuse_if_taken()
-    lock.release()
 
 
-def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
+def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path, lock: FolderLock) -> None:
     lock.refuse_if_taken()
     kept = (tmp_path / "lock").rename(tmp_path / "kept")
     lock.refuse_if_taken()  # gone, as with a folder that was deleted: the save has failed by that, and is tried again
@@ -273,12 +269,9 @@ def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path) -> 
         (tmp_path / "lock").write_bytes(content)
         with pytest.raises(LockError, match="Another job writes"):
             lock.refuse_if_taken()
-    lock.release()
 
 
-def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
+def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path, lock: FolderLock) -> None:
     leave_record(tmp_path, host="node-7", age_s=0)
     with pytest.raises(LockError, match="node-7"):
         lock.check()
@@ -354,10 +347,8 @@ OF_WRONG_KINDS = '{"host": "x", "pid": 1, "nonce": "n", "started": "then"}'
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "x"}', "\xff", OF_WRONG_KINDS, 60_000 * "["])
 def test_a_record_of_nonsense_does_not_keep_a_folder_locked(tmp_path: Path, text: str) -> None:
     (tmp_path / "lock").write_text(text, encoding="latin-1")
-    lock = FolderLock(tmp_path, "mine")
-    lock.acquire()
-    lock.check()
-    lock.release()
+    with FolderLock(tmp_path, "mine") as lock:
+        lock.check()
 
 
 def test_the_check_before_a_commit_waits_for_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

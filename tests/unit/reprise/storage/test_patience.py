@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -168,32 +167,6 @@ def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path) -> N
     assert resume(run, Files(), clock) == 10
     assert clock.sleeps == 0
     assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011.superseded-1"]
-
-
-def use_up(descriptors: list[int]) -> None:
-    """Open files until that fails."""
-    while True:
-        descriptors.append(os.open("/dev/null", os.O_RDONLY))
-
-
-def test_a_rank_that_runs_out_of_descriptors_loses_no_iteration(run: Path) -> None:
-    """As EMFILE really comes: another thread holds all that the limit allows, and closes them later."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    clock, held = Clock(), []
-    restorer = Restorer(single_rank_channel(), nonce="m", patience=clock.patience())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            use_up(held)
-        clock.wakes = {3: lambda: [os.close(held.pop()) for _ in range(len(held))]}
-        target = contents(0)
-        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live).checkpoint
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found.iteration == 11
-    assert clock.sleeps == 3
 
 
 def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
