@@ -207,24 +207,6 @@ class Rank:
     is_abort_certain: bool = False
 
 
-class NotingState(SharedCommitState):
-    """The state of a rank, which notes who has written and prepared when the first rename begins."""
-
-    def __init__(self, rank: int, attempted: Attempted) -> None:
-        super().__init__(rank, range(attempted.told.ranks), attempted.told.leaders)
-        self._rank, self._attempted = rank, attempted
-
-    def take(self, event: Event) -> Action:
-        was_preparing = self.current.stage is CommitStage.PREPARING
-        action = super().take(event)
-        if was_preparing and isinstance(event, commit_state.ReadyToRename) and action is not Action.END:
-            self._attempted.prepared.add(self._rank)
-        if action is Action.RENAME and self._attempted.written_at_commit is None:
-            self._attempted.written_at_commit = set(self._attempted.written)
-            self._attempted.prepared_at_commit = set(self._attempted.prepared)
-        return action
-
-
 class Unsynced(Files):
     """A file system that makes nothing durable."""
 
@@ -247,9 +229,6 @@ class Attempted:
     root: Path
     ranks: list[Rank] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
-    written_at_commit: set[int] | None = None
-    prepared: set[int] = field(default_factory=set)
-    prepared_at_commit: set[int] | None = None
     jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -263,13 +242,13 @@ class Attempted:
         for host in range(len(self.hosts.leaders)):
             root = self.root / str(host)
             root.mkdir()
-            disk = Disk(self.turns, root, told, host, lambda host=host: host == 0 or self.is_committed)
+            disk = Disk(self.turns, root, told, host, lambda host=host: self.may_commit(host))
             self.disks.append(disk)
             self.attempts.append(Attempt(7, "n-1", CheckpointFolder(root, disk), layout, self.hosts))
             if told.is_local:
                 put_checkpoint(root / "iter_0000006", "n-0", self.hosts, host)
         for number in range(told.ranks):
-            rank = Rank(number, NotingState(number, self))
+            rank = Rank(number, SharedCommitState(number, range(told.ranks), told.leaders))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
             if told.aborts_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
@@ -285,6 +264,12 @@ class Attempted:
     def is_committed(self) -> bool:
         """Return whether the checkpoint exists: rank 0's folder has its final name."""
         return messages.is_committed(self.attempts[0])
+
+    def may_commit(self, host: int) -> bool:
+        """Return whether a rename is in order: all is written and prepared, and rank 0's folder is the first."""
+        paths = [path for attempt in self.attempts for path in (attempt.partial, attempt.folder.iteration(7))]
+        are_prepared = sum((path / MANIFEST).exists() for path in paths) == len(self.attempts)
+        return are_prepared and self.written == set(range(self.told.ranks)) and (host == 0 or self.is_committed)
 
     def attempt(self, rank: int) -> Attempt:
         """Return the attempt as a rank knows it, with the folder of its host."""
@@ -386,10 +371,8 @@ def attempted(told: Troubles) -> Attempted:
         is_committed = found.is_committed
         assert found.disks[0].commits == is_committed
         if any(disk.commits for disk in found.disks):
-            assert found.written_at_commit == set(range(told.ranks))
-            assert found.prepared_at_commit == set(told.leaders)
             assert not told.odd & set(range(told.ranks))
-            assert is_committed  # the folder of rank 0's host is the first to be renamed
+            assert is_committed
         assert not any(disk.has_committed_wrongly for disk in found.disks)
         for rank in found.ranks:
             assert rank.worker is not None
@@ -432,7 +415,7 @@ def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -
     """Start again: every host has the checkpoint of the attempt, or none has and the one before is untouched."""
     for leader in found.told.leaders[1:]:
         attempt, outcome = found.attempt(leader), found.ranks[leader].shared.current.outcome
-        if leader in found.prepared and outcome is not Outcome.FAILED:  # in doubt, or dead
+        if is_committed and outcome is not Outcome.FAILED:  # also in doubt, or dead
             path = attempt.folder.iteration(7)
             assert attempt_of(path if path.exists() else attempt.partial) == attempt.name
     found.restart()

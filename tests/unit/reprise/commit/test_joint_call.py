@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.commit.channel import StoreChannel
 from reprise.commit.joint_call import JointCall
 from reprise.errors import CheckpointError, LaunchError, LockError
 from tests.fakes import JOIN_S, run_ranks
@@ -149,5 +149,3 @@ def test_a_lost_store_is_an_error_of_its_own() -> None:
 
     with pytest.raises((LaunchError, ConnectionError)):
         called(StoreChannel(Lost(), 0, world_size=2, timeout_s=JOIN_S))
-    with called(single_rank_channel()).agreed():
-        pass

@@ -118,16 +118,20 @@ def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> 
 
 
 class Deaf(StoreChannel):
-    """A channel whose rank 1 loses every decision on a save after it was given."""
+    """A channel whose rank 1 loses the decisions on all saves, or on an attempt, after they were given."""
+
+    attempt = ""
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
-        return Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
+        channel = Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
+        channel.attempt = self.attempt
+        return channel
 
     def read(self, key: str, *, sender: str = "a peer") -> bytes:
-        found = super().read(key, sender=sender)
-        if self.rank == 1 and key.startswith("save/") and key.endswith("/decision"):
+        message = super().read(key, sender=sender)
+        if self.rank == 1 and key.startswith(f"save/{self.attempt}") and key.endswith("/decision"):
             raise LaunchError("No message from rank 0")
-        return found
+        return message
 
 
 @pytest.mark.parametrize("kind", [StoreChannel, Deaf])

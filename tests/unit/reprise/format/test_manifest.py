@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError, MismatchError
@@ -34,7 +34,7 @@ RIGHT_2 = WrittenPiece("w", Box((0, 2), (4, 4)), 16, 64, B)
 GOOD = [RIGHT_2, STEP, LEFT, RIGHT_1]
 
 
-def example() -> Manifest:
+def sample() -> Manifest:
     files = {
         "model.safetensors": FileEntry(5000, "0" * 16, is_tensor_file=True),
         "optimizer/state.json": FileEntry(12, "f" * 16, is_tensor_file=False),
@@ -44,22 +44,22 @@ def example() -> Manifest:
 
 def resealed(**members: object) -> bytes:
     """Return a manifest with other members and a digest that fits."""
-    table = json.loads(manifest.to_bytes(example()))
+    table = json.loads(manifest.to_bytes(sample()))
     del table["xxh3_64"]
     text = json.dumps({**table, **members}, separators=(",", ":"))[:-1].encode()
     return text + f',"xxh3_64":"{digest_of(text)}"}}\n'.encode()
 
 
 def test_manifest_round_trips() -> None:
-    assert manifest.from_bytes(manifest.to_bytes(example()), where="x") == example()
-    assert manifest.from_bytes(resealed(), where="x") == example()
+    assert manifest.from_bytes(manifest.to_bytes(sample()), where="x") == sample()
+    assert manifest.from_bytes(resealed(), where="x") == sample()
 
 
 def test_pieces_come_back_as_they_were_written() -> None:
-    entry = example().tensors["w"]
+    entry = sample().tensors["w"]
     expected = [replace(piece, name="") for piece in (LEFT, RIGHT_1, RIGHT_2)]
     assert list(entry.pieces(4)) == expected
-    assert list(example().tensors["none"].pieces(4)) == []
+    assert list(sample().tensors["none"].pieces(4)) == []
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_entry_of_countless_cells_is_refused_uncounted() -> None:
 
 
 def test_any_flipped_or_missing_byte_of_a_manifest_is_refused() -> None:
-    data = manifest.to_bytes(example())
+    data = manifest.to_bytes(sample())
     for at in range(len(data)):
         flipped = [data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :] for flip in (1, 0x20, 0x80)]
         for damaged in (data[:at], *flipped):
@@ -179,6 +179,7 @@ SPANS = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted)
     st.integers(-1, 1),
     st.tuples(SPANS, SPANS),
 )
+@example(cuts=[(0, 6)], shares={0: (8 * MIB, 16 * MIB)}, itemsize=1, odd=0, more=0, spans=([0, 6], [0, 0]))
 def test_an_entry_fits_as_if_counted_cell_by_cell(
     cuts: list[tuple[int, ...]],
     shares: dict[int, tuple[int, ...]],

@@ -14,32 +14,14 @@ from reprise.commit.attempt import Hosts
 from reprise.commit.channel import StoreChannel
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
-from reprise.errors import LaunchError
 from reprise.format.host_file import attempt_of
 from reprise.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from tests.fakes import all_ranks
 from tests.unit.reprise.commit.test_commit_state import NoCopies
-from tests.unit.reprise.commit.test_protocol import contents
+from tests.unit.reprise.commit.test_protocol import Deaf, contents
 
 HOSTS = Hosts(("a", "b"), ((0,), (1,)))
-
-
-class Deaf(StoreChannel):
-    """A channel whose rank 1 loses the decision on a save, by the number of the attempt, after it was given."""
-
-    deaf_to = ""
-
-    def clone(self, timeout_s: float | None = None) -> StoreChannel:
-        found = Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
-        found.deaf_to = self.deaf_to
-        return found
-
-    def read(self, key: str, *, sender: str = "a peer") -> bytes:
-        found = super().read(key, sender=sender)
-        if self.rank == 1 and self.deaf_to and key == f"save/{self.deaf_to}/decision":
-            raise LaunchError("No message from rank 0")
-        return found
 
 
 class FailingSync(Files):
@@ -58,8 +40,9 @@ def saver(
     channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files = FILE_SYSTEM
 ) -> Checkpointer:
     """Return the started saver of a rank, which is a host of its own."""
-    channel = Deaf(channel._source, channel.rank, world_size=2, timeout_s=10.0)
-    channel.deaf_to = deaf_to
+    channel = (Deaf if deaf_to else StoreChannel)(channel._source, channel.rank, world_size=2, timeout_s=10.0)
+    if isinstance(channel, Deaf):
+        channel.attempt = deaf_to
     policy = SavePolicy(root / str(channel.rank), retention=Retention(1), commit_timeout_s=10.0)
     local = LocalSaves(FileExchange(), NoCopies())
     found = Checkpointer(policy, channel, nonce=nonce, hosts=HOSTS, local=local, files=files)

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,7 @@ import torch
 from reprise.checkpointer import Checkpointer
 from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.format.names import FORMAT, STATE
+from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint
 from reprise.loading.restorer import Restorer
@@ -26,13 +25,11 @@ from reprise.loading.same_checkpoint import open_same
 from reprise.policy import SavePolicy, SaveReport
 from reprise.storage import shared_folder
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.tensors.live import Contents
-from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_store
+from tests.fakes import JOIN_S, FailingFiles, run_ranks, tcp_store
 from tests.messages import refused
+from tests.unit.reprise.commit.test_protocol import ROWS, SPEC, contents
 
 UNSEEN = "This host does not see the checkpoint folder of rank 0"
-ROWS = Sharding("rows over 2", (Axis("row", 2),))
-SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 
 
 @pytest.fixture
@@ -64,9 +61,7 @@ def save(
     before()
     live = tuple(ROWS.live(channel.rank, [SPEC], {"w": torch.full(SPEC.shape, value)}))
     try:
-        report = checkpointer.save(
-            iteration, Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
-        )
+        report = checkpointer.save(iteration, replace(contents(channel.rank, iteration), live=live))
         assert report is not None
         return report
     finally:
