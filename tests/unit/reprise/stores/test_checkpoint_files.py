@@ -10,27 +10,24 @@ from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.stores.checkpoint_files import CheckpointFiles, shares
+from tests.messages import refused
 
 
-@pytest.mark.parametrize("hosts", range(1, 65))
+@pytest.mark.parametrize("hosts", [1, 2, 3, 7, 64])
 def test_hosts_have_equal_shares_of_many_files(hosts: int) -> None:
     draw = random.Random(hosts)
     for files in (5 * hosts, 9 * hosts + 1):
         full = {f"model-{number}": 2 << 30 for number in range(files)}
         sizes = full | {"model-last": draw.randrange(2 << 30), "trainer_state.json": 9000, "optimizer/x": 12 << 20}
         parts = shares(sizes, hosts)
+        assert parts == shares(dict(reversed(sizes.items())), hosts)
         assert sorted(name for part in parts for name in part) == sorted(sizes)
         loads = [sum(sizes[name] for name in part) for part in parts]
         assert max(loads) <= 1.2 * sum(loads) / hosts
 
 
-def test_all_hosts_divide_alike() -> None:
-    sizes = {f"f{number}": 7 for number in range(10)}
-    assert shares(sizes, 3) == shares(dict(reversed(sizes.items())), 3)
-
-
 @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/..", "a\\b", ""])
 def test_a_name_outside_the_folder_is_refused(name: str) -> None:
     data = json_file.sealed({"format": MANIFEST_FORMAT, "files": {name: {"bytes": 1}}})
-    with pytest.raises(CheckpointError, match="malformed"):
+    with refused(CheckpointError, "here"):
         CheckpointFiles.parse(data, where="here")

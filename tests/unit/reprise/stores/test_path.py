@@ -9,9 +9,7 @@ def test_a_folder_of_a_store_is_found_among_the_parents() -> None:
     path = location("s3://bucket/run/checkpoints/iter_0000004")
     parents = [location("s3://bucket/run/checkpoints"), location("s3://bucket/run"), location("s3://bucket")]
     assert list(path.parents)[:3] == parents
-    assert all(parent in path.parents for parent in parents)
     assert location("s3://bucket/other") not in path.parents
-    assert location("s3://other/run") not in path.parents
     assert location("gs://bucket/run") not in path.parents
     assert str(path.parents[-1]) == ""
     assert sorted([path, *parents]) == [*reversed(parents), path]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from reprise.errors import LaunchError
 from reprise.stores.peers import Peers, address_of_this_host, listen
-
-UNUSED = {"torch", "reprise.stores.peers", "reprise.stores.pool"}
 
 
 def test_a_mirror_reads_the_line_and_nothing_behind_it() -> None:
@@ -35,10 +31,3 @@ def test_a_mirror_reads_the_line_and_nothing_behind_it() -> None:
 @pytest.mark.parametrize("first", ["127.0.0.1", "localhost", "no-such-host.invalid"])
 def test_the_first_host_is_reached_as_the_launch_reaches_it(first: str) -> None:
     assert address_of_this_host(first) == first
-
-
-def test_a_mirror_of_a_shared_folder_imports_none_of_it() -> None:
-    text = "import sys, reprise.stores.mirror, reprise.stores.mirror_process; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
-    assert "reprise.stores.mirror_pass" in modules
-    assert not [name for name in modules if name.startswith("reprise.local") or name in UNUSED]

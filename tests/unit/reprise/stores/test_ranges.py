@@ -12,23 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
-from reprise.format.names import FORMAT, STATE
 from reprise.loading.loader import fill
 from reprise.loading.reader import check_first_blocks, open_checkpoint, read_places
-from reprise.policy import SavePolicy
 from reprise.stores.files import StoreFiles
 from reprise.stores.location import location
 from reprise.stores.ranges import KEPT_BYTES, WINDOW_BYTES, RangeMemory, Ranges, requests_of
 from reprise.stores.reader import close_readers, reader_of
 from reprise.stores.wire import SLOT_BYTES
 from reprise.tensors.dtypes import torch_dtype
-from reprise.tensors.live import Contents
-from tests.fakes import SHARDINGS, Sharding, all_ranks, sample_specs, sample_state
+from tests.fakes import SHARDINGS
+from tests.unit.reprise.loading.test_loader import SPECS, STATE_OF, save
 
-SPECS = sample_specs()
-STATE_OF = sample_state(SPECS, seed=7)
 BY_NAME = {sharding.name: sharding for sharding in SHARDINGS}
 CONTENT = random.Random(0).randbytes(6 * WINDOW_BYTES + 17)
 
@@ -115,15 +109,15 @@ def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "most"),
     [
-        ("one rank", "one rank", 1.05),
-        ("columns over 2", "one rank", 1.1),
+        pytest.param("one rank", "one rank", 1.05, marks=pytest.mark.slow),
+        pytest.param("columns over 2", "one rank", 1.1, marks=pytest.mark.slow),
         ("columns over 2", "columns over 2", 1.05),
         ("rows over 3", "rows and columns", 1.1),
-        ("rows and columns", "2 replicas", 1.1),
+        pytest.param("rows and columns", "2 replicas", 1.1, marks=pytest.mark.slow),
     ],
 )
 def test_a_load_reads_little_more_than_it_needs(source: str, target: str, most: float, tmp_path: Path) -> None:
-    _save(tmp_path, BY_NAME[source])
+    save(tmp_path, BY_NAME[source])
     path, sharding = location(f"file://{tmp_path / 'iter_0000010'}"), BY_NAME[target]
     ranks = range(sharding.world_size)
     empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
@@ -147,17 +141,3 @@ def test_a_load_reads_little_more_than_it_needs(source: str, target: str, most: 
     for files in loads:
         files.end()
     assert total_bytes * 0.99 < read_bytes <= total_bytes * most
-
-
-def _save(folder: Path, sharding: Sharding) -> None:
-    def call(channel: StoreChannel) -> None:
-        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), channel, nonce="n")
-        checkpointer.start()
-        live = tuple(sharding.live(channel.rank, SPECS, STATE_OF))
-        documents = {STATE: {"format": FORMAT, "iteration": 10}}
-        report = checkpointer.save(10, Contents(tuple(SPECS), live, {}, documents))
-        assert report is not None
-        assert report.error is None
-        checkpointer.close()
-
-    all_ranks(sharding.world_size, call)

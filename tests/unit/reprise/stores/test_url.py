@@ -6,6 +6,7 @@ import pytest
 
 from reprise.errors import ConfigError
 from reprise.stores.url import StoreUrl, is_store_url
+from tests.messages import refused
 
 
 @pytest.mark.parametrize(
@@ -29,21 +30,21 @@ def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("http://host/run", "no URL of a store"),
-        ("/data/run", "no URL of a store"),
-        ("s3://", "names no bucket"),
-        ("s3:///run", "names no bucket"),
-        ("s3://bucket/a/../b", r"`\.\.`"),
-        ("s3://bucket//b", "empty segment"),
-        ("s3://bucket/run?versionId=secret", "a query"),
-        ("s3://user:secret@bucket/run", "a user"),
-        ("s3://secret@bucket", "a user"),
-        ("s3://user:sec/secret@bucket/run", "a user"),
-        ("file://user:secret@host/run", "a user"),
+        ("http://host/run", ""),
+        ("/data/run", ""),
+        ("s3://", "bucket"),
+        ("s3:///run", "bucket"),
+        ("s3://bucket/a/../b", "`..`"),
+        ("s3://bucket//b", "segment"),
+        ("s3://bucket/run?versionId=secret", "query"),
+        ("s3://user:secret@bucket/run", "user"),
+        ("s3://secret@bucket", "user"),
+        ("s3://user:sec/secret@bucket/run", "user"),
+        ("file://user:secret@host/run", "user"),
     ],
 )
 def test_what_is_no_store_is_refused_without_its_secrets(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem) as refusal:
+    with refused(ConfigError, problem) as refusal:
         StoreUrl.parse(text)
     assert "secret" not in str(refusal.value)
 
