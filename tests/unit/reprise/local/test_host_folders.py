@@ -12,6 +12,7 @@ from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.storage.files import Files
 from tests.local_folders import load_on_hosts, save_on_two_hosts, save_shared
+from tests.unit.reprise.loading.test_reader import flip
 
 pytestmark = pytest.mark.usefixtures("on_loopback")
 
@@ -44,42 +45,32 @@ def bytes_to_flip(path: Path) -> Iterator[tuple[str, int, bool]]:
             yield str(file.relative_to(path)), 20, True
 
 
-def flip_byte(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
-
-
 def copied(saved: Path, folder: Path) -> list[Path]:
     shutil.copytree(saved, folder)
     return [folder / f"host{host}" / "local" for host in range(2)]
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize(
+    ("host", "step"), [(0, 3), *(pytest.param(host, 1, marks=pytest.mark.slow) for host in (0, 1))]
+)
 def test_any_damaged_byte_of_a_host_is_taken_from_the_copy(
-    saved: Path, tmp_path: Path, host: int, caplog: pytest.LogCaptureFixture
+    saved: Path, tmp_path: Path, host: int, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cases = list(bytes_to_flip(saved / f"host{host}/local/iter_0000002"))
     assert len(cases) > 12
-    for number, (name, offset, is_read) in enumerate(cases):
+    for number, (name, offset, is_read) in enumerate(cases[::step]):
         folders = copied(saved, tmp_path / str(number))
-        flip_byte(folders[host] / "iter_0000002" / name, offset)
+        flip(folders[host] / "iter_0000002" / name, offset)
         logged = len(caplog.messages)
         assert load_on_hosts(folders) == 2, name
         assert any("local/iter_0000002" in line for line in caplog.messages[logged:]) or not is_read, name
 
 
-def test_the_first_block_comes_from_the_shared_folder(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Path, is_shared: bool) -> None:
+    """Unless a shared folder has the iteration too."""
     folders, shared = copied(saved, tmp_path / "hosts"), save_shared(tmp_path / "shared", 2).parent
     for folder in folders:
         name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
-        flip_byte(folder / "iter_0000002" / name, offset)
-    assert load_on_hosts(folders, shared=shared) == 2
-
-
-def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Path) -> None:
-    folders = copied(saved, tmp_path / "hosts")
-    for folder in folders:
-        name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
-        flip_byte(folder / "iter_0000002" / name, offset)
-    assert load_on_hosts(folders) == 1
+        flip(folder / "iter_0000002" / name, offset)
+    assert load_on_hosts(folders, shared=shared if is_shared else None) == 1 + is_shared

@@ -42,17 +42,6 @@ def test_pieces_of_a_host_arrive_with_their_digests(site: Site) -> None:
     assert [digest_of(data.tobytes()) == block.digest for block, data in blocks] == [True] * 3
 
 
-def test_a_hole_is_refused(site: Site) -> None:
-    own = part_of(site, 0)
-    with pytest.raises(OSError, match="does not have these pieces"):
-        next(site.client(0).pieces(1, own.checkpoint, read_places(own.checkpoint), own.host.held))
-
-
-def test_another_checkpoint_of_the_iteration_is_no_part(site: Site) -> None:
-    assert site.parts[1].find(ITERATION, "another") is None
-    assert site.parts[1].find(9, "another") is None
-
-
 @pytest.mark.parametrize("token", ["another", "", "a token too long"])
 def test_another_token_is_refused(site: Site, token: str) -> None:
     client = PartClient(replace(site.peers(0), token=token), 0, timeout_s=1.0)
@@ -72,13 +61,6 @@ def test_a_malformed_request_ends_its_connection_alone(site: Site, line: bytes) 
     assert list(site.client(0).parts(part_of(site, 0))[0]) == [0, 1]
 
 
-def test_a_malformed_answer_is_an_error_that_names_the_host(site: Site) -> None:
-    site.servers[1]._answer = lambda _: ({"part": [1, 2]}, ())  # type: ignore[method-assign]
-    _, silent = site.client(0).parts(part_of(site, 0))
-    assert silent[1].filename == f"127.0.0.1:{site.addresses[1][1]}"
-    assert "malformed" in str(silent[1])
-
-
 def test_an_order_whose_host_waits_no_more_is_not_followed(site: Site) -> None:
     own = part_of(site, 1)
     order = {"order": "hold", "iteration": ITERATION, "manifest": own.checkpoint.digest}
@@ -96,16 +78,6 @@ def test_an_order_whose_host_waits_no_more_is_not_followed(site: Site) -> None:
         assert site.held() == [iteration_name(ITERATION)]
 
 
-def test_a_full_disk_of_a_host_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Hold, "_create", full)
-    _, silent = site.client(0).parts(part_of(site, 0), order="hold")
-    assert f"host1/{iteration_name(ITERATION)}: No space left on device" in str(silent[1])
-    assert str(site.addresses[1][1]) in str(silent[1])
-
-
 def test_a_hold_ends_with_the_next_and_with_a_release(site: Site) -> None:
     client, own = site.client(0), part_of(site, 0)
     client.parts(own, order="hold")
@@ -117,3 +89,22 @@ def test_a_hold_ends_with_the_next_and_with_a_release(site: Site) -> None:
     client.tell("release")
     assert site.held() == []
     assert site.parts[1].chosen is None
+
+
+def test_what_a_host_lacks_or_answers_wrongly_is_an_error_that_names_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, client = part_of(site, 0), site.client(0)
+    with pytest.raises(OSError, match="does not have these pieces"):
+        next(client.pieces(1, own.checkpoint, read_places(own.checkpoint), own.host.held))
+    assert [site.parts[1].find(iteration, "another") for iteration in (ITERATION, 9)] == [None, None]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Hold, "_create", full)
+    _, silent = client.parts(own, order="hold")
+    assert f"host1/{iteration_name(ITERATION)}: No space left on device" in str(silent[1])
+    site.servers[1]._answer = lambda _: ({"part": [1, 2]}, ())  # type: ignore[method-assign]
+    _, silent = client.parts(own)
+    assert silent[1].filename == f"127.0.0.1:{site.addresses[1][1]}"

@@ -29,12 +29,6 @@ def test_parts_with_one_manifest_are_one_checkpoint() -> None:
     ]
 
 
-def test_the_more_complete_of_two_is_first() -> None:
-    whole = host_file(0, manifest="z", held=union([host_file(0).own, host_file(1).own]))
-    found = candidates([{6: host_file(0, manifest="a")}, {6: whole}])
-    assert [c.manifest for c in found] == ["z", "a"]
-
-
 def test_missing_pieces_are_named_by_the_host_that_wrote_them() -> None:
     candidate = Candidate(6, "m", {0: host_file(0)})
     assert candidate.missing == {"a": (1, 2), "b": (0,)}
@@ -61,12 +55,6 @@ def test_a_part_is_the_same_after_its_summary(held: PieceNumbers, host: int | No
     assert PartSummary.from_row(row).part(other, other.by_writer()) == part
 
 
-def test_a_summary_of_whole_hosts_names_no_piece() -> None:
-    row = PartSummary.of(host_file(0, held=union([host_file(0).own, host_file(1).own]))).row()
-    assert row[-2:] == [(0, 1), {}]
-    assert PartSummary.of(host_file(0)).division == PartSummary.of(host_file(1)).division
-
-
 @given(st.lists(st.tuples(SETS, SETS), min_size=1, max_size=4))
 def test_every_piece_comes_from_a_host_that_has_it_or_is_left(hosts: list[tuple[PieceNumbers, PieceNumbers]]) -> None:
     found = {number: host_file(0, held=held) for number, (held, _) in enumerate(hosts)}
@@ -89,6 +77,12 @@ def test_every_piece_comes_from_a_host_that_has_it_or_is_left(hosts: list[tuple[
         )
     order = [(transfer.source, transfer.target) for transfer in transfers]
     assert order == sorted(set(order))
+
+
+def test_the_more_complete_of_two_is_first_and_named_by_hosts() -> None:
+    whole = host_file(0, manifest="z", held=union([host_file(0).own, host_file(1).own]))
+    assert [c.manifest for c in candidates([{6: host_file(0, manifest="a")}, {6: whole}])] == ["z", "a"]
+    assert PartSummary.of(whole).row()[-2:] == [(0, 1), {}]
 
 
 def test_hosts_that_have_the_same_share_the_sending() -> None:
