@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import reprise
 from reprise import FieldDifference, TensorDifference
 from reprise.errors import CheckpointError
 from tests.local_folders import save_on_two_hosts
+from tests.messages import refused
 
 
 def save(folder: Path, **state: object) -> Path:
@@ -42,5 +42,5 @@ def test_tensors_and_fields_that_differ_are_listed(tmp_path: Path) -> None:
 
 def test_a_piece_on_another_host_is_refused(tmp_path: Path) -> None:
     a, b = save_on_two_hosts(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="A piece of a tensor lies on another host"):
+    with refused(CheckpointError, str(a)):
         reprise.diff(a, b)

@@ -10,6 +10,7 @@ import reprise
 from reprise.errors import CheckpointError
 from tests.harness import all_files
 from tests.local_folders import flip, save_on_two_hosts, save_shared
+from tests.messages import refused
 
 NAME = "iter_0000002"
 
@@ -35,8 +36,8 @@ def test_a_damaged_block_is_taken_from_the_copy(tmp_path: Path) -> None:
 
 def test_missing_pieces_and_the_folder_of_a_host_are_refused(tmp_path: Path) -> None:
     a, b = save_on_two_hosts(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="Iteration 2 is not whole in these folders together"):
+    with pytest.raises(CheckpointError, match="Iteration 2"):
         reprise.gather([a], tmp_path / "out", iteration=2)
-    with pytest.raises(CheckpointError, match=r"The output is the folder of a host .* Name another folder\."):
+    with refused(CheckpointError, str(a)):
         reprise.gather([a, b], a)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from reprise.format import manifest
 from reprise.format.names import FORMAT
 from reprise.management.glance import StateParser
 from tests.local_folders import save_on_two_hosts
+from tests.messages import refused
+from tests.profiles import scaled
 from tests.unit.reprise.management.test_listing import save
 
 UNCHECKED, WHOLE, DAMAGED = CheckpointStatus.UNCHECKED, CheckpointStatus.WHOLE, CheckpointStatus.DAMAGED
@@ -37,13 +40,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return where
 
 
-def flip(path: Path) -> None:
-    """Change the first byte of the tensors of a file."""
-    data = bytearray(path.read_bytes())
-    data[8 + int.from_bytes(data[:8], "little")] ^= 1
-    path.write_bytes(data)
-
-
 def test_the_newest_are_checked_and_older_ones_only_listed(tmp_path: Path, opened: list[object]) -> None:
     folder = save(tmp_path, 1, 2, 3, 4)
     (folder / "iter_0000001" / "hold").touch()
@@ -63,37 +59,30 @@ def test_the_newest_are_checked_and_older_ones_only_listed(tmp_path: Path, opene
 
 def test_damage_is_found_in_what_is_checked_alone(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2, 3)
-    flip(folder / "iter_0000001" / "model.safetensors")
-    assert statuses(folder, check=2) == [UNCHECKED, WHOLE, WHOLE]
-    assert statuses(folder, check=None) == [DAMAGED, WHOLE, WHOLE]
-    flip(folder / "iter_0000003" / "model.safetensors")
-    *_, newest = reprise.list(folder, check=1)
-    assert newest.status is DAMAGED
-    assert "iter_0000003" in str(newest.problem)
-
-
-def test_an_old_one_without_manifest_or_state_is_damaged(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 2, 3, 4)
+    for iteration in (1, 3):
+        path = folder / f"iter_000000{iteration}" / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[8 + int.from_bytes(data[:8], "little")] ^= 1  # the first byte of the tensors
+        path.write_bytes(data)
+    assert statuses(folder, check=2) == [UNCHECKED, WHOLE, DAMAGED]
+    assert statuses(folder, check=None) == [DAMAGED, WHOLE, DAMAGED]
     (folder / "iter_0000001" / "manifest.json").unlink()
     (folder / "iter_0000002" / "trainer_state.json").write_text("{}")
+    save(folder, 4)
     (folder / "iter_0000003" / "trainer_state.json").unlink()
     assert [str(s.problem) for s in reprise.list(folder, check=0)] == [str(s.problem) for s in reprise.list(folder)]
     assert statuses(folder, check=0) == [DAMAGED] * 3 + [UNCHECKED]
 
 
-def test_links_and_superseded_ones_take_no_place_of_others(tmp_path: Path) -> None:
+def test_weights_links_and_superseded_ones_take_no_place_of_others(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2, 3)
+    save(folder / "weights", 3, 4)
     (folder / "iter_0000003").rename(folder / "iter_0000003.superseded-1")
     (folder / "iter_0000009").symlink_to(folder / "iter_0000001")
-    old, newest, superseded, link = reprise.list(folder, check=1)
-    assert [old.status, newest.status, superseded.status, link.status] == [UNCHECKED, WHOLE, UNCHECKED, DAMAGED]
+    expected = [UNCHECKED, WHOLE, UNCHECKED, DAMAGED, UNCHECKED, WHOLE]
+    _, _, superseded, link, *_ = listed = reprise.list(folder, check=1)
+    assert [summary.status for summary in listed] == expected
     assert (superseded.iteration, superseded.is_superseded, link.is_link) == (3, True, True)
-
-
-def test_saves_of_weights_are_counted_by_themselves(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 2)
-    save(folder / "weights", 3, 4)
-    assert statuses(folder, check=1) == [UNCHECKED, WHOLE, UNCHECKED, WHOLE]
 
 
 def test_an_iteration_checked_on_one_host_is_checked_on_all(tmp_path: Path) -> None:
@@ -112,30 +101,25 @@ def state(**members: Any) -> bytes:
     return json_file.to_bytes({"format": FORMAT, "iteration": 7, **members})
 
 
-def outcome(parse: Any, document: bytes) -> tuple[object, bool]:
-    try:
-        return parse(document), False
-    except TrainerError:
-        return None, True
-
-
 def test_states_by_members_are_those_of_the_document() -> None:
     draws, parser, path = random.Random(1), StateParser(), Path("iter_0000007")
     base = state(a=1, b=[1.0, {"c": "\u2028", "d": {}}], e='x,\n  "y', f={"g": [], "h": {"i": None}})
     seen = set()
-    for _ in range(4000):
+    for _ in range(scaled(4000)):
         document = bytearray(base)
         for _ in range(draws.randrange(3)):
             at, size = draws.randrange(len(document)), draws.randrange(4)
             document[at : at + size] = draws.choice([b"", b",", b'\n  "', b'"', b"{", b"}", b"\n}\n", b"[", b"1", b" "])
-        expected = outcome(lambda data: json_file.parse(data, where=path), bytes(document))
-        found = outcome(lambda data: parser.parse(data, path), bytes(document))
-        value = expected[0]
-        if isinstance(value, dict) and (value.get("format"), value.get("iteration")) == (FORMAT, 7):
+        found = expected = None
+        with contextlib.suppress(TrainerError):
+            expected = json_file.parse(bytes(document), where=path)
+        with contextlib.suppress(TrainerError):
+            found = parser.parse(bytes(document), path)
+        if expected is not None and (expected.get("format"), expected.get("iteration")) == (FORMAT, 7):
             assert repr(found) == repr(expected), document
             seen.add(document == base)
         else:
-            assert found[1], document
+            assert found is None, document
     assert seen == {True, False}
 
 
@@ -144,5 +128,5 @@ def test_equal_members_of_states_are_parsed_once() -> None:
     first, second = (parser.parse(state(groups=["w"], loss=loss), path) for loss in (1.5, 2.5))
     assert first["groups"] is second["groups"]
     assert (first["loss"], second["loss"]) == (1.5, 2.5)
-    with pytest.raises(CheckpointError, match="name of another iteration"):
+    with refused(CheckpointError, "iter_0000008"):
         parser.parse(state(), Path("iter_0000008"))

@@ -10,6 +10,7 @@ import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.folder import FolderLock
 from tests.local_folders import save_on_two_hosts
+from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save
 
 
@@ -29,26 +30,24 @@ def test_a_folder_that_a_run_saves_to_is_not_touched(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2)
     lock = FolderLock(folder, "a run")
     lock.acquire()
-    try:
-        with pytest.raises(LockError):
-            reprise.prune(folder, keep=1)
-    finally:
-        lock.release()
+    with pytest.raises(LockError):
+        reprise.prune(folder, keep=1)
+    lock.release()
     assert len(reprise.list(folder)) == 2
 
 
 def test_nothing_is_deleted_where_no_whole_checkpoint_would_stay(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 1, 2)
     (folder / "iter_0000002" / "trainer_state.json").unlink()
-    with pytest.raises(CheckpointError, match="None of the checkpoints that would stay is whole"):
+    with refused(CheckpointError, str(folder)):
         reprise.prune(folder, keep=1)
     assert len(reprise.list(folder)) == 2
     host, _ = save_on_two_hosts(tmp_path, 1, 2)
-    with pytest.raises(CheckpointError, match="its run deletes by max_checkpoint_keep"):
+    with refused(CheckpointError, "max_checkpoint_keep"):
         reprise.prune(host, keep=1)
 
 
 @pytest.mark.parametrize("numbers", [{"keep": 0}, {"keep": 1, "retain_interval": -1}])
 def test_numbers_out_of_range_are_refused(tmp_path: Path, numbers: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="No checkpoint can be deleted by these numbers"):
+    with refused(ConfigError, *(str(value) for value in numbers.values())):
         reprise.prune(save(tmp_path, 1), **numbers)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def test_a_flipped_bit_is_named_and_the_other_is_whole(tmp_path: Path) -> None:
     weights.write_bytes(data)
     damaged, whole = reprise.verify(folder)
     assert (damaged.status, damaged.checked_bytes) == (CheckpointStatus.DAMAGED, None)
-    assert "A tensor is damaged" in str(damaged.problem)
+    assert str(weights) in str(damaged.problem)
     assert (whole.status, whole.problem) == (CheckpointStatus.WHOLE, None)
     (alone,) = reprise.verify(folder / "iter_0000002")
     assert alone == whole
@@ -43,7 +43,6 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, monkeypatch: pyt
         patched.setattr(Files, "open_for_reading", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         (result,) = reprise.verify(folder)
     assert result.status is CheckpointStatus.UNREADABLE
-    assert "cannot be read now" in str(result.problem)
     assert reprise.verify(folder)[0].status is CheckpointStatus.WHOLE
 
 
