@@ -19,6 +19,7 @@ from reprise.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.storage.folder import is_iteration_name
 from tests.fakes import lone_contents
+from tests.messages import refused
 
 
 def pick(path: Path, iteration: int | None = None) -> Path:
@@ -66,17 +67,17 @@ def test_a_folder_with_a_manifest_is_an_iteration_by_any_name(tmp_path: Path, na
 def test_a_superseded_folder_without_a_manifest_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "iter_0000010.superseded-2"
     path.mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with refused(CheckpointError, str(path), "manifest.json"):
         pick(path)
 
 
 @pytest.mark.parametrize("iteration", [3, 4])
 def test_a_step_asked_of_one_iteration_is_refused_by_option(tmp_path: Path, iteration: int) -> None:
     path = save(tmp_path, nn.Linear(2, 2), iteration=3)
-    for named in (path, path.rename(tmp_path / "best")):
-        if named.exists():
-            with pytest.raises(CheckpointError, match=rf"found iteration {iteration}\. Leave the iteration out"):
-                pick(named, iteration)
+    for name in (path.name, "best"):
+        with refused(CheckpointError, str(iteration)):
+            pick(path.rename(tmp_path / name), iteration)
+        path = tmp_path / name
 
 
 TERMS = LoadTerms("--from", "--step", "begin anew")
@@ -85,17 +86,15 @@ TERMS = LoadTerms("--from", "--step", "begin anew")
 def test_advice_names_what_the_caller_has_set(tmp_path: Path) -> None:
     one = save(tmp_path / "run", nn.Linear(2, 2), iteration=3)
     (tmp_path / "empty").mkdir()
-    sources = {
-        LoadSource(tmp_path / "none", terms=TERMS): "Correct --from.",
-        LoadSource(tmp_path / "empty", terms=TERMS): "Correct --from.",
-        LoadSource(tmp_path / "run", 4, TERMS): "Correct --step.",
-        LoadSource(one, 4, TERMS): "Leave --step out, or let --from name the run's checkpoint folder.",
-        LoadSource(tmp_path / "none"): "Correct the path.",
-    }
-    for source, advice in sources.items():
-        with pytest.raises(CheckpointError) as caught:
+    for source, words in (
+        (LoadSource(tmp_path / "none", terms=TERMS), ["--from"]),
+        (LoadSource(tmp_path / "empty", terms=TERMS), ["--from"]),
+        (LoadSource(tmp_path / "run", 4, TERMS), ["--step"]),
+        (LoadSource(one, 4, TERMS), ["--step", "--from"]),
+        (LoadSource(tmp_path / "none"), ["path"]),
+    ):
+        with refused(CheckpointError, *words):
             Chooser(source, Files(), lambda _: None).pick()
-        assert str(caught.value).endswith(f" {advice}")
 
 
 def test_a_reason_of_several_checkpoints_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,13 +104,8 @@ def test_a_reason_of_several_checkpoints_is_given_once(tmp_path: Path, caplog: p
         (tmp_path / f"iter_000000{iteration}" / "manifest.json").unlink()
     (tmp_path / "iter_0000002" / "model.safetensors").unlink()
     caplog.clear()
-    with pytest.raises(TrainerError) as caught:
+    with refused(TrainerError, "iter_0000003, iter_0000001: ", "iter_0000002: ", "begin anew"):
         Chooser(LoadSource(tmp_path, terms=TERMS), Files(), lambda _: None).pick()
-    assert str(caught.value) == (
-        f"No valid checkpoint is left ({tmp_path}), found iter_0000003, iter_0000001: A folder is not a checkpoint, "
-        "expected manifest.json, found No such file or directory; iter_0000002: A file of a "
-        "checkpoint is missing (model.safetensors), found No such file or directory. Repair one, or begin anew."
-    )
     assert caplog.text == ""
 
 
@@ -133,24 +127,22 @@ def test_a_branch_that_was_given_up_is_skipped(tmp_path: Path, caplog: pytest.Lo
     now = Lineage((*RUN.branches, Branch("b", 4)))
     source = LoadSource(tmp_path, lineage=now)
     assert Chooser(source, Files(), lambda _: None).pick() == tmp_path / "iter_0000004"
-    assert "iter_0000006 is skipped: A checkpoint is of a branch that the run has given up" in caplog.text
+    assert "iter_0000006 is skipped" in caplog.text
     named = LoadSource(tmp_path, 6, lineage=now)
-    with pytest.raises(CheckpointError, match="of a branch that the run has given up"):
+    with refused(CheckpointError, "iter_0000006"):
         Chooser(named, Files(), lambda _: None).pick()
 
 
 def test_a_checkpoint_of_another_run_stops_the_start(tmp_path: Path) -> None:
     save_of(tmp_path, 2, RUN)
     source = LoadSource(tmp_path, lineage=Lineage((Branch("x", FRESH),)))
-    with pytest.raises(MismatchError, match="expected run x, found run a") as refused:
+    with refused(MismatchError, "run x", "run a", "run.json"):
         Chooser(source, Files(), lambda _: None).pick()
-    assert "ove this run's run.json away to go on from" in str(refused.value)
 
 
 def test_where_all_were_given_up_no_repair_is_advised(tmp_path: Path) -> None:
     save_of(tmp_path, 2, RUN)
     source = LoadSource(tmp_path, lineage=Lineage((*RUN.branches, Branch("b", FRESH))))
-    with pytest.raises(CheckpointError, match="No valid checkpoint is left") as refused:
+    with refused(CheckpointError, "run.json") as caught:
         Chooser(source, Files(), lambda _: None).pick()
-    assert "Repair" not in str(refused.value)
-    assert "ove this run's run.json away to go on from" in str(refused.value)
+    assert "Repair" not in str(caught.value)

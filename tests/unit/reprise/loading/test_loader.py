@@ -8,8 +8,11 @@ import math
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +38,8 @@ from reprise.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.tensors.dtypes import stored_dtype, torch_dtype
 from reprise.tensors.live import Contents, LiveTensor
-from tests.fakes import JOIN_S, SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+from tests.fakes import JOIN_S, SHARDINGS, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+from tests.messages import refused
 from tests.profiles import examples
 
 SPECS = sample_specs()
@@ -82,50 +86,6 @@ def test_every_sharding_saves_the_same_bytes(saved: dict[str, Path], sharding: S
     for name in names:
         if name.name != "manifest.json":
             assert (first / name).read_bytes() == (other / name).read_bytes(), name
-
-
-@pytest.mark.parametrize("target", SHARDINGS, ids=IDS)
-@pytest.mark.parametrize("source", SHARDINGS, ids=IDS)
-def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
-    empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
-
-    def call(channel: StoreChannel) -> LoadReport:
-        restorer = Restorer(channel, nonce="n")
-        live = target.live(channel.rank, SPECS, empty)
-        report = restorer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live).report
-        for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
-            assert bits(found.local) == bits(expected.local), found.spec.name
-        return report
-
-    total = sum(spec.total_bytes for spec in SPECS)
-    columns = math.prod(axis.size for axis in source.axes if axis.role == "column")  # read along where they are narrow
-    for rank, report in enumerate(all_ranks(target.world_size, call)):
-        assert (report.tensors, report.expected) == (len(SPECS), len(SPECS))
-        assert report.read_bytes <= columns * total
-        own = sum(len(bits(tensor.local)) for tensor in target.live(rank, SPECS, STATE_OF))
-        assert report.filled_bytes == own
-        if source == target:
-            assert own <= report.read_bytes <= columns * own
-        if {axis.role for axis in source.axes + target.axes} <= {"row", "replica", "strided row"}:
-            edges = 2 * sum(1 for spec in SPECS if spec.total_bytes)
-            assert report.read_bytes <= own + edges * BLOCK_BYTES
-
-
-def test_a_shard_that_is_not_contiguous_in_memory_is_filled(saved: dict[str, Path]) -> None:
-    whole = SHARDINGS[0].live(0, SPECS, STATE_OF)
-    live = []
-    for tensor in whole:
-        local = torch.zeros(tensor.local.shape, dtype=tensor.local.dtype)
-        live.append(replace(tensor, local=local.T.contiguous().T if local.ndim == 2 else local))
-
-    def call(channel: StoreChannel) -> None:
-        restorer = Restorer(channel, nonce="n")
-        restorer.restore(LoadSource(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
-
-    all_ranks(1, call)
-    assert not live[0].local.is_contiguous()
-    for found, expected in zip(live, whole, strict=True):
-        assert bits(found.local) == bits(expected.local), found.spec.name
 
 
 @st.composite
@@ -189,102 +149,145 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.path
 
 
-def load(path: Path, *, threads: int, files: Files | None = None) -> list[LiveTensor]:
-    """Fill fresh tensors; check that this leaves no thread and no open file behind, however it ends."""
-    checkpoint = open_checkpoint(path, files or Files())
-    places = read_places(checkpoint)
-    live = []
-    for place in places.values():
-        box = whole(place.spec.view)
-        live.append(LiveTensor(place.spec, box, torch.zeros(box.shape, dtype=torch_dtype(place.spec.dtype)), (0,)))
-    before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    try:
-        fill(checkpoint, places, live, threads=threads)
-    finally:
-        assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
-    return live
+PAIRS = [(source, target) for source in range(len(SHARDINGS)) for target in range(len(SHARDINGS))]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(
+            SHARDINGS[source],
+            SHARDINGS[target],
+            id=f"{IDS[source]} at {IDS[target]}",
+            marks=() if target == (3 * source + 1) % 10 or source == target == 8 else pytest.mark.slow,
+        )
+        for source, target in PAIRS
+    ],
+)
+def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
+    empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
+
+    def call(channel: StoreChannel) -> LoadReport:
+        restorer = Restorer(channel, nonce="n")
+        live = target.live(channel.rank, SPECS, empty)
+        report = restorer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live).report
+        for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
+            assert bits(found.local) == bits(expected.local), found.spec.name
+        return report
+
+    total = sum(spec.total_bytes for spec in SPECS)
+    columns = math.prod(axis.size for axis in source.axes if axis.role == "column")  # read along where they are narrow
+    for rank, report in enumerate(all_ranks(target.world_size, call)):
+        assert (report.tensors, report.expected) == (len(SPECS), len(SPECS))
+        assert report.read_bytes <= columns * total
+        own = sum(len(bits(tensor.local)) for tensor in target.live(rank, SPECS, STATE_OF))
+        assert report.filled_bytes == own
+        if source == target:
+            assert own <= report.read_bytes <= columns * own
+        if {axis.role for axis in source.axes + target.axes} <= {"row", "replica", "strided row"}:
+            edges = 2 * sum(1 for spec in SPECS if spec.total_bytes)
+            assert report.read_bytes <= own + edges * BLOCK_BYTES
+
+
+class Opened:
+    """A checkpoint that is open, and fresh tensors for all of it."""
+
+    def __init__(self, path: Path, files: Files | None = None) -> None:
+        self.checkpoint = open_checkpoint(path, files or Files())
+        self.places = read_places(self.checkpoint)
+        self.live = SHARDINGS[0].live(
+            0,
+            [place.spec for place in self.places.values()],
+            {name: torch.zeros(place.spec.shape) for name, place in self.places.items()},
+        )
+
+    def fill(self, **options: Any) -> list[bytes]:
+        """Fill the tensors; check that this leaves no thread and no open file behind, however it ends."""
+        before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+        try:
+            fill(self.checkpoint, self.places, self.live, **options)
+        finally:
+            assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        return [bits(tensor.local) for tensor in self.live]
 
 
 def test_any_number_of_threads_loads_the_same(large: Path) -> None:
-    first, *others = ([bits(tensor.local) for tensor in load(large, threads=threads)] for threads in (1, 2, 3, 8))
+    first, *others = (Opened(large).fill(threads=threads) for threads in (1, 3, 8))
     assert any(first[0])
     assert all(found == first for found in others)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: Path, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "step"), [(2, 5), *(pytest.param(threads, 1, marks=pytest.mark.slow) for threads in (1, 2, 4))]
+)
+def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: Path, threads: int, step: int) -> None:
     folder = shutil.copytree(large, tmp_path / "iter_0000010")
-    places = read_places(open_checkpoint(folder, Files())).values()
     blocks = [
         (place, lo)
-        for place in sorted(places, key=lambda place: (place.file, place.offset))
+        for place in sorted(Opened(folder).places.values(), key=lambda place: (place.file, place.offset))
         for lo in range(0, place.spec.total_bytes, BLOCK_BYTES)
     ]
     assert len(blocks) > 6
-    for place, lo in reversed(blocks):  # so that all behind it are damaged too
+    for place, lo in reversed(blocks[::step]):  # so that all behind it are damaged too
         with (folder / place.file).open("r+b") as file:
             file.seek(place.offset + lo + 17)
             (byte,) = file.read(1)
             file.seek(place.offset + lo + 17)
             file.write(bytes([byte ^ 1]))
-        with pytest.raises(CheckpointError, match="A tensor is damaged") as caught:
-            load(folder, threads=threads)
         hi = min(lo + BLOCK_BYTES, place.spec.total_bytes)
-        assert f"{place.file}, tensor {place.spec.name}, bytes [{lo}, {hi})" in str(caught.value)
+        with refused(CheckpointError, f"{place.file}, tensor {place.spec.name}, bytes [{lo}, {hi})"):
+            Opened(folder).fill(threads=threads)
+
+
+class Troubled(Files):
+    """A file system whose reads of blocks do something else."""
+
+    def __init__(self, deed: Callable[[], int]) -> None:
+        self.deed = deed
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        extra = self.deed() if buffer.nbytes == BLOCK_BYTES else 0
+        return super().read(descriptor, buffer, offset=offset) + extra
+
+
+def fail(error: type[Exception]) -> int:
+    raise error("it failed")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_file_that_ends_early_is_named(large: Path, threads: int) -> None:
-    class Shortened(Files):
-        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            return super().read(descriptor, buffer, offset=offset) - (buffer.nbytes == BLOCK_BYTES)
-
-    with pytest.raises(CheckpointError, match=r"ended early.*model-00001-of"):
-        load(large, threads=threads, files=Shortened())
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_a_failing_read_ends_the_load_and_names_the_file(large: Path, threads: int, after: int) -> None:
-    headers = 2 * len(list(large.glob("*.safetensors")))
-    with pytest.raises(CheckpointError, match=r"cannot be read.*\.safetensors"):
-        load(large, threads=threads, files=FailingFiles("read", after=headers + after))
-
-
-def test_an_error_that_is_none_of_ours_is_raised_too(large: Path) -> None:
-    class Broken(Files):
-        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == BLOCK_BYTES:
-                raise ZeroDivisionError
-            return super().read(descriptor, buffer, offset=offset)
-
-    with pytest.raises(ZeroDivisionError):
-        load(large, threads=3, files=Broken())
+@pytest.mark.parametrize(
+    ("deed", "error", "words"),
+    [
+        (lambda: -1, CheckpointError, "model-00001-of"),  # the file ends early
+        (partial(fail, OSError), CheckpointError, "model-00001-of"),
+        (partial(fail, ZeroDivisionError), ZeroDivisionError, ""),  # none of ours
+    ],
+)
+def test_a_failing_read_ends_the_load_and_names_the_file(
+    large: Path, threads: int, deed: Callable[[], int], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Opened(large, Troubled(deed)).fill(threads=threads)
 
 
 def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, close = threading.Event(), loader._Queue.close
+    told, reads = list[bool](), itertools.count()
 
     def close_and_tell(queue: loader._Queue) -> None:
         close(queue)
         closed.set()
 
-    reads, told = list[int](), list[bool]()
-
-    class FailingOnce(Files):
-        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == BLOCK_BYTES:
-                reads.append(offset)
-                if len(reads) == 1:
-                    raise OSError(errno.EIO, "it failed")
-                told.append(closed.wait(JOIN_S))
-            return super().read(descriptor, buffer, offset=offset)
+    def fail_once() -> int:
+        if next(reads) == 0:
+            raise OSError(errno.EIO, "it failed")
+        told.append(closed.wait(JOIN_S))
+        return 0
 
     monkeypatch.setattr(loader._Queue, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
-        load(large, threads=2, files=FailingOnce())
-    assert len(reads) <= 2
-    assert all(told)
+        Opened(large, Troubled(fail_once)).fill(threads=2)
+    assert told in ([], [True])
 
 
 def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,96 +295,60 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
     monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
     released = threading.Event()
 
-    class Stuck(Files):
-        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            if buffer.nbytes == BLOCK_BYTES:
-                released.wait(JOIN_S)
-            return super().read(descriptor, buffer, offset=offset)
-
     def break_off(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    checkpoint = open_checkpoint(large, Stuck())
-    places = read_places(checkpoint)
-    live = [
-        LiveTensor(
-            place.spec, whole(place.spec.view), torch.zeros(place.spec.view, dtype=torch_dtype(place.spec.dtype)), (0,)
-        )
-        for place in places.values()
-    ]
+    opened = Opened(large, Troubled(lambda: not released.wait(JOIN_S)))
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        fill(checkpoint, places, live, threads=2, progress=break_off)
+        fill(opened.checkpoint, opened.places, opened.live, threads=2, progress=break_off)
     reading = [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
-    assert not released.is_set()
-    assert len(reading) == 2
-    assert all(thread.daemon for thread in reading)
+    assert [thread.daemon for thread in reading] == [True, True]
     released.set()
     for thread in reading:
         thread.join(JOIN_S)
     assert threading.active_count() == before
 
 
-def test_a_manifest_without_a_part_is_refused_by_tensor(large: Path) -> None:
-    checkpoint = open_checkpoint(large, Files())
-    places = read_places(checkpoint)
-    entry = checkpoint.manifest.tensors["b"]
-    short = replace(entry, cuts=((0, 2), (0, 1024)))
-    tensors = {**checkpoint.manifest.tensors, "b": short}
-    other = replace(checkpoint, manifest=replace(checkpoint.manifest, tensors=tensors))
-    live = SHARDINGS[0].live(0, [places["b"].spec], {"b": torch.zeros(3, 1024)})
-    with pytest.raises(CheckpointError, match=r"does not cover a tensor \(.*, b\)"):
-        fill(other, places, live, verify=False)
-
-
 def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
     told, called, go_on = list[tuple[int, int]](), set[int](), threading.Event()
-
-    class Waiting(Files):
-        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            assert not live or go_on.wait(JOIN_S)
-            return super().read(descriptor, buffer, offset=offset)
 
     def progress(done: int, total: int) -> None:
         told.append((done, total))
         called.add(threading.get_ident())
         go_on.set()
 
-    live: list[LiveTensor] = []
-    checkpoint = open_checkpoint(large, Waiting())
-    places = read_places(checkpoint)
-    specs = [place.spec for place in places.values()]
-    live += SHARDINGS[0].live(0, specs, {spec.name: torch.zeros(spec.shape) for spec in specs})
-    fill(checkpoint, places, live, progress=progress)
-    assert {total for _, total in told} == {sum(spec.total_bytes for spec in specs)}
+    opened = Opened(large, Troubled(lambda: not go_on.wait(JOIN_S)))
+    opened.fill(progress=progress)
+    assert {total for _, total in told} == {sum(tensor.spec.total_bytes for tensor in opened.live)}
     assert told == sorted(told)
     assert told[0][0] == 0
     assert called == {threading.get_ident()}
 
 
-def test_a_shard_of_other_dimensions_is_refused_before_filling(large: Path) -> None:
-    checkpoint = open_checkpoint(large, Files())
-    places = read_places(checkpoint)
-    live = SHARDINGS[0].live(0, [places["a"].spec], {"a": torch.zeros(2500, 1024)})
-    spec = replace(places["c"].spec, view=(4000, 32, 32))
-    live.append(LiveTensor(spec, Box((0, 0, 0), (4000, 16, 32)), torch.zeros(4000, 16, 32), (0,)))
-    with pytest.raises(MismatchError, match="other dimensions") as caught:
-        fill(checkpoint, places, live)
-    assert "tensor" in str(caught.value)
-    assert not live[0].local.any()
+def test_what_does_not_fit_is_refused_before_filling(large: Path) -> None:
+    opened = Opened(large)
+    tensors = opened.checkpoint.manifest.tensors
+    short = {**tensors, "b": replace(tensors["b"], cuts=((0, 2), (0, 1024)))}
+    lacking = replace(opened.checkpoint, manifest=replace(opened.checkpoint.manifest, tensors=short))
+    with refused(CheckpointError, ", b)"):  # the manifest lacks a part
+        fill(lacking, opened.places, opened.live, verify=False)
+    spec = replace(opened.places["c"].spec, view=(4000, 32, 32))
+    opened = Opened(large)
+    shard = LiveTensor(spec, Box((0, 0, 0), (4000, 16, 32)), torch.zeros(4000, 16, 32), (0,))
+    with refused(MismatchError, ", c)"):  # a shard of other dimensions
+        fill(opened.checkpoint, opened.places, [*opened.live[:2], shard])
+    assert not opened.live[0].local.any()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed: bool) -> None:
-    checkpoint = open_checkpoint(large, Files())
-    places = read_places(checkpoint)
-    shape = (2500, 32, 32)
+    opened, shape = Opened(large), (2500, 32, 32)
     local = torch.zeros(32, 32, 2500).permute(2, 1, 0) if is_transposed else torch.zeros(shape)
-    live = [LiveTensor(replace(places["a"].spec, view=shape), whole(shape), local, (0,))]
-    expected = torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1))
-    fill(checkpoint, places, live)
-    assert torch.equal(local, expected.reshape(shape))
+    opened.live = [LiveTensor(replace(opened.places["a"].spec, view=shape), whole(shape), local, (0,))]
+    opened.fill()
+    assert torch.equal(local, torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1)).reshape(shape))
 
 
 def test_check_tensors_lists_every_difference_in_one_message() -> None:
@@ -389,28 +356,22 @@ def test_check_tensors_lists_every_difference_in_one_message() -> None:
         return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
 
     there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
-    places = {s.name: Place(s, "model.safetensors", 4096) for s in there}
     moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), StoredDtype.F32, (2,))
-    places[moment.name] = Place(moment, "optimizer/x", 4096)
+    places = {s.name: Place(s, "model.safetensors", 4096) for s in (*there, moment)}
     wanted = [
         spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=StoredDtype.BF16),
         spec("both", (6,), StoredDtype.F16), spec("gone"),
     ]  # fmt: skip
-    with pytest.raises(MismatchError) as caught:
+    with refused(MismatchError, "some/iter_0000001") as caught:
         check_tensors(wanted, places, where="some/iter_0000001")
-    assert "some/iter_0000001" in str(caught.value)
-    assert str(caught.value.found).split("; ") == [
-        "shape has shape [2, 3], the model has [3, 2]",
-        "dtype has dtype float32, the model has bfloat16",
-        "both has shape [2, 3], the model has [6]",
-        "both has dtype float32, the model has float16",
-        "gone is missing",
-        "extra is unexpected",
+    assert [line.split()[0] for line in str(caught.value.found).split("; ")] == [
+        "shape",
+        "dtype",
+        "both",
+        "both",
+        "gone",
+        "extra",
     ]
     check_tensors(there, places, where="x")
-
-
-def test_check_tensors_says_how_many_more_there_are() -> None:
-    specs = [TensorSpec(TensorKind.MODEL, f"t{i}", (1,), StoredDtype.F32, (1,)) for i in range(50)]
-    with pytest.raises(MismatchError, match="and 30 more"):
-        check_tensors(specs, {}, where="x")
+    with refused(MismatchError, "30 more"):
+        check_tensors([spec(f"t{number}") for number in range(50)], {}, where="x")

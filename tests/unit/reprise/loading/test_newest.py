@@ -10,6 +10,7 @@ from torch import nn
 
 from reprise import latest, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
+from tests.messages import refused
 
 
 def test_latest_is_the_newest_committed_checkpoint(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_a_load_may_find_no_checkpoint(tmp_path: Path, is_there: bool) -> None:
     assert load(folder, model, missing_ok=True) == {"iteration": 0}
     assert load_state_dict(folder, {"model": dict(model.state_dict())}, missing_ok=True) == {"iteration": 0}
     assert torch.equal(model.weight, before)
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint folder|holds no checkpoint"):
+    with refused(CheckpointError, str(folder)):
         load(folder, model)
 
 
@@ -48,12 +49,12 @@ def test_missing_ok_refuses_damage_files_and_links(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = save(tmp_path, model, iteration=1)
     (path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="No valid checkpoint is left"):
+    with refused(CheckpointError, str(tmp_path)):
         load(tmp_path, model, missing_ok=True)
-    with pytest.raises(CheckpointError, match="A path is a file where a folder is expected"):
+    with refused(CheckpointError, "manifest.json"):
         load(path / "manifest.json", model, missing_ok=True)
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "iter_0000001").symlink_to(path)
-    with pytest.raises(CheckpointError, match="The newest iteration of a run is not a folder"):
+    with refused(CheckpointError, "linked"):
         load(linked, model, missing_ok=True)

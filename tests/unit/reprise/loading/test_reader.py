@@ -23,12 +23,14 @@ from reprise.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
 from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
+from tests.messages import refused
 
+INDEX = "model.safetensors.index.json"
 FILES = (
     "manifest.json",
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
-    "model.safetensors.index.json",
+    INDEX,
     "optimizer/optimizer-00001-of-00001.safetensors",
     STATE,
 )
@@ -87,12 +89,19 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run folder with iterations 9, 10 and 11."""
+    folder = tmp_path_factory.mktemp("saved")
     for iteration in (9, 10, 11):
-        save(tmp_path, iteration)
-    return tmp_path
+        save(folder, iteration)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of a run folder with iterations 9, 10 and 11."""
+    return shutil.copytree(saved, tmp_path / "run", ignore=shutil.ignore_patterns("lock"))
 
 
 def test_a_checkpoint_has_exactly_the_files_its_manifest_names(run: Path) -> None:
@@ -115,16 +124,6 @@ def test_headers_are_read_once_and_the_caller_owns_the_places(run: Path) -> None
     assert read_places(checkpoint) == first
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.9999])
-def test_a_flipped_byte_in_any_file_is_refused_by_its_name(run: Path, name: str, position: float) -> None:
-    path = run / "iter_0000010" / name
-    flip(path, int(position * path.stat().st_size))
-    with pytest.raises(CheckpointError) as caught:
-        load(run / "iter_0000010")
-    assert str(path) in str(caught.value)
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -135,10 +134,6 @@ def grow(path: Path) -> None:
 
 def empty(path: Path) -> None:
     os.truncate(path, 0)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
 
 
 def swap(path: Path) -> None:
@@ -157,19 +152,28 @@ def folder_instead(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [cut, grow, empty, remove, swap, link, folder_instead])
+def flip_at(position: float) -> Callable[[Path], None]:
+    return lambda path: flip(path, int(position * path.stat().st_size))
+
+
+FLIPS = [flip_at(position) for position in (0.0, 0.3, 0.6, 0.9999)]
+DAMAGES = [*FLIPS, cut, grow, empty, Path.unlink, swap, link, folder_instead]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=() if (first + second) % 3 == 0 else pytest.mark.slow)
+        for first, name in enumerate(FILES)
+        for second, damage in enumerate(DAMAGES)
+        if (name, damage) != (INDEX, swap)  # which is the same in every iteration
+    ],
+)
 def test_a_damaged_file_is_refused_by_its_name(run: Path, name: str, damage: Callable[[Path], None]) -> None:
-    if damage is swap and name == "model.safetensors.index.json":
-        pytest.skip("it is the same in every iteration")
     path = run / "iter_0000010" / name
     damage(path)
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "iter_0000010" if damage is swap and name == "manifest.json" else name):
         load(run / "iter_0000010")
-    if damage is swap and name == "manifest.json":
-        assert "iter_0000010" in str(caught.value)
-    else:
-        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -190,11 +194,11 @@ def test_two_damaged_checkpoints_are_skipped_three_are_an_error(run: Path) -> No
     flip(run / "iter_0000011" / STATE, 5)
     flip(run / "iter_0000010" / FILES[1], 8000)
     assert load(run)[0] == 9
+    with refused(CheckpointError, STATE):
+        load(run, 11)  # one that is named is never skipped
     (run / "iter_0000009" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "iter_0000011", "iter_0000010", "iter_0000009"):
         load(run)
-    for name in ("iter_0000011", "iter_0000010", "iter_0000009", "Repair one."):
-        assert name in str(caught.value)
 
 
 def test_a_checkpoint_is_loaded_whole(run: Path) -> None:
@@ -202,50 +206,22 @@ def test_a_checkpoint_is_loaded_whole(run: Path) -> None:
         iteration, target = load(path, wanted)
         assert iteration == expected
         assert_holds(target, expected)
-
-
-def test_a_named_iteration_that_is_damaged_is_refused(run: Path) -> None:
-    flip(run / "iter_0000010" / STATE, 5)
-    with pytest.raises(CheckpointError, match=STATE):
-        load(run, 10)
-
-
-def test_a_never_saved_iteration_is_refused_naming_those_present(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="one of 9, 10, 11"):
+    with refused(CheckpointError, "9, 10, 11"):
         load(run, 12)
 
 
 def test_a_missing_or_empty_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint folder"):
-        load(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        load(tmp_path)
-    (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        load(tmp_path / "iter_0000001")
+    (tmp_path / "run" / "iter_0000001").mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "none", tmp_path / "run" / "iter_0000001"):
+        with refused(CheckpointError, str(path)):
+            load(path)
 
 
 def test_a_newer_format_is_refused_by_number_and_not_skipped(run: Path) -> None:
     save(run, 12, state_format="reprise/2")
     for path in (run, run / "iter_0000012"):
-        with pytest.raises(MismatchError, match="reprise/2"):
+        with refused(MismatchError, "reprise/2"):
             load(path)
-
-
-def test_a_checkpoint_that_was_moved_loads_from_its_new_place(run: Path, tmp_path: Path) -> None:
-    shutil.move(run / "iter_0000010", tmp_path / "best")
-    iteration, target = load(tmp_path / "best")
-    assert iteration == 10
-    assert_holds(target, 10)
-
-
-def test_a_mismatch_is_never_skipped_for_an_older_checkpoint(run: Path) -> None:
-    def check(checkpoint: object) -> None:
-        raise MismatchError("Another model")
-
-    restorer = Restorer(single_rank_channel(), nonce="n")
-    with pytest.raises(MismatchError, match="Another model"):
-        restorer.restore(LoadSource(run), check=check, live=lambda _: [])
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
