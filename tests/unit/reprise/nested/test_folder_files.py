@@ -14,6 +14,7 @@ from reprise.errors import CheckpointError
 from reprise.loading.reader import open_checkpoint
 from reprise.nested import folder_files as module
 from reprise.storage.files import Files
+from tests.messages import refused
 
 
 def test_files_of_every_kind_lie_in_the_folder(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_files_of_every_kind_lie_in_the_folder(tmp_path: Path) -> None:
 def test_a_damaged_file_is_found_by_its_digest(tmp_path: Path) -> None:
     path = save(tmp_path, nn.Linear(2, 2), iteration=1, files={"note.txt": "text"})
     (path / "note.txt").write_text("Text")
-    with pytest.raises(CheckpointError, match=r"note\.txt"):
+    with refused(CheckpointError, "note.txt"):
         load(tmp_path, nn.Linear(2, 2))
 
 
@@ -47,21 +48,21 @@ NAMES = ["manifest.json", "trainer_state.json", "model-1.safetensors", "a/b", ".
 
 @pytest.mark.parametrize("name", [*NAMES, "é" * 128])
 def test_names_of_the_checkpoint_itself_are_refused(tmp_path: Path, name: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"A file cannot have this name in a checkpoint \(`files`\)"):
+    with refused(CheckpointError, "`files`"):
         save(tmp_path, nn.Linear(2, 2), iteration=1, files={name: b""})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(3, "of another kind .*x.*found int"), ({"a": torch.ones(1)}, "as JSON"), (Path("/none/x"), "cannot be read")],
+    [(3, "int"), ({"a": torch.ones(1)}, "JSON"), (Path("/none/x"), "/none/x")],
 )
 def test_content_that_is_no_file_is_refused_by_name(tmp_path: Path, content: object, problem: str) -> None:
-    with pytest.raises(CheckpointError, match=problem):
+    with refused(CheckpointError, problem):
         save(tmp_path, nn.Linear(2, 2), iteration=1, files={"x": content})
 
 
 def test_a_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.json_file, "MAX_BYTES", 3)
-    with pytest.raises(CheckpointError, match=r"too large \(`files`, x\), expected <= 3 B, found 4 B"):
+    with refused(CheckpointError, "(`files`, x)", "3 B", "4 B"):
         module.folder_files({"x": b"1234"})

@@ -11,6 +11,7 @@ from torch import nn
 
 from reprise import load, load_state_dict, save
 from reprise.errors import MismatchError
+from tests.messages import refused
 
 
 def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -26,7 +27,7 @@ def test_an_optimizer_alone_may_differ(tmp_path: Path) -> None:
     path = save(tmp_path, model, trained(model), iteration=1)
     again = trained(other := nn.Linear(2, 2), amsgrad=True, lr=0.5)
     kept = again.state[other.weight]["max_exp_avg_sq"].clone()
-    with pytest.raises(MismatchError, match=r"max_exp_avg_sq\.weight is missing"):
+    with refused(MismatchError, "max_exp_avg_sq.weight is missing"):
         load(path, other, again)
     found = load(path, other, again, strict="model")
     assert found.missing_keys == ["max_exp_avg_sq.bias", "max_exp_avg_sq.weight"]
@@ -34,9 +35,12 @@ def test_an_optimizer_alone_may_differ(tmp_path: Path) -> None:
     assert torch.equal(again.state[other.weight]["max_exp_avg_sq"], kept)
     assert again.param_groups[0]["lr"] == 1e-3
     part = torch.optim.AdamW([other.weight])
-    with pytest.raises(MismatchError, match=r"exp_avg\.bias is unexpected"):
+    with refused(MismatchError, "exp_avg.bias is unexpected"):
         load(path, other, part)
     assert set(load(path, other, part, strict="model").unexpected_keys) >= {"exp_avg.bias", "exp_avg_sq.bias"}
+    again.state[other.weight]["exp_avg"] = torch.zeros(3)
+    with refused(MismatchError, "exp_avg.weight has shape [2, 2]"):
+        load(path, other, again, strict="model")
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
@@ -46,12 +50,12 @@ def test_a_model_may_not_differ(tmp_path: Path, saved: int, loaded: int) -> None
 
     problem = "missing" if saved < loaded else "unexpected"
     path = save(tmp_path, model := layers(saved), trained(model), iteration=1, state={"ema": layers(2)})
-    with pytest.raises(MismatchError, match=rf"(^|\W)1\.weight is {problem}"):
+    with refused(MismatchError, f" 1.weight is {problem}"):
         load(path, layers(loaded), strict="model")
-    with pytest.raises(MismatchError, match=rf"(^|\W)1\.weight is {problem}"):
+    with refused(MismatchError, f" 1.weight is {problem}"):
         load_state_dict(path, {"model": layers(loaded).state_dict()}, strict="model")
     path = save(tmp_path, model, iteration=2, state={"ema": layers(saved)})
-    with pytest.raises(MismatchError, match=rf"/ema/1\.weight is {problem}"):
+    with refused(MismatchError, f"/ema/1.weight is {problem}"):
         load(path, model, state={"ema": layers(loaded)}, strict="model")
 
 
@@ -62,11 +66,3 @@ def test_values_may_differ_where_the_model_may_not(tmp_path: Path) -> None:
     found = load(path, model, state=state, strict="model")
     assert (state["own"], found.missing_keys) == ({"a": 1, "b": 5}, ["/further", "/own/b"])
     assert found.unexpected_keys == ["/own/t"]
-
-
-def test_another_shape_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    path = save(tmp_path, model, optimizer := trained(model), iteration=1)
-    optimizer.state[model.weight]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(MismatchError, match=r"exp_avg\.weight has shape \[2, 2\]"):
-        load(path, model, optimizer, strict="model")

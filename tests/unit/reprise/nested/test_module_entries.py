@@ -12,6 +12,7 @@ from torch import nn
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
+from tests.messages import refused
 
 
 class Scaled(nn.Linear):
@@ -77,9 +78,15 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS, "AsyncSaver"])
-@pytest.mark.parametrize("make", [Scaled, Whole, Hooked])
-@pytest.mark.parametrize("wrap", [lambda net: net, nn.Sequential, torch.compile], ids=["itself", "inside", "compiled"])
+@pytest.mark.parametrize(
+    ("way", "make", "wrap"),
+    [
+        pytest.param(way, make, wrap, marks=() if third == (first + second) % 2 else pytest.mark.slow)
+        for first, way in enumerate([*WAYS, "AsyncSaver"])
+        for second, make in enumerate([Scaled, Whole, Hooked])
+        for third, wrap in enumerate([lambda net: net, nn.Sequential, torch.compile])
+    ],
+)
 def test_further_entries_come_back(
     tmp_path: Path, way: str, make: type[Scaled], wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -109,11 +116,11 @@ def test_entries_that_a_fresh_module_lacks_come_back(tmp_path: Path) -> None:
 
 def test_entries_that_one_side_alone_has_are_named(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain", nn.Sequential(nn.Linear(2, 2)), iteration=1)
-    with pytest.raises(MismatchError, match=r"/model/0\.scale is missing"):
+    with refused(MismatchError, "/model/0.scale is missing"):
         load(plain, nn.Sequential(Scaled()))
     assert load(plain, nn.Sequential(Scaled()), strict=False).missing_keys == ["/model/0.scale", "/model/0.weight.meta"]
     scaled = save(tmp_path / "scaled", nn.Sequential(Scaled()), iteration=1)
-    with pytest.raises(MismatchError, match=r"0\.scale is unexpected"):
+    with refused(MismatchError, "0.scale is unexpected"):
         load(scaled, nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -124,72 +131,38 @@ def test_an_entry_that_its_module_does_not_take_is_named(tmp_path: Path) -> None
         return net
 
     save(tmp_path, made(), iteration=1)
-    with pytest.raises(PartialLoadError, match=r"does not know entries .* found /model/version"):
+    with refused(PartialLoadError, "/model/version"):
         load(tmp_path, made())
     assert load(tmp_path, made(), strict="missing").unexpected_keys == ["/model/version"]
 
 
-def _packed(state: Any, prefix: str) -> None:
-    state[f"{prefix}packed"] = (state.pop(f"{prefix}weight") * 16).to(torch.int8)
-
-
-def _turned(state: Any, prefix: str) -> None:
-    state[f"{prefix}weight"] = state[f"{prefix}weight"].T
-
-
-def _halved(state: Any, prefix: str) -> None:
-    state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
-
-
-def _renamed(state: Any, prefix: str) -> None:
-    state[f"{prefix}rows"] = state.pop(f"{prefix}weight")
-
-
-def _left_out(state: Any, prefix: str) -> None:
-    del state[f"{prefix}bias"]
+Change = Callable[[Any, str], object]
 
 
 @pytest.mark.parametrize(
-    ("change", "is_carried"), [(_packed, False), (_turned, False), (_halved, True), (_renamed, True), (_left_out, True)]
+    ("change", "is_carried"),
+    [
+        (lambda state, name: state.update(packed=(state.pop(name) * 16).to(torch.int8)), False),
+        (lambda state, name: state.update({name: state[name].T}), False),
+        (lambda state, name: state.update({name: state[name].half()}), True),
+        (lambda state, name: state.update(rows=state.pop(name)), True),
+        (lambda state, _: state.pop("bias"), True),
+    ],
 )
-def test_parameters_in_another_form_are_carried_or_named(
-    tmp_path: Path, change: Callable[[Any, str], None], is_carried: bool
-) -> None:
-    def made() -> nn.Linear:
-        net = nn.Linear(2, 2)
-        net.register_state_dict_post_hook(lambda _, state, prefix, __: change(state, prefix))
-        return net
+def test_parameters_in_another_form_are_carried_or_named(tmp_path: Path, change: Change, is_carried: bool) -> None:
+    def hook(_: nn.Module, state: Any, prefix: str, __: object) -> None:
+        change(state, f"{prefix}weight")
 
-    net, other = made(), made()
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for module in (net, other):
+        module.register_state_dict_post_hook(hook)
     if is_carried:
         load(save(tmp_path, net, iteration=1), other)
         assert torch.equal(net.weight, other.weight)
         assert torch.equal(net.bias, other.bias)
     else:
-        with pytest.raises(CheckpointError, match=r"in another form \(/model/weight\), found Linear"):
+        with refused(CheckpointError, "/model/weight", "Linear"):
             save(tmp_path, net, iteration=1)
-
-
-def test_a_quantized_tensor_in_an_entry_is_named(tmp_path: Path) -> None:
-    class Quantized(nn.Linear):
-        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            packed = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
-            destination[f"{prefix}_packed_params"] = (packed, None)
-
-    with (
-        pytest.warns(UserWarning, match="deprecated"),
-        pytest.raises(CheckpointError, match=r"/model/0\._packed_params/0\).*qint8"),
-    ):
-        save(tmp_path, nn.Sequential(Quantized(2, 2)), iteration=1)
-
-
-def test_a_module_without_an_override_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    asked = []
-    monkeypatch.setattr(nn.Module, "state_dict", lambda module: asked.append(module))
-    load(save(tmp_path, net, iteration=1), net)
-    assert asked == []
 
 
 def test_an_error_of_the_module_names_it(tmp_path: Path) -> None:
@@ -198,5 +171,5 @@ def test_an_error_of_the_module_names_it(tmp_path: Path) -> None:
             raise KeyError("scale")
 
     save(tmp_path, nn.Sequential(Failing()), iteration=1)
-    with pytest.raises(PartialLoadError, match=r"does not take .*\(/model/0\), found KeyError"):
+    with refused(PartialLoadError, "/model/0", "KeyError"):
         load(tmp_path, nn.Sequential(Failing()))

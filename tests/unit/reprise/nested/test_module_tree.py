@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError
+from tests.messages import refused
 
 
 class Scaled(nn.Linear):
@@ -45,29 +45,46 @@ values = pytest.mark.parametrize(("value", "other"), VALUES.values(), ids=VALUES
 @values
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any, is_fresh: bool) -> None:
-    path = save(tmp_path, nn.Sequential(Scaled(value)), iteration=1)
-    load(path, target := nn.Sequential(Scaled(None if is_fresh else other)))
-    assert repr(target[0].scale) == repr(value)
-
-
-@values
-def test_extra_state_in_a_state_dict_is_that_of_a_module(tmp_path: Path, value: Any, other: Any) -> None:
-    by_module = save(tmp_path / "module", nn.Sequential(Scaled(value)), iteration=1)
-    by_dict = save_state_dict(tmp_path / "dict", {"model": nn.Sequential(Scaled(value)).state_dict()}, iteration=1)
-    for path in (by_module, by_dict):
-        state = {"model": nn.Sequential(Scaled(other)).state_dict()}
-        load_state_dict(path, state)
-        assert repr(state["model"]["0._extra_state"]) == repr(value)
-        load(path, target := nn.Sequential(Scaled(other)))
+    source, target = nn.Sequential(Scaled(value)), nn.Sequential(Scaled(None if is_fresh else other))
+    by_module = save(tmp_path / "module", source, iteration=1)
+    for path in (by_module, save_state_dict(tmp_path / "dict", {"model": source.state_dict()}, iteration=1)):
+        load(path, target)
         assert repr(target[0].scale) == repr(value)
+        if not is_fresh:
+            state = {"model": nn.Sequential(Scaled(other)).state_dict()}
+            load_state_dict(path, state)
+            assert repr(state["model"]["0._extra_state"]) == repr(value)
 
 
 def test_extra_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a tensor nor.* \(/model/0\._extra_state/f\)"):
+    with refused(CheckpointError, "/model/0._extra_state/f"):
         save(tmp_path, nn.Sequential(Scaled({"f": len})), iteration=1)
     path = save(tmp_path, nn.Sequential(nn.Linear(2, 2)), iteration=1)
-    with pytest.raises(MismatchError, match=r"/model/0\._extra_state is missing"):
+    with refused(MismatchError, "/model/0._extra_state is missing"):
         load(path, nn.Sequential(Scaled(1)))
+
+
+def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> None:
+    def state(count: int) -> dict[str, Any]:
+        return {"optimizer": {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.5}], "count": count}}
+
+    load_state_dict(save_state_dict(tmp_path, state(3), iteration=1), again := state(0))
+    assert again == state(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_of_another_dtype_goes_into_a_fresh_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
+    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        net = nn.Linear(3, 2, dtype=dtype)
+        return net, torch.optim.Adafactor(net.parameters())
+
+    net, optimizer = made()
+    net(torch.ones(3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    again, fresh = made()
+    load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
+    expected, loaded = (repr([sorted(o.state[p].items()) for p in o.state]) for o in (optimizer, fresh))
+    assert loaded == expected
 
 
 class Counting(torch.optim.SGD):
@@ -92,106 +109,57 @@ class Wrapped(torch.optim.SGD):
         return super().state_dict()
 
 
-@pytest.mark.parametrize(
-    ("make", "where"), [(Counting, "/optimizer/count"), (Halved, "/optimizer/param_groups/0/lr"), (Wrapped, None)]
-)
-def test_a_state_dict_of_an_optimizer_s_own_is_refused(
-    tmp_path: Path, make: Callable[..., torch.optim.Optimizer], where: str | None
-) -> None:
+def test_a_state_dict_of_an_optimizer_s_own_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    optimizer = make(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    if where is None:
-        save(tmp_path, model, optimizer, iteration=1)
-    else:
-        with pytest.raises(CheckpointError, match=rf"a state_dict\(\) of its own.* \({where}\), found {make.__name__}"):
-            save(tmp_path, model, optimizer, iteration=1)
-
-
-def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> None:
-    def state(count: int) -> dict[str, Any]:
-        return {"optimizer": {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.5}], "count": count}}
-
-    load_state_dict(save_state_dict(tmp_path, state(3), iteration=1), again := state(0))
-    assert again == state(3)
+    for kind, where in ((Counting, "/optimizer/count"), (Halved, "/optimizer/param_groups/0/lr")):
+        with refused(CheckpointError, f"({where})", kind.__name__):
+            save(tmp_path, model, kind(model.parameters(), lr=0.5, momentum=0.9), iteration=1)
+    save(tmp_path, model, Wrapped(model.parameters(), lr=0.5), iteration=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "place"),
     [
-        ({"model": {}}, r"neither a model nor an optimizer \(/model\), found dict"),
-        ({"optimizer": {}}, r"neither a model nor an optimizer \(/optimizer\), found dict"),
-        ({"per_rank": {1: 2}}, r"key that is not text \(/per_rank\), found 1"),
-        ({"files": {"x": "\ud800"}}, r"cannot be written as UTF-8 \(`files`, x\)"),
+        ({"model": {}}, "/model"),
+        ({"optimizer": {}}, "/optimizer"),
+        ({"per_rank": {1: 2}}, "/per_rank"),
+        ({"files": {"x": "\ud800"}}, "`files`, x"),
     ],
     ids=["model", "optimizer", "per_rank", "files"],
 )
-def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(CheckpointError, match=text):
+def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], place: str) -> None:
+    with refused(CheckpointError, f"({place})"):
         save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})
 
 
-@pytest.mark.parametrize("history_size", [2, 100])
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(tmp_path: Path, history_size: int, steps: int) -> None:
+@pytest.mark.parametrize(("history_size", "steps"), [(100, 0), (2, 2), (100, 1)])
+@pytest.mark.parametrize("is_by_dict", [False, True])
+def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(
+    tmp_path: Path, history_size: int, steps: int, is_by_dict: bool
+) -> None:
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
     def made() -> tuple[nn.Module, torch.optim.LBFGS]:
-        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5), nn.Linear(5, 1).to(torch.complex64))
         return net, torch.optim.LBFGS(net.parameters(), max_iter=2, history_size=history_size)
 
     def step(net: nn.Module, optimizer: torch.optim.LBFGS) -> str:
         def closure() -> float:
             optimizer.zero_grad()
-            loss = net(data).square().mean()
+            loss = net[2](net[:2](data).to(torch.complex64)).abs().square().mean()
             loss.backward()
             return float(loss.detach())
 
         return float(optimizer.step(closure)).hex()
 
-    net, optimizer = made()
+    (net, optimizer), (again, fresh) = made(), made()
     for _ in range(steps):
         step(net, optimizer)
-    by_call = save(tmp_path / "call", net, optimizer, iteration=1)
-    by_dict = save_state_dict(tmp_path / "dict", {"model": net, "optimizer": optimizer}, iteration=1)
-    (again, fresh), (further, further_fresh) = made(), made()
-    load(by_call, again, fresh)
-    load_state_dict(by_dict, {"model": further, "optimizer": further_fresh})
-    expected, *states = (
-        repr(sorted(o.state_dict()["state"].get(0, {}).items())) for o in (optimizer, fresh, further_fresh)
-    )
-    assert states == [expected] * 2
-    losses = [step(net, optimizer) for _ in range(4)]
-    assert losses == [step(again, fresh) for _ in range(4)]
-    assert losses == [step(further, further_fresh) for _ in range(4)]
-
-
-def test_complex_parameters_of_lbfgs_have_flat_state_too(tmp_path: Path) -> None:
-    models = [nn.ParameterList([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))]) for _ in range(2)]
-    optimizer, fresh = (torch.optim.LBFGS(model.parameters(), max_iter=2) for model in models)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (models[0][0] - 1j).abs().pow(4).sum()
-        loss.backward()
-        return float(loss.detach())
-
-    optimizer.step(closure)
-    load(save(tmp_path, models[0], optimizer, iteration=1), models[1], fresh)
-    assert torch.equal(fresh.state_dict()["state"][0]["d"], optimizer.state_dict()["state"][0]["d"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_state_of_another_dtype_goes_into_a_fresh_optimizer(tmp_path: Path, dtype: torch.dtype) -> None:
-    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
-        net = nn.Linear(3, 2, dtype=dtype)
-        return net, torch.optim.Adafactor(net.parameters())
-
-    net, optimizer = made()
-    net(torch.ones(3, dtype=dtype)).sum().backward()
-    optimizer.step()
-    again, fresh = made()
-    load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
-    expected, loaded = (repr([sorted(o.state[p].items()) for p in o.state]) for o in (optimizer, fresh))
-    assert loaded == expected
+    if is_by_dict:
+        save_state_dict(tmp_path, {"model": net, "optimizer": optimizer}, iteration=1)
+        load_state_dict(tmp_path, {"model": again, "optimizer": fresh})
+    else:
+        load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
+    expected, found = (repr(sorted(o.state_dict()["state"].get(0, {}).items())) for o in (optimizer, fresh))
+    assert found == expected
+    assert [step(net, optimizer) for _ in range(4)] == [step(again, fresh) for _ in range(4)]

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
+from tests.messages import refused
 
 Schedule = lr_scheduler.LRScheduler
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -97,7 +98,10 @@ def assert_same(first: Any, second: Any) -> None:
         assert first == second or first != first
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    ["sequence", "plateau", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one cycle", "multi step", "cosine"))],
+)
 def test_a_schedule_is_passed_as_it_is(tmp_path: Path, name: str) -> None:
     model, optimizer = made()
     schedule, scaler = SCHEDULES[name](optimizer), GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -157,6 +161,10 @@ def test_a_state_whose_keys_change_needs_no_template(tmp_path: Path) -> None:
     assert_same(target.state, loader.state)
     assert_same(new.values, shadow.values)
     assert all(tensor.data_ptr() != old.data_ptr() for tensor, old in zip(new.values, shadow.values, strict=True))
+    loader.state = None  # type: ignore[assignment]
+    save(tmp_path, model, iteration=2, state={"loader": loader})
+    load(tmp_path, model, state={"loader": target})
+    assert target.state is None
 
 
 def test_a_load_asks_no_state_of_an_object_without_tensors(tmp_path: Path) -> None:
@@ -230,34 +238,11 @@ def test_a_background_save_has_the_state_of_the_call(tmp_path: Path) -> None:
     assert other.state == {"seen": [1]}
 
 
-def test_what_one_side_lacks_is_refused_by_its_key(tmp_path: Path) -> None:
-    model, optimizer = made()
-    save(tmp_path, model, optimizer, iteration=1, state={"a": Loader(), "t": {"x": torch.ones(1)}})
-    with pytest.raises(MismatchError, match="/b is missing"):
-        load(tmp_path, model, optimizer, state={"b": Loader()})
-    with pytest.raises(MismatchError, match="/t/x is unexpected"):
-        load(tmp_path, model, optimizer, state={"t": {}})
-    loaded = load(tmp_path, model, optimizer, state={"b": Loader()}, strict=False)
-    assert loaded.missing_keys == ["/b"]
-
-
 def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
     model, optimizer = made()
     save(tmp_path, model, optimizer, iteration=1, state={"scaler": GradScaler("cpu", enabled=False)})
-    with pytest.raises(PartialLoadError, match=r"/scaler.*RuntimeError: The source state dict is empty"):
+    with refused(PartialLoadError, "/scaler", "RuntimeError"):
         load(tmp_path, model, optimizer, state={"scaler": GradScaler("cpu")})
-
-
-def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
-    model, optimizer = made()
-    loader = Loader()
-    loader.state = {"worker": [1, object()]}
-    with pytest.raises(CheckpointError, match="/loader/worker/1"):
-        save(tmp_path, model, optimizer, iteration=1, state={"loader": loader})
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(CheckpointError, match=r"not the model's \(/other\), found 2 of them|/other"):
-        save(tmp_path, model, optimizer, iteration=1, state={"other": stranger})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_first_start_keeps_what_is_given(tmp_path: Path) -> None:
@@ -290,9 +275,20 @@ def test_a_state_that_was_stored_by_leaf_is_given_to_an_object(tmp_path: Path) -
     assert_same(other.values, values)
 
 
-def test_an_object_may_give_none(tmp_path: Path) -> None:
+def test_what_one_side_lacks_is_refused_by_its_key(tmp_path: Path) -> None:
+    model, optimizer = made()
+    save(tmp_path, model, optimizer, iteration=1, state={"a": Loader(), "t": {"x": torch.ones(1)}})
+    for state, problem in (({"b": Loader()}, "/b is missing"), ({"t": {}}, "/t/x is unexpected")):
+        with refused(MismatchError, problem):
+            load(tmp_path, model, optimizer, state=state)
+    assert load(tmp_path, model, optimizer, state={"b": Loader()}, strict=False).missing_keys == ["/b"]
+
+
+def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
     loader = Loader()
-    loader.state = None  # type: ignore[assignment]
-    save(tmp_path, nn.Linear(2, 2), iteration=1, state={"loader": loader})
-    load(tmp_path, nn.Linear(2, 2), state={"loader": (other := Loader())})
-    assert other.state is None
+    loader.state = {"worker": [1, object()]}
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for value, place in ((loader, "/it/worker/1"), (stranger, "/it")):
+        with refused(CheckpointError, place):
+            save(tmp_path, made()[0], iteration=1, state={"it": value})
+    assert list(tmp_path.iterdir()) == []

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import TensorKind, TensorSpec
+from reprise.format.layout import TensorKind
 from reprise.nested.stored_names import (
     keys_of,
     keys_of_pointer,
     natural,
-    order_of,
     pointer,
     stored_name,
 )
@@ -47,13 +45,6 @@ def test_weights_and_optimizer_state_have_the_names_of_save(keys: tuple[str, ...
 def test_a_name_leads_back_to_its_keys(keys: tuple[str, ...]) -> None:
     assert keys_of_pointer(pointer(keys)) == keys
     assert keys_of(*stored_name(keys)) == keys
-
-
-@given(st.lists(st.text("ab.0129", max_size=8), unique=True))
-def test_every_two_names_have_an_order(names: list[str]) -> None:
-    specs = [TensorSpec(TensorKind.EXTRA, name, (), StoredDtype.F32, ()) for name in names]
-    other_way = specs[::-1]
-    assert sorted(specs, key=order_of) == sorted(other_way, key=order_of)
 
 
 def test_digits_are_compared_as_numbers() -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
 from reprise.nested.typed_values import decode, decode_number, encode, encode_number
+from tests.messages import refused
 
 VALUES: list[object] = [
     {3: 0.5, None: 1, True: 2, "a": 3, (1, "b"): 4, 2.5: 5},
@@ -80,67 +80,20 @@ def typed(value: Any) -> Any:
     return type(value), repr(value)
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path, value: object) -> None:
+def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path) -> None:
+    named = {f"own{number}": value for number, value in enumerate(VALUES)}
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "own": value}], lr=0.1)
-    path = save(tmp_path / "a", model, optimizer, iteration=1, state={"a": value, "in": {"b": [value]}})
-    again = torch.optim.SGD([{"params": model.parameters(), "own": None}], lr=0.1)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), **named}], lr=0.1)
+    path = save(tmp_path / "a", model, optimizer, iteration=1, state={"a": named, "in": {"b": VALUES}})
+    again = torch.optim.SGD([{"params": model.parameters(), **dict.fromkeys(named)}], lr=0.1)
     found = load(path, model, again)
-    assert typed(found["a"]) == typed(value)
-    assert typed(found["in"]) == typed({"b": [value]})
-    assert typed(again.param_groups[0]["own"]) == typed(value)
-    path = save_state_dict(tmp_path / "b", {"a": [value], "b": {"c": value}}, iteration=1)
-    state: dict[str, Any] = {"a": [], "b": {"c": value}}
+    path = save_state_dict(tmp_path / "b", {"a": VALUES, "b": named}, iteration=1)
+    state: dict[str, Any] = {"a": [], "b": dict(named)}
     load_state_dict(path, state)
-    assert typed(state) == typed({"a": [value], "b": {"c": value}})
-
-
-def test_an_array_mapped_from_a_file_comes_back_in_memory(tmp_path: Path) -> None:
-    values = np.memmap(tmp_path / "values", np.float32, "w+", shape=(3,))
-    values[:] = 7
-    path = save_state_dict(tmp_path / "run", {"a": {"values": values}}, iteration=1)
-    state: dict[str, Any] = {"a": {"values": np.zeros(1, np.float32)}}
-    load_state_dict(path, state)
-    assert type(state["a"]["values"]) is np.ndarray
-    assert np.array_equal(state["a"]["values"], values)
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (
-            np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f4")]),
-            r"ndarray of dtype \[\('a', '<i4'\), .*Pass .* each field",
-        ),
-        (np.array([1, "a"], dtype=object), r"ndarray of dtype object.*value\.tolist\(\)"),
-        (np.void(b"abc"), r"void of dtype \|V3"),
-        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), r"MaskedArray of dtype float64.*a mask"),
-        (np.array([1.0]).view(np.recarray), r"recarray of dtype"),
-    ],
-)
-def test_other_arrays_are_refused_with_their_dtype(tmp_path: Path, value: object, found: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"numpy.*\(/a/b/0\).*{found}"):
-        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": [value]}})
-
-
-@pytest.mark.parametrize("value", [Decimal(1), Path("a"), deque([1]), date(2020, 1, 1), torch.strided])
-def test_other_objects_are_refused_with_a_cure(tmp_path: Path, value: object) -> None:
-    with pytest.raises(CheckpointError, match=rf"\(/a/b\).*found an object of {type(value).__name__}\..*str\(value\)"):
-        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": value}})
-
-
-def test_nan_comes_back(tmp_path: Path) -> None:
-    state = {"best": math.nan}
-    load_state_dict(save_state_dict(tmp_path, state, iteration=1), again := {"best": 0.0})
-    assert math.isnan(again["best"])
-
-
-def test_a_buffer_comes_back_with_its_position(tmp_path: Path) -> None:
-    buffer = io.BytesIO(b"\x00abc")
-    buffer.seek(2)
-    load_state_dict(save_state_dict(tmp_path, {"b": buffer}, iteration=1), again := {"b": io.BytesIO()})
-    assert (again["b"].read(), again["b"].getvalue()) == (b"bc", b"\x00abc")
+    for number, (name, value) in enumerate(named.items()):
+        for other in (found["a"][name], found["in"]["b"][number], again.param_groups[0][name]):
+            assert typed(other) == typed(value)
+        assert typed(state["a"][number]) == typed(state["b"][name]) == typed(value)
 
 
 def test_plain_values_have_no_tag() -> None:
@@ -149,13 +102,6 @@ def test_plain_values_have_no_tag() -> None:
     assert encode_number((0.9, 0.999), ("x",)) == [0.9, 0.999]
     assert decode_number([0.9, 0.999]) == (0.9, 0.999)
     assert "$type" in json.dumps([encode_number([0.9], ("x",)), encode_number({}, ("x",))])
-
-
-def test_a_value_is_stored_as_it_was_at_the_call() -> None:
-    losses = [0.5]
-    stored = encode({"losses": losses}, ())
-    losses.append(0.4)
-    assert stored == {"losses": [0.5]}
 
 
 @pytest.mark.parametrize(
@@ -188,40 +134,40 @@ def test_a_group_s_value_is_an_array_of_numbers_or_tagged(value: object) -> None
         decode_number(value)
 
 
-def schedulers(optimizer: torch.optim.Optimizer) -> list[lr_scheduler.LRScheduler]:
-    parts = [lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], gamma=0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)]
-    return [
-        lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], gamma=0.1),
-        lr_scheduler.SequentialLR(optimizer, parts, milestones=[3]),
-        lr_scheduler.ChainedScheduler(parts),
-        lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
-        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-        lr_scheduler.ReduceLROnPlateau(optimizer),  # type: ignore[list-item]
-        lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-        lr_scheduler.PolynomialLR(optimizer, 5),
-        lr_scheduler.CyclicLR(optimizer, 0.1, 0.5),
-    ]
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_the_state_of_a_scheduler_is_carried(tmp_path: Path, number: int) -> None:
-    model = nn.Linear(1, 1)
-    scheduler, again = (schedulers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[number] for _ in "ab")
-    for _ in range(3):
-        scheduler.optimizer.step()
-        scheduler.step(*([1.0] if number == 5 else []))
-    expected = typed(scheduler.state_dict())
-    path = save(tmp_path, model, iteration=1, state={"scheduler": scheduler.state_dict()})
-    assert typed(load(path, model)["scheduler"]) == expected
-    state = {"scheduler": again.state_dict()}
-    load_state_dict(path, state)
-    assert typed(state["scheduler"]) == expected
-
-
 def test_ranks_may_not_differ_in_the_type_of_a_value() -> None:
     from reprise.nested.documents import NestedValues, join_values
 
-    with pytest.raises(CheckpointError, match=r"different values \(/a\).*tuple"):
+    with refused(CheckpointError, "/a", "tuple"):
         join_values({0: NestedValues({"/a": [1]}), 1: NestedValues({"/a": encode((1,), ())})})
-    with pytest.raises(CheckpointError, match=r"different values \(/a\).*OrderedDict.*Counter"):
+    with refused(CheckpointError, "/a", "OrderedDict", "Counter"):
         join_values({0: NestedValues(classes={"/a": "OrderedDict"}), 1: NestedValues(classes={"/a": "Counter"})})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f4")]), ["[('a', '<i4')"]),
+        (np.array([1, "a"], dtype=object), ["dtype object", "tolist()"]),
+        (np.void(b"abc"), ["|V3"]),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), ["MaskedArray", "mask"]),
+        (np.array([1.0]).view(np.recarray), ["recarray"]),
+        *((value, [type(value).__name__]) for value in (Decimal(1), Path("a"), deque([1]), date(2020, 1, 1))),
+        (torch.strided, ["layout", "str(value)"]),
+    ],
+)
+def test_other_arrays_are_refused_with_their_dtype(tmp_path: Path, value: object, words: list[str]) -> None:
+    with refused(CheckpointError, "(/a/b/0)", *words):
+        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": [value]}})
+
+
+def test_a_buffer_comes_back_with_its_position(tmp_path: Path) -> None:
+    values = np.memmap(tmp_path / "values", np.float32, "w+", shape=(3,))
+    values[:] = 7
+    buffer = io.BytesIO(b"\x00abc")
+    buffer.seek(2)
+    path = save_state_dict(tmp_path / "run", {"b": buffer, "v": values, "nan": math.nan}, iteration=1)
+    load_state_dict(path, again := {"b": io.BytesIO(), "v": np.zeros(1, np.float32), "nan": 0.0})
+    assert (again["b"].read(), again["b"].getvalue()) == (b"bc", b"\x00abc")
+    assert type(again["v"]) is np.ndarray
+    assert np.array_equal(again["v"], values)
+    assert math.isnan(again["nan"])
