@@ -344,7 +344,6 @@ OF_NO_MODULE = {
     "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
     "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
     "tests.unit.reprise.test_library_page": "sentences of docs/library.md",
-    "tests.unit.reprise.test_changes_after_a_save": "programs that change tensors while a save is under way",
     "tests.unit.reprise.saving.test_background": "saves while training goes on",
     "tests.unit.reprise.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.reprise.test_golden": "the checkpoint in tests/golden",

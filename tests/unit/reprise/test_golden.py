@@ -10,11 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from reprise import load, load_state_dict, save_state_dict
-from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.commit.channel import StoreChannel
 from reprise.loading.choose import LoadSource
-from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
-from reprise.storage.files import Files
 from reprise.tensors.live import LiveTensor
 from tests.fakes import SHARDINGS, Sharding, all_ranks
 from tests.golden import make, make_state_dict
@@ -36,17 +34,13 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
-def test_the_golden_checkpoint_holds_what_it_is_to_show() -> None:
-    found = open_checkpoint(GOLDEN, Files()).manifest
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 60_000
-    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} < found.files.keys()
-    assert found.aliases == {"head.weight": "embed.weight"}
-    assert found.tensors["attn.weight"].view == (8, 3, 8)
-    assert found.tensors["exp_avg.attn.weight"].cuts == ((0, 8), (0, 3), (0, 4, 8))
-    assert found.tensors["exp_avg.attn.weight"].shares == {0: (32,), 1: (32,)}
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=[sharding.name for sharding in SHARDINGS])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(sharding, id=sharding.name, marks=() if number in (0, 7, 9) else pytest.mark.slow)
+        for number, sharding in enumerate(SHARDINGS)
+    ],
+)
 def test_format_1_loads_bitwise_at_every_sharding(sharding: Sharding) -> None:
     def call(channel: StoreChannel) -> list[LiveTensor]:
         target = sharding.live(channel.rank, make.specs(), zeros())
@@ -58,14 +52,6 @@ def test_format_1_loads_bitwise_at_every_sharding(sharding: Sharding) -> None:
     for rank, parts in enumerate(all_ranks(sharding.world_size, call)):
         for part, expected in zip(parts, sharding.live(rank, make.specs(), VALUES), strict=True):
             assert bits(part.local) == bits(expected.local), part.spec.name
-
-
-def test_every_digest_of_format_1_verifies() -> None:
-    target = Sharding("one rank").live(0, make.specs(), zeros())
-    restorer = Restorer(single_rank_channel(), nonce="n")
-    report = restorer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target).report
-    assert report.filled_bytes == sum(spec.total_bytes for spec in make.specs())  # each block is checked as it is read
-    assert set(read_places(open_checkpoint(GOLDEN, Files()))) == set(VALUES)
 
 
 def test_safetensors_reads_format_1() -> None:

@@ -62,9 +62,19 @@ def _by_numbers(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, ag
     fresh.state[fresh.parameter] = state["its"]["state"][0]
 
 
-@pytest.mark.parametrize("values", STATE.values(), ids=STATE)
-@pytest.mark.parametrize("carry", [_by_calls, _by_objects, _by_numbers])
-@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "stepped"])
+WAYS = [(carry, is_fresh) for carry in (_by_calls, _by_objects, _by_numbers) for is_fresh in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("values", "carry", "is_fresh"),
+    [
+        pytest.param(
+            STATE[name], *way, id=f"{name}-{second}", marks=() if (first + second) % 6 == 0 else pytest.mark.slow
+        )
+        for first, name in enumerate(STATE)
+        for second, way in enumerate(WAYS)
+    ],
+)
 def test_state_of_any_form_comes_back(
     tmp_path: Path, values: dict[str, Any], carry: Callable[..., None], is_fresh: bool
 ) -> None:

@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PosixPath
 
 import pytest
@@ -24,6 +25,7 @@ from reprise.paths import (
     read_regular,
     url_problem,
 )
+from tests.messages import refused
 from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.metrics.jsonl_file import last_recorded_iteration
@@ -136,55 +138,39 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, si
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
 
 
-def test_a_tokenizer_that_is_no_regular_file_is_refused(odd: Path) -> None:
-    with bounded(), pytest.raises(DataError, match="not a regular file"):
+def test_inputs_of_the_trainer_that_are_no_regular_files_end_or_cost_nothing(odd: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "tensorboard").mkdir(parents=True)
+    log = partial(RunLog, run, train_iters=1, log_interval=1, mfu_scale=None)
+    with bounded(), refused(DataError, str(odd)):
         load_encoder(odd)
-
-
-def test_metrics_that_are_no_regular_file_end_the_start(odd: Path, tmp_path: Path) -> None:
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.parent.mkdir()
-    odd.rename(metrics)
+    events = odd.rename(run / "tensorboard" / "events.out.tfevents.1.host.1.0")
+    with bounded():
+        (found := log(sinks=["tensorboard"])).open(0, "")
+        found.close()
+    (run / "metrics.jsonl").unlink()
+    metrics = events.rename(run / "metrics.jsonl")
     with bounded(), pytest.raises(OSError, match="not a regular file"):
         last_recorded_iteration(metrics)
-    log = RunLog(metrics.parent, train_iters=1, log_interval=1, mfu_scale=None)
-    with bounded(), pytest.raises(TrainerError, match=r"not a regular file.*metrics\.jsonl"):
-        log.open(0, "")
+    with bounded(), refused(TrainerError, "metrics.jsonl"):
+        log().open(0, "")
 
 
-def test_event_files_that_are_no_regular_files_cost_no_run(odd: Path, tmp_path: Path) -> None:
-    events = tmp_path / "run" / "tensorboard"
-    events.mkdir(parents=True)
-    odd.rename(events / "events.out.tfevents.1.host.1.0")
-    log = RunLog(tmp_path / "run", train_iters=1, log_interval=1, sinks=["tensorboard"], mfu_scale=None)
-    with bounded():
-        log.open(0, "")
-        log.close()
-
-
-@pytest.mark.parametrize("main", [compare_loss.main, compare_speed.main])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
+@pytest.mark.parametrize(
+    ("main", "name"),
+    [(compare_loss.main, "metrics.jsonl"), (compare_loss.main, "train.log"), (compare_speed.main, "x")],
+)
 def test_a_comparison_refuses_what_is_no_regular_file(
-    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], main: object, name: str
+    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], name: str
 ) -> None:
-    assert callable(main)
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("".join(RECORD.replace("1", str(number), 1) for number in range(1, 9)))
-    other = tmp_path / name
-    odd.rename(other)
+    other = odd.rename(tmp_path / name)
     with bounded():
         assert main([str(run), str(other)]) == 2
-    assert f"({other}), expected a run folder with metrics.jsonl, or a file of a run, found not a regular file." in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_config_that_is_no_regular_file_tells_no_dtype(odd: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text(RECORD)
-    odd.rename(run / "config.yaml")
+    assert str(other) in capsys.readouterr().err
+    other.rename(run / "config.yaml")  # which tells no dtype
     with bounded():
         assert compare_loss.main([str(run), str(run)]) == 0
 

@@ -87,9 +87,12 @@ def committed(folder: Path) -> dict[str, torch.Tensor]:
 
 _LATE = pytest.param(
     "save_after_the_main_thread",
-    marks=pytest.mark.skipif(
-        (3, 12) <= sys.version_info < (3, 12, 3), reason="this Python starts no thread after the main thread has ended"
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            (3, 12) <= sys.version_info < (3, 12, 3), reason="no thread starts after the main thread has ended"
+        ),
+    ],
 )
 
 
@@ -100,6 +103,7 @@ def test_a_save_ends_before_its_program(tmp_path: Path, program: str) -> None:
     assert torch.equal(committed(tmp_path)["a"], STATE["a"])
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_fails_its_program(tmp_path: Path) -> None:
     ended = run("fail_at_the_end", tmp_path)
     assert ended.returncode == 1
@@ -108,11 +112,12 @@ def test_a_save_that_fails_fails_its_program(tmp_path: Path) -> None:
     assert torch.equal(committed(tmp_path / "0")["a"], STATE["a"])
 
 
+@pytest.mark.slow
 def test_a_crash_does_not_wait_for_a_hanging_disk(tmp_path: Path) -> None:
     ended = run("fail_with_a_hanging_disk", tmp_path)
     assert ended.returncode == 1
     assert "ZeroDivisionError" in ended.stderr
-    assert "iteration 1 was not saved: its save did not end within" in ended.stderr
+    assert "iteration 1 was not saved" in ended.stderr
     assert not list(tmp_path.glob("iter_*"))
 
 
@@ -139,6 +144,7 @@ def call(function: object, folder: Path) -> Ended:
     return running.ended()
 
 
+@pytest.mark.slow
 def test_two_ranks_save_after_their_process_group(tmp_path: Path) -> None:
     ended = call_on_ranks(end_without_the_group, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2)
     assert ended.ok, ended.text
@@ -152,8 +158,8 @@ def test_a_rank_that_ends_alone_fails(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("iter_*"))
 
 
-@pytest.mark.parametrize("status", [None, 0, 3])
-def test_an_exit_within_the_block_lets_the_save_land(tmp_path: Path, status: int | None) -> None:
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_exit_within_the_block_lets_the_save_land(tmp_path: Path, status: int) -> None:
     def end() -> None:
         with AsyncSaver(tmp_path) as saver:
             saver.save_state_dict(1, STATE)
@@ -177,8 +183,7 @@ class Interrupting(FailingFiles):
         super().write(descriptor, buffers, offset=offset)
 
 
-@pytest.mark.parametrize("call", ["close", "wait"])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("call", "fails"), [("close", False), ("wait", True)])
 def test_a_save_outlasts_an_interrupt_of_the_wait_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str, fails: bool
 ) -> None:
