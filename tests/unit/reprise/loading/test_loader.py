@@ -293,12 +293,17 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
 def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PROGRESS_S", 0.01)
     monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
-    released = threading.Event()
+    released, reached = threading.Event(), list[int]()
+
+    def hang() -> int:
+        reached.append(1)
+        return not released.wait(JOIN_S)
 
     def break_off(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        if len(reached) == 2:
+            raise KeyboardInterrupt
 
-    opened = Opened(large, Troubled(lambda: not released.wait(JOIN_S)))
+    opened = Opened(large, Troubled(hang))
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         fill(opened.checkpoint, opened.places, opened.live, threads=2, progress=break_off)
