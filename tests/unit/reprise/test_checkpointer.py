@@ -245,7 +245,7 @@ def test_an_iteration_of_this_process_is_not_saved_again(tmp_path: Path) -> None
     ("outdated", "with_optimizer", "is_superseded"),
     [(None, False, True), ("own", False, False), ("elsewhere", False, True), ("own", True, True)],
 )
-def test_an_iteration_of_another_process_is_superseded_or_outdated(
+def test_an_iteration_of_another_process_is_superseded(
     tmp_path: Path, outdated: str | None, with_optimizer: bool, is_superseded: bool
 ) -> None:
     """One that is outdated gives way to the next save, unless that has less, or another folder's was loaded."""
@@ -292,7 +292,7 @@ MORE = [(kind, after) for kind, _ in LATER for after in (1, 2, 3) if (kind, afte
     ("kind", "after"),
     [*((kind, 0) for kind in KINDS), *LATER, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-def test_a_failure_leaves_what_is_committed_and_a_whole_save_or_none(
+def test_a_failure_leaves_the_committed_and_a_whole_save_or_none(
     tmp_path: Path, kind: str, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     code = (errno.ENOSPC, errno.EIO)[len(kind) % 2]
@@ -320,7 +320,7 @@ def test_a_failure_leaves_what_is_committed_and_a_whole_save_or_none(
     assert load(tmp_path) == 15.0
 
 
-def test_a_start_sweeps_attempts_that_failed_or_died_and_a_save_does_not(tmp_path: Path) -> None:
+def test_a_start_sweeps_dead_attempts_and_a_save_does_not(tmp_path: Path) -> None:
     class Broken(FailingFiles):
         def remove_tree(self, path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error")

@@ -138,7 +138,7 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, si
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
 
 
-def test_inputs_of_the_trainer_that_are_no_regular_files_end_or_cost_nothing(odd: Path, tmp_path: Path) -> None:
+def test_inputs_that_are_no_regular_files_end_or_cost_nothing(odd: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "tensorboard").mkdir(parents=True)
     log = partial(RunLog, run, train_iters=1, log_interval=1, mfu_scale=None)

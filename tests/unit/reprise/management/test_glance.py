@@ -74,7 +74,7 @@ def test_damage_is_found_in_what_is_checked_alone(tmp_path: Path) -> None:
     assert statuses(folder, check=0) == [DAMAGED] * 3 + [UNCHECKED]
 
 
-def test_weights_links_and_superseded_ones_take_no_place_of_others(tmp_path: Path) -> None:
+def test_weights_links_and_superseded_ones_take_no_place(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2, 3)
     save(folder / "weights", 3, 4)
     (folder / "iter_0000003").rename(folder / "iter_0000003.superseded-1")
