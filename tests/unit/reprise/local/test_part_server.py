@@ -91,9 +91,7 @@ def test_a_hold_ends_with_the_next_and_with_a_release(site: Site) -> None:
     assert site.parts[1].chosen is None
 
 
-def test_what_a_host_lacks_or_answers_wrongly_names_it(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_host_lacks_or_answers_wrongly_names_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     own, client = part_of(site, 0), site.client(0)
     with pytest.raises(OSError, match="does not have these pieces"):
         next(client.pieces(1, own.checkpoint, read_places(own.checkpoint), own.host.held))
