@@ -406,13 +406,14 @@ def test_after_a_failed_save_close_frees_the_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_an_error_in_the_loop_lets_the_save_land(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(0), SystemExit(3)], ids=repr)
+def test_an_error_or_an_exit_in_the_loop_lets_the_save_land(tmp_path: Path, error: BaseException) -> None:
     def fail() -> None:
         with AsyncSaver(tmp_path) as saver:
             saver.save_state_dict(1, STATE)
-            raise ZeroDivisionError
+            raise error
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         fail()
     assert (tmp_path / "iter_0000001").is_dir()
     AsyncSaver(tmp_path).close()  # the lock is free

@@ -158,18 +158,6 @@ def test_a_rank_that_ends_alone_fails(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("iter_*"))
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_an_exit_within_the_block_lets_the_save_land(tmp_path: Path, status: int) -> None:
-    def end() -> None:
-        with AsyncSaver(tmp_path) as saver:
-            saver.save_state_dict(1, STATE)
-            sys.exit(status)
-
-    with pytest.raises(SystemExit):
-        end()
-    assert torch.equal(committed(tmp_path)["a"], STATE["a"])
-
-
 class Interrupting(FailingFiles):
     """A disk that writes only after Ctrl-C has ended the wait of the main thread."""
 

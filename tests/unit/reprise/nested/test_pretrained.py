@@ -150,13 +150,23 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("ShiraConfig", {"r": 2}),
     ("CPTConfig", {**CUT, "task_type": "CAUSAL_LM"}),  # PEFT's selection would change its weights
 ]
+LOW_RANK = [
+    "DeloraConfig",
+    "DeftConfig",
+    "HRAConfig",
+    "HiraConfig",
+    "LoHaConfig",
+    "LoKrConfig",
+    "GloraConfig",
+    "MissConfig",
+    "PeanutConfig",
+    "PsoftConfig",
+    "PveraConfig",
+    "TinyLoraConfig",
+    "UniLoraConfig",
+]
 FURTHER_METHODS: list[tuple[str, dict[str, Any]]] = [
-    *[
-        (name, {"r": 2})
-        for name in ("DeloraConfig", "DeftConfig", "HRAConfig", "HiraConfig", "LoHaConfig", "LoKrConfig")
-    ],
-    *[(name, {"r": 2}) for name in ("GloraConfig", "MissConfig", "PeanutConfig", "PsoftConfig", "PveraConfig")],
-    *[(name, {"r": 2}) for name in ("TinyLoraConfig", "UniLoraConfig")],
+    *[(name, {"r": 2}) for name in LOW_RANK],
     *[(name, {"r": 2, "save_projection": False}) for name in ("VeraConfig", "RandLoraConfig", "PveraConfig")],
     *[(name, {}) for name in ("BeftConfig", "SupertuningConfig", "OSFConfig", "FrodConfig")],
     ("PolyConfig", {"r": 2, "n_tasks": 2}),
