@@ -156,8 +156,8 @@ def test_a_rewind_renames_newer_checkpoints_and_saves_them_anew(tmp_path: Path) 
             saved(checkpointer, iteration)
         checkpointer.rewind(1)
         assert folders_in(tmp_path) == ["iter_0000001", "iter_0000002.superseded-1", "iter_0000003.superseded-1"]
-        saved(checkpointer, 2)
-    assert load(tmp_path) == 2.0
+        saved(checkpointer, 3)  # the newest again
+    assert load(tmp_path) == 3.0
 
 
 def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
