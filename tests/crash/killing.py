@@ -6,6 +6,7 @@ engine, the lock, the metrics file, and every step of removing a folder. Message
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,9 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import trainer.start.fill
 from reprise.channel import StoreChannel
 from reprise.folder import WEIGHTS, iteration_of
 from reprise.storage import files
+from tests.crash.hosts import run_trainer
+from tests.harness import DEADLINE_S, around_iterations, started
+from trainer.run.build import Run
 
 BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.
@@ -148,3 +153,42 @@ def _half(data: bytes | bytearray | Sequence[memoryview]) -> Any:
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()  # the signal ends all threads, but not before this call returns
+
+
+def train_until_killed(arguments: list[str]) -> None:
+    """Run the trainer's command below a Killer. It notes its calls, and those of the window before iteration 1, beside.
+
+    Args:
+        arguments: in JSON the run, the rank that dies, the call and the moment; then overrides.
+    """
+    told = json.loads(arguments[0])
+    run, rank = Path(told["run"]), os.environ.get("RANK", "0")
+    at = told["at"] if rank == str(told["victim"]) else None
+    killer = Killer(run, notes=run.with_name(f"notes{rank}"), at=at, when=told["when"])
+    killer.install()
+    note, window = trainer.start.fill.note_lineage, list[int]()
+
+    def noted(*arguments: Any, **keywords: Any) -> Run:
+        window.append(len(killer.calls))
+        return note(*arguments, **keywords)
+
+    def begins(_: Run, iteration: int) -> None:
+        if iteration == 1:
+            run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
+
+    trainer.start.fill.note_lineage = noted
+    around_iterations(before=begins)
+    run_trainer([f"run.dir={run}", *arguments[1:]])
+    run.with_name(f"calls{rank}").write_text(str(len(killer.calls)))
+
+
+def trained_until_killed(
+    run: Path, overrides: Sequence[str], *, ranks: int = 1, victim: int = 0, at: int | None = None, when: str = BEFORE
+) -> int | None:
+    """Run the trainer on ranks, of which one dies at a call; return how that one ended. No rank outlives it long."""
+    told = json.dumps({"run": str(run), "victim": victim, "at": at, "when": when})
+    with started(train_until_killed, [told, *overrides], folder=run, ranks=ranks) as running:
+        running.processes[victim].join(DEADLINE_S)
+        if at is None:
+            running.join(DEADLINE_S)
+    return running.ended().statuses[victim]

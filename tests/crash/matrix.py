@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import re
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 from reprise.files import Files
 from reprise.folder import MANIFEST, WEIGHTS, CheckpointFolder, iteration_name
@@ -35,8 +39,11 @@ from tests.harness import all_files, call_on_ranks, started
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
 _WRITES = ("write", "pwrite", "pwritev")
 TIMEOUT_S = 300.0
+# The date, by which the kills of the gate are drawn; another one repeats those of its day.
+SEED = os.environ.get("REPRISE_SEED") or f"{date.today():%Y%m%d}"
 
 Tensors = dict[str, bytes]
+Case = tuple[int, int, str]  # the rank that dies, at which call, and when
 
 
 @dataclass(frozen=True)
@@ -50,26 +57,22 @@ class Scenario:
 
 def scenarios(folder: Path) -> list[Scenario]:
     """Return all scenarios, with runs in `folder`."""
-    run = str(folder / "run")
-    found = []
+    run, found = str(folder / "run"), list[Scenario]()
+
+    def add(kind: str, ranks: int, *, before: Plan | None = None, **settings: Any) -> None:
+        name = f"{kind}, {ranks} rank{'s' if ranks > 1 else ''}"
+        found.append(Scenario(name, Plan(run, ranks=ranks, **settings), before))
+
     for ranks in (1, 2):
         for keep in (1, 2):
-            name = f"{ranks} rank{'s' if ranks > 1 else ''}, max_checkpoint_keep={keep}"
-            found.append(Scenario(name, Plan(run, ranks=ranks, keep=keep)))
-    for ranks in (1, 2):
+            add(f"keep {keep}", ranks, keep=keep)
         first = Plan(run, ranks=ranks, keep=0)
-        branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
-        found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
-    first = Plan(run, iterations=2, keep=0)
-    found.append(Scenario("saved again, 1 rank", replace(first, iterations=4, saves_again=True), first))
-    for ranks in (1, 2):
-        name = f"{ranks} rank{'s' if ranks > 1 else ''}, weights alone too"
-        found.append(Scenario(name, Plan(run, ranks=ranks, iterations=3, weights=True)))
-    for ranks in (1, 2):
-        name = f"library, {ranks} rank{'s' if ranks > 1 else ''}"
-        found.append(Scenario(name, Plan(run, ranks=ranks, keep=1, with_library=True)))
+        add("rewind", ranks, before=first, keep=2, seed=2, rewind_to=2, iterations=5)
+        add("weights", ranks, iterations=3, weights=True)
+        add("library", ranks, with_library=True)
+    add("saved again", 1, before=Plan(run, iterations=2, keep=0), keep=0, saves_again=True)
     for copies in (0, 1):
-        found.append(Scenario(f"2 hosts, copies={copies}", Plan(run, ranks=2, copies=copies)))
+        add(f"hosts, copies={copies}", 2, copies=copies)
     return found
 
 
@@ -97,8 +100,8 @@ class Trial:
         self._left = _checkpoints(self._plan) if self._plan.copies is None else {}
         self.calls = [self._plan.beside(f"calls{rank}").read_text().split() for rank in range(self._plan.ranks)]
 
-    def cases(self) -> list[tuple[int, int, str]]:
-        """Return every rank, call and moment to die at."""
+    def cases(self) -> list[Case]:
+        """Return every case."""
         return [
             (rank, at, when)
             for rank, calls in enumerate(self.calls)
@@ -120,13 +123,13 @@ class Trial:
                 process.join(at % 4 * 0.01)
         ended = running.ended()
         found = [] if ended.statuses[victim] in (-9, 0) else [f"the victim ended otherwise: {ended.text[-500:]}"]
-        found += self._after_the_kill()
+        found += self.after_the_kill()
         ended = call_on_ranks(main, self._plan.arguments(), folder=killed.root, ranks=killed.ranks, timeout_s=TIMEOUT_S)
         if not ended.ok:
             return [*found, f"it cannot go on: {ended.text[-2000:]}"]
-        return found + self._after_the_end()
+        return found + self.after_the_end()
 
-    def _after_the_kill(self) -> list[str]:
+    def after_the_kill(self) -> list[str]:
         found = self._strange_checkpoints()
         there = CheckpointFolder(self._plan.checkpoints, Files()).committed()
         begun, committed = self._noted("begins"), self._noted("committed")
@@ -139,7 +142,7 @@ class Trial:
             found.append(f"the weights of {lost} were committed and are not there")
         return found
 
-    def _after_the_end(self) -> list[str]:
+    def after_the_end(self) -> list[str]:
         found = self._strange_checkpoints()
         folder = CheckpointFolder(self._plan.checkpoints, Files())
         there, kept = folder.committed(), {*self._left}
@@ -209,7 +212,7 @@ class HostTrial(Trial):
 
     _newest = 0
 
-    def _after_the_kill(self) -> list[str]:
+    def after_the_kill(self) -> list[str]:
         found = self._strange_checkpoints()
         begun, committed = self._noted("begins"), self._noted("committed")
         there = self._disk(0).committed()
@@ -224,7 +227,7 @@ class HostTrial(Trial):
                 found.append(f"{self._newest} is committed, and not prepared on the other host")
         return found
 
-    def _after_the_end(self) -> list[str]:
+    def after_the_end(self) -> list[str]:
         found = self._strange_checkpoints()
         resumed = int(self._plan.beside("resumed").read_text())
         if resumed != self._newest:
@@ -302,15 +305,26 @@ def _lines(path: Path) -> list[str]:
     return [re.sub(marks, "", line) for line in path.read_text().splitlines()]
 
 
-def sample(cases: Sequence[tuple[int, int, str]], count: int) -> list[tuple[int, int, str]]:
-    """Return `count` cases spread evenly over all."""
-    step = max(1, len(cases) // count)
-    return [cases[at] for at in range(step // 2, len(cases), step)]
+def drawn(trial: Trial, part: int = 0, parts: int = 1) -> list[Case]:
+    """Return a case of every kind of call and moment, or of the kinds of one of some parts."""
+    kinds: dict[tuple[str, str], list[Case]] = {}
+    for case in trial.cases():
+        kinds.setdefault((trial.calls[case[0]][case[1]], case[2]), []).append(case)
+    draw = random.Random(SEED)
+    return [draw.choice(kinds[kind]) for kind in sorted(kinds)[part % parts :: parts]]
+
+
+def day() -> int:
+    """Return the number of the day of SEED."""
+    try:
+        return datetime.strptime(SEED, "%Y%m%d").toordinal()
+    except ValueError:
+        return int(SEED)
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.matrix", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every call, not a sample of it")
+    parser.add_argument("--all", action="store_true", help="every call, not one of each kind")
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th kill only, from the K-th on")
     options = parser.parse_args()
@@ -321,7 +335,7 @@ def _main() -> int:
                 continue
             start = time.monotonic()
             trial = trial_of(replace_folder(scenario, Path(folder) / str(number)))
-            cases = (trial.cases() if options.all else sample(trial.cases(), 50))[part - 1 :: parts]
+            cases = (trial.cases() if options.all else drawn(trial))[part - 1 :: parts]
             broken = {case: found for case in cases if (found := trial.run(*case))}
             failures += len(broken)
             for case, found in broken.items():

@@ -20,7 +20,6 @@ import torch
 import torch.distributed
 
 import reprise.commit.finish
-import trainer.__main__
 import trainer.launch.process_group
 import trainer.run.build
 import trainer.run.inputs
@@ -29,6 +28,7 @@ import trainer.training.step
 from reprise.files import Files
 from reprise.local.link import Link
 from reprise.reading import Checkpoint
+from tests.crash.hosts import run_trainer
 from tests.harness import Running, started
 from tests.positions import methods_with
 from trainer.data.batches import Samples
@@ -42,25 +42,6 @@ from trainer.run.state import TrainerState
 from trainer.start.source import Checkpoints
 
 DEADLINE_S = 240.0  # what has not happened by then hangs, on the slowest machine
-MOMENTS = (
-    "meet",
-    "group",
-    "data",
-    "build",
-    "load",
-    "forward",
-    "step",
-    "evaluation",
-    "save",
-    "prepare",
-    "link",
-    "copy",
-    "exit",
-    "destroy",
-    "feed",
-)
-
-
 WAIT, KILLED, STOPPED = "wait", "killed", "stopped"
 
 
@@ -69,7 +50,7 @@ class Gate:
     """Where ranks stand still: `folder` holds what they say and what they wait for.
 
     Args:
-        moment: one of MOMENTS; `meet` is when the store is there and nobody has been met, `group` before the process
+        moment: a key of _GATES; `meet` is when the store is there and nobody has been met, `group` before the process
             group, `data` before the data are prepared, `load` when a checkpoint is chosen and not yet read, `forward`
             between two micro batches (in a pipeline, before the first), `save` before a file is synced, `prepare`
             before rank 0 writes the manifest, `link` before a host opens its links to another for the first time,
@@ -86,6 +67,12 @@ class Gate:
     iteration: int
     ranks: tuple[int, ...]
     deed: str = WAIT
+
+    @classmethod
+    def at(cls, folder: Path, moment: str, iteration: int, ranks: Collection[int], deed: str = WAIT) -> Gate:
+        """Return a gate with a new folder."""
+        folder.mkdir(parents=True)
+        return cls(str(folder), moment, iteration, tuple(ranks), deed)
 
     def stand(self) -> None:
         """Say that this rank is here and do the deed, the first time only."""
@@ -137,8 +124,7 @@ def standing(
         gates: a new folder for what they say, beside `folder` if not given.
     """
     gates = gates or folder.with_name(f"{folder.name}.gate")
-    gates.mkdir(parents=True)
-    gate = Gate(str(gates), moment, iteration, tuple(range(ranks) if gated is None else gated), deed)
+    gate = Gate.at(gates, moment, iteration, range(ranks) if gated is None else gated, deed)
     arguments = [describe([gate]), f"run.dir={folder}", *overrides]
     with started(train_with_gate, arguments, folder=folder, ranks=ranks) as running:
         yield running, gate
@@ -153,8 +139,7 @@ def train_with_gate(arguments: list[str]) -> None:
     """Build the gates that the first argument describes, then run the trainer's command with the others."""
     for members in json.loads(arguments[0]):
         _build(Gate(**{**members, "ranks": tuple(members["ranks"])}))
-    sys.argv = ["trainer", *arguments[1:]]
-    trainer.__main__.main()
+    run_trainer(arguments[1:])
 
 
 def _build(gate: Gate) -> None:
@@ -179,20 +164,9 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
     setattr(owner, name, first)
 
 
-def _gate_meet(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "rendezvous", lambda *_, **__: gate.stand())
-
-
-def _gate_group(gate: Gate) -> None:
-    _before(torch.distributed, "init_process_group", lambda *_, **__: gate.stand())
-
-
-def _gate_data(gate: Gate) -> None:
-    _before(trainer.run.inputs, "open_data", lambda *_, **__: gate.stand())
-
-
-def _gate_build(gate: Gate) -> None:
-    _before(trainer.run.build, "build_models", lambda *_, **__: gate.stand())
+def _once_before(owner: Any, name: str) -> Callable[[Gate], None]:
+    """Return how a gate is built before the only call of a function."""
+    return lambda gate: _before(owner, name, lambda *_, **__: gate.stand())
 
 
 def _gate_load(gate: Gate) -> None:
@@ -264,14 +238,6 @@ def _gate_copy(gate: Gate) -> None:
     _before(Link, "receive", stand)
 
 
-def _gate_exit(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "final_barrier", lambda *_: gate.stand())
-
-
-def _gate_destroy(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "destroy", lambda *_: gate.stand())
-
-
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
     train_batch, positions = BatchLoader.train_batch, list[int]()
@@ -303,10 +269,10 @@ def _stand_if(gate: Gate, is_here: bool) -> None:
 
 
 _GATES = {
-    "meet": _gate_meet,
-    "group": _gate_group,
-    "data": _gate_data,
-    "build": _gate_build,
+    "meet": _once_before(trainer.launch.process_group, "rendezvous"),
+    "group": _once_before(torch.distributed, "init_process_group"),
+    "data": _once_before(trainer.run.inputs, "open_data"),
+    "build": _once_before(trainer.run.build, "build_models"),
     "load": _gate_load,
     "forward": _gate_forward,
     "step": _gate_step,
@@ -315,8 +281,8 @@ _GATES = {
     "prepare": _gate_prepare,
     "link": _gate_link,
     "copy": _gate_copy,
-    "exit": _gate_exit,
-    "destroy": _gate_destroy,
+    "exit": _once_before(trainer.launch.process_group, "final_barrier"),
+    "destroy": _once_before(trainer.launch.process_group, "destroy"),
     "feed": _note_feed,
 }
 

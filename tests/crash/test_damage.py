@@ -19,11 +19,12 @@ from reprise.layout import TensorKind, whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadSource, check_tensors, find_accessory, open_checkpoint, read_places
 from reprise.savers import Restorer
+from tests.crash.outcomes import slow
 from tests.harness import TINY, compose, launch, run_ok
+from tests.profiles import scaled
 from trainer.config.optimizer import OptimizerName
 from trainer.run.state import checkpoint_specs
 
-FLIPS = 1000
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "checkpoint.save_interval=2", "checkpoint.file_bytes=50000"]
 
 
@@ -63,50 +64,41 @@ class Loads:
 
 def test_every_one_of_a_thousand_flipped_bits_is_found_and_named(run: Path) -> None:
     loads, generator = Loads(), random.Random(20240326)
-    files = files_of(run / "checkpoints/iter_0000006")
+    newest = run / "checkpoints/iter_0000006"
+    files = files_of(newest)
     assert len(files) > 8
-    assert loads.load(run / "checkpoints/iter_0000006") == 6
-    for _ in range(FLIPS):
+    assert loads.load(newest) == 6
+    for _ in range(scaled(1000)):
         path = generator.choice(files)
-        at, bit = generator.randrange(path.stat().st_size), 1 << generator.randrange(8)
-        with path.open("r+b") as file:
-            file.seek(at)
-            (before,) = file.read(1)
-            file.seek(at)
-            file.write(bytes([before ^ bit]))
-            file.flush()
-            with pytest.raises(CheckpointError) as caught:
-                loads.load(run / "checkpoints/iter_0000006")
-            assert str(path) in str(caught.value), (path, at, bit)
-            file.seek(at)
-            file.write(bytes([before]))
-    assert loads.load(run / "checkpoints/iter_0000006") == 6
+        good = path.read_bytes()
+        at, bit = generator.randrange(len(good)), 1 << generator.randrange(8)
+        path.write_bytes(good[:at] + bytes([good[at] ^ bit]) + good[at + 1 :])
+        with pytest.raises(CheckpointError) as caught:
+            loads.load(newest)
+        assert str(path) in str(caught.value), (path, at, bit)
+        path.write_bytes(good)
+    assert loads.load(newest) == 6
 
 
 def test_a_broken_file_is_found_and_the_older_iteration_loaded(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loads = Loads()
-    good = run / "checkpoints"
-    for path in files_of(good / "iter_0000006"):
-        name, other = path.relative_to(good), good / "iter_0000004" / path.relative_to(good / "iter_0000006")
-        contents = {"cut": path.read_bytes()[:-1], "empty": b"", "missing": None, "swapped": other.read_bytes()}
-        for what, content in contents.items():
-            if content == path.read_bytes():
+    loads, copy = Loads(), Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
+    newest = copy / "iter_0000006"
+    for path in files_of(newest):
+        good, other = path.read_bytes(), copy / "iter_0000004" / path.relative_to(newest)
+        for what, data in {"cut": good[:-1], "empty": b"", "missing": None, "swapped": other.read_bytes()}.items():
+            if data == good:
                 continue  # the same in every iteration, such as the configuration
-            copy = tmp_path / what
-            shutil.copytree(good, copy)
-            (copy / name).unlink()
-            if content is not None:
-                (copy / name).write_bytes(content)
+            path.unlink()
+            if data is not None:
+                path.write_bytes(data)
             with pytest.raises(CheckpointError, match=r"."):
-                loads.load(copy / "iter_0000006")
+                loads.load(newest)
             caplog.clear()
-            assert loads.load(copy) == 4, (what, name)
-            assert any(
-                "iter_0000006" in record.getMessage() for record in caplog.records if record.levelname == "ERROR"
-            )
-            shutil.rmtree(copy)
+            assert loads.load(copy) == 4, (what, path)
+            assert any(newest.name in record.message for record in caplog.records if record.levelname == "ERROR")
+            path.write_bytes(good)
 
 
 def deny(path: object) -> list[str]:
@@ -114,7 +106,7 @@ def deny(path: object) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(ACCESSORIES))
-@pytest.mark.parametrize("content", [None, b"", b"{}"])
+@pytest.mark.parametrize("content", [None, slow(b""), b"{}"])
 def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
     run: Path,
     tmp_path: Path,
@@ -144,21 +136,20 @@ def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
     assert find_accessory(checkpoint, name) is None
 
 
+@pytest.mark.slow
 def test_full_verification_also_reads_the_optimizer(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(run / "checkpoints", copy)
+    copy = Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
     path = sorted((copy / "iter_0000006/optimizer").iterdir())[-1]
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    begin = [*BASE, f"checkpoint.load={copy / 'iter_0000006'}", "checkpoint.finetune=true", "train.train_iters=4"]
-    assert launch(tmp_path / "weights", begin).ok
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    begin = [*BASE, "checkpoint.finetune=true", "train.train_iters=4"]
+    load, full = f"checkpoint.load={copy}/iter_0000006", "checkpoint.verify=full"
+    assert launch(tmp_path / "weights", [*begin, load]).ok
     for ranks in (1, 2):
-        ended = launch(tmp_path / f"full{ranks}", [*begin, "checkpoint.verify=full"], ranks=ranks)
+        ended = launch(tmp_path / f"full{ranks}", [*begin, load, full], ranks=ranks)
         assert set(ended.statuses) == {1}
         assert path.name in ended.text
-    begin[len(BASE)] = f"checkpoint.load={copy / 'iter_0000004'}"
-    ended = launch(tmp_path / "good", [*begin, "checkpoint.verify=full"], ranks=2)
+    ended = launch(tmp_path / "good", [*begin, f"checkpoint.load={copy}/iter_0000004", full], ranks=2)
     assert ended.ok, ended.text
     assert "verified" in ended.text
 

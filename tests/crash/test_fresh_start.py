@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-import trainer.__main__
-import trainer.start.fill
 from reprise.folder import iteration_name
-from tests.crash.killing import AFTER, BEFORE, Killer
-from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, tensor_files
-from trainer.run.build import Run
+from tests.crash.killing import AFTER, BEFORE, trained_until_killed
+from tests.crash.outcomes import checkpoint, rows, slow
+from tests.harness import TINY, curve, launch, run_ok, tensor_files
 
-ITERATIONS = (1, 2)
 BASE = (
     "model=gpt2_tiny",
     *TINY,
@@ -28,37 +24,9 @@ BASE = (
     "checkpoint.save_interval=1",
     "checkpoint.async_save=false",
 )
-FRESH = (*BASE, "train.seed=7")
+FRESH, NONE = (*BASE, "train.seed=7"), "checkpoint.load=none"
 ONE_SAVE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=3")
 LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=1", "checkpoint.local.keep=4")
-
-
-def main(arguments: list[str]) -> None:
-    """Run the trainer's command; it dies at a call from the record of the new branch to the first iteration."""
-    told = json.loads(arguments[0])
-    run = Path(told["run"])
-    killer = Killer(run, notes=run.with_name("notes"), at=told["at"], when=told["when"])
-    killer.install()
-    note = trainer.start.fill.note_lineage
-    window: list[int] = []
-
-    def noted(*arguments: object, **keywords: object) -> Run:
-        window.append(len(killer.calls))
-        return note(*arguments, **keywords)  # type: ignore[arg-type]
-
-    def begins(_: Run, iteration: int) -> None:
-        if iteration == 1:
-            run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
-
-    trainer.start.fill.note_lineage = noted
-    around_iterations(before=begins)
-    sys.argv = ["trainer", f"run.dir={run}", *arguments[1:]]
-    trainer.__main__.main()
-
-
-def start(run: Path, overrides: tuple[str, ...], *, at: int | None = None, when: str = BEFORE) -> tuple[int, ...]:
-    told = json.dumps({"run": str(run), "at": at, "when": when})
-    return call_on_ranks(main, [told, *overrides], folder=run, ranks=1).statuses
 
 
 def kill_at(folder: Path, where: tuple[str, ...], count: int | None) -> None:
@@ -67,14 +35,14 @@ def kill_at(folder: Path, where: tuple[str, ...], count: int | None) -> None:
     Args:
         where: the overrides that name the folder of checkpoints, all below `folder / "run"`.
     """
-    unbroken, template, run = folder / "unbroken", folder / "template", folder / "run"
-    run_ok(unbroken, [*FRESH, "checkpoint.save_interval=2"])
+    whole, template, run = folder / "whole", folder / "template", folder / "run"
+    run_ok(whole, [*FRESH, "checkpoint.save_interval=2"])
     run_ok(run, [*BASE, *where])
     shutil.copytree(run, template)
     older = {path.name: tensor_files(path) for path in run.rglob("iter_*")}
-    assert len(older) == len(ITERATIONS)
-    fresh = (*FRESH, *where, "checkpoint.load=none")
-    assert start(run, fresh) == (0,)
+    assert len(older) == 2
+    fresh = (*FRESH, *where, NONE)
+    assert trained_until_killed(run, fresh) == 0
     first, end = json.loads((folder / "window").read_text())
     assert end - first > 20
     cases = [(at, when) for at in range(first, end) for when in (BEFORE, AFTER)]
@@ -82,19 +50,19 @@ def kill_at(folder: Path, where: tuple[str, ...], count: int | None) -> None:
     for at, when in cases[step // 2 :: step]:
         shutil.rmtree(run)
         shutil.copytree(template, run)
-        assert start(run, fresh, at=at, when=when) == (-9,)
+        assert trained_until_killed(run, fresh, at=at, when=when) == -9
         is_changed = (run / "run.json").read_bytes() != (template / "run.json").read_bytes()
-        again = run_ok(run, [*FRESH, *where, *(() if is_changed else ["checkpoint.load=none"])])
+        again = run_ok(run, [*FRESH, *where, *(() if is_changed else [NONE])])
         assert "starting fresh" in again.text
-        assert curve(run) == curve(unbroken), (at, when)
-        assert tensor_files(next(run.rglob(iteration_name(2)))) == tensor_files(next(unbroken.rglob(iteration_name(2))))
+        assert curve(run) == curve(whole), (at, when)
+        assert tensor_files(next(run.rglob(iteration_name(2)))) == tensor_files(checkpoint(whole, 2))
         if "checkpoint.save=null" not in where:  # what a host gives up is deleted with its next save
             assert {path.name.split(".")[0]: tensor_files(path) for path in run.rglob("*.superseded-1")} == older
-        assert [path.name for path in (run / "checkpoints").rglob(".*")] == []
+        assert list((run / "checkpoints").rglob(".*")) == []
 
 
 def test_a_killed_fresh_start_begins_again(tmp_path: Path) -> None:
-    kill_at(tmp_path, (), 3)
+    kill_at(tmp_path, (), 1)
 
 
 @pytest.mark.slow
@@ -112,34 +80,37 @@ def test_a_kill_at_every_call_of_a_fresh_start(tmp_path: Path) -> None:
     "where",
     [
         (),
-        LOCAL,
-        ("checkpoint.save_weights_interval=1",),
-        ("train.micro_batch_size=auto", "train.max_micro_batch_size=2"),
+        slow(("checkpoint.save=null", "checkpoint.local.save_interval=3", "checkpoint.local.dir={}/host")),
+        slow(("checkpoint.save_weights_interval=1",)),
+        slow(("train.micro_batch_size=auto", "train.max_micro_batch_size=2")),
     ],
     ids=["shared", "local", "weights", "auto"],
 )
 def test_a_run_killed_before_its_first_save_begins_again(tmp_path: Path, where: tuple[str, ...]) -> None:
-    overrides = [*ONE_SAVE, *where, *([f"checkpoint.local.dir={tmp_path}/host"] if where == LOCAL else [])]
-    overrides = [text.replace("local.save_interval=1", "local.save_interval=3") for text in overrides]
-    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
-    run_ok(unbroken, ONE_SAVE)
+    overrides, whole, run = (
+        [*ONE_SAVE, *(word.format(tmp_path) for word in where)],
+        tmp_path / "whole",
+        tmp_path / "run",
+    )
+    run_ok(whole, ONE_SAVE)
     assert launch(run, overrides, kill_after=2).statuses == (-9,)
     assert [row[0] for row in curve(run)] == [1, 2]
     again = run_ok(run, overrides)
-    assert "the run ended at iteration 2, before its first save: it begins again" in again.text
-    assert curve(run) == curve(unbroken)
+    assert "ended at iteration 2, before its first save" in again.text
+    assert curve(run) == curve(whole)
     saved = next(path for folder in (run / "checkpoints", tmp_path / "host") for path in folder.glob(iteration_name(4)))
-    assert tensor_files(saved) == tensor_files(unbroken / "checkpoints" / iteration_name(4))
-    aside = (run / "metrics.abandoned-1.jsonl").read_text().splitlines()
-    assert [row["iteration"] for row in map(json.loads, aside) if "loss" in row] == [1, 2]
+    assert tensor_files(saved) == tensor_files(checkpoint(whole, 4))
+    aside = rows(run, None, name="metrics.abandoned-1.jsonl")
+    assert [row["iteration"] for row in aside if "loss" in row] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "message"),
     [
-        ([], ["train.seed=7"], "found there train.seed=1234. Repeat that command"),
-        (["checkpoint.load={base}", "checkpoint.finetune=true"], [], "found there checkpoint.load={base}. Repeat that"),
-        (["checkpoint.save=null"], [], "but no checkpoint is there"),
+        ([], ["train.seed=7"], "found there train.seed=1234."),
+        (["checkpoint.load={base}", "checkpoint.finetune=true"], [], "found there checkpoint.load={base}."),
+        (["checkpoint.save=null"], [], NONE),
     ],
     ids=["seed", "begun elsewhere", "no saves"],
 )
@@ -152,20 +123,19 @@ def test_another_command_does_not_begin_the_run_again(
     lines = (run / "metrics.jsonl").read_bytes()
     ended = launch(run, [*ONE_SAVE, *then])
     assert ended.statuses == (1,)
-    assert "This run has recorded iterations but" in ended.text
     assert message.format(base=base) in ended.text
-    assert "start over with checkpoint.load=none" in ended.text
+    assert NONE in ended.text
     assert (run / "metrics.jsonl").read_bytes() == lines
 
 
+@pytest.mark.slow
 def test_what_a_fresh_start_has_saved_is_not_given_up(tmp_path: Path) -> None:
     """Its checkpoints are lost: only a command that says so begins again, as after a run's first start."""
-    run = tmp_path / "run"
-    run_ok(run, [*BASE, "train.exit_interval=1"])
-    run_ok(run, [*FRESH, "checkpoint.load=none"])
-    for number in ITERATIONS:
-        shutil.rmtree(run / "checkpoints" / iteration_name(number))
-    ended = launch(run, FRESH)
+    run_ok(tmp_path, [*BASE, "train.exit_interval=1"])
+    run_ok(tmp_path, [*FRESH, NONE])
+    for number in (1, 2):
+        shutil.rmtree(checkpoint(tmp_path, number))
+    ended = launch(tmp_path, FRESH)
     assert ended.statuses == (1,)
-    assert "start over with checkpoint.load=none" in ended.text
-    assert [path.name for path in run.rglob("iter_*")] == ["iter_0000001.superseded-1"]
+    assert NONE in ended.text
+    assert [path.name for path in tmp_path.rglob("iter_*")] == ["iter_0000001.superseded-1"]

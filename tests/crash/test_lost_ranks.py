@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.moments import KILLED, STOPPED, standing
-from tests.harness import TINY, Ended, run_ok
+from tests.harness import TINY, run_ok
 
 TIMEOUT_S = 8.0
 # Some wait twice. The rest is for the answers to a failure, rank 0's wait for the others and the watchdog's grace.
@@ -23,9 +23,6 @@ BASE = (
     "checkpoint.commit_timeout_s=60",
     f"train.distributed_timeout_minutes={TIMEOUT_S / 60}",
 )
-ZERO1, ZERO3 = "parallel.zero_stage=1", "parallel.zero_stage=3"
-TP2 = "parallel.tensor_model_parallel_size=2"
-PP2 = "parallel.pipeline_model_parallel_size=2"
 ITERATION = {"forward": 2, "save": 2, "prepare": 2}
 
 
@@ -36,28 +33,19 @@ class Loss:
     moment: str
     deed: str
     rank: int = 1
-    topology: str = ZERO1
+    topology: str = "parallel=zero1"
     status: int = 1
 
 
 LOSSES = [
     Loss("meet", STOPPED, 0),
     Loss("meet", KILLED, 0),
-    Loss("meet", KILLED),
-    Loss("meet", STOPPED),
-    Loss("group", KILLED),
-    Loss("group", STOPPED),
-    Loss("data", KILLED),
-    Loss("data", STOPPED),
-    Loss("build", KILLED),
-    Loss("build", STOPPED),
-    Loss("load", KILLED),
-    Loss("load", STOPPED),
-    Loss("forward", KILLED, 0, ZERO3),
-    Loss("forward", STOPPED, 1, ZERO3),
-    Loss("forward", KILLED, 1, PP2),
-    Loss("forward", STOPPED, 0, PP2),
-    Loss("forward", STOPPED, 1, TP2),
+    *(Loss(moment, deed) for moment in ("meet", "group", "data", "build", "load") for deed in (KILLED, STOPPED)),
+    Loss("forward", KILLED, 0, "parallel=zero3"),
+    Loss("forward", STOPPED, 1, "parallel=zero3"),
+    Loss("forward", KILLED, 1, "parallel=pp2"),
+    Loss("forward", STOPPED, 0, "parallel=pp2"),
+    Loss("forward", STOPPED, 1, "parallel=tp2"),
     Loss("save", KILLED),
     Loss("save", STOPPED),
     Loss("prepare", STOPPED, 0),
@@ -69,8 +57,8 @@ LOSSES = [
 ]
 
 
-def lose(losses: Sequence[Loss], folder: Path) -> dict[Loss, Ended]:
-    """Run a job for each loss and return how they ended; a rank that did not end in time has status -1.
+def lose(losses: Sequence[Loss], folder: Path) -> None:
+    """Run a job for each loss, and hold the other rank to its status and to a message that names the lost one.
 
     One job starts after the other, and what follows from the losses, which is mostly waiting, goes on side by side.
     """
@@ -95,42 +83,19 @@ def lose(losses: Sequence[Loss], folder: Path) -> dict[Loss, Ended]:
         for loss, running in jobs.items():
             with suppress(TimeoutError):
                 running.join(BOUND_S, but=[loss.rank])
-        return {loss: running.ended() for loss, running in jobs.items()}
-
-
-def assert_named(loss: Loss, ended: Ended) -> None:
-    """Hold the other rank to its status, and to a message that names the lost one."""
-    assert ended.statuses[1 - loss.rank] == loss.status, ended.text
-    assert loss.status == 0 or f"rank {loss.rank}" in ended.outputs[1 - loss.rank].lower(), ended.text
+            ended, other = running.ended(), 1 - loss.rank
+            assert ended.statuses[other] == loss.status, (loss, ended.text)
+            assert loss.status == 0 or f"rank {loss.rank}" in ended.outputs[other].lower(), (loss, ended.text)
 
 
 def test_a_killed_rank_is_named_soon(tmp_path: Path) -> None:
-    loss = Loss("forward", KILLED)
-    assert_named(loss, lose([loss], tmp_path)[loss])
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lost")
-
-
-@pytest.fixture(scope="module")
-def outcomes(root: Path) -> dict[Loss, Ended]:
-    return lose(LOSSES, root)
+    lose([Loss("forward", KILLED)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda loss: f"{loss.moment}-{loss.deed}-{loss.rank}-{loss.topology.partition('.')[2]}"
-)
-def test_the_other_rank_ends_soon_and_names_the_lost_one(outcomes: dict[Loss, Ended], loss: Loss) -> None:
-    assert_named(loss, outcomes[loss])
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_no_loss_leaves_half_a_checkpoint(root: Path, outcomes: dict[Loss, Ended]) -> None:
-    committed = list(root.glob("run*/checkpoints/iter_*"))
-    assert len(committed) >= 2 * sum(loss.moment in ("exit", "destroy") for loss in outcomes)
+def test_a_lost_rank_is_named_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    lose(LOSSES, tmp_path)
+    committed = list(tmp_path.glob("run*/checkpoints/iter_*"))
+    assert len(committed) >= 2 * sum(loss.moment in ("exit", "destroy") for loss in LOSSES)
     assert all((path / "manifest.json").exists() for path in committed)

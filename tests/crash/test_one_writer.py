@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +16,16 @@ from typing import Any
 import pytest
 
 from reprise.files import Files
+from reprise.folder import TRACKER
 from reprise.storage import lock
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing
+from tests.crash.outcomes import checkpoint, saved, slow
 from tests.crash.small_run import Plan
-from tests.harness import TINY, Running, all_files, call_on_ranks, started
+from tests.harness import TINY, Ended, Running, all_files, call_on_ranks, started
 
 DEADLINE_S = 240.0
-TRACKED = "checkpoints/latest_checkpointed_iteration.txt"
 FIRST = 2  # iterations that are saved before; in the save of the next one a process is stopped
 
 
@@ -48,91 +48,79 @@ def stopping(arguments: list[str]) -> None:
 
 # Calls of a save, in order, and what is committed when the process is stopped before it.
 MOMENTS = [
-    (("open_for_writing", "iter_0000003"), 2),
-    (("sync", "iter_0000003"), 2),
-    (("write_new", r"manifest\.json"), 2),
-    (("rename", "/iter_0000003$"), 2),
-    (("sync_folder", "/checkpoints$"), 3),
-    (("write_new", "latest_checkpointed"), 3),
-    (("rename", "latest_checkpointed"), 3),
+    slow("open_for_writing", "iter_0000003", 2),
+    slow("sync", "iter_0000003", 2),
+    slow("write_new", r"manifest\.json", 2),
+    ("rename", "/iter_0000003$", 2),
+    slow("sync_folder", "/checkpoints$", 3),
+    slow("write_new", "latest_checkpointed", 3),
+    slow("rename", "latest_checkpointed", 3),
 ]
-QUICK = (MOMENTS[0][0], MOMENTS[3][0])
 
 
-def zombie_plan(folder: Path) -> Plan:
-    return Plan(str(folder), keep=2, iterations=5)
+def run_plan(folder: Path, log: str = "plan", *, iterations: int = 5) -> Ended:
+    plan = Plan(str(folder), keep=2, iterations=iterations)
+    return call_on_ranks(small_run.main, plan.arguments(), folder=folder.with_name(log), ranks=1)
 
 
 @contextmanager
-def stopped(folder: Path, moment: tuple[str, str]) -> Iterator[Running]:
+def stopped(folder: Path, kind: str, pattern: str) -> Iterator[Running]:
     """Start a run and yield it once it is stopped."""
-    first = Plan(str(folder), keep=2, iterations=FIRST)
-    assert call_on_ranks(small_run.main, first.arguments(), folder=folder, ranks=1).ok
-    arguments = [json.dumps(moment), *zombie_plan(folder).arguments()]
+    plan = Plan(str(folder), keep=2, iterations=5)
+    assert run_plan(folder, iterations=FIRST).ok
+    arguments = [json.dumps([kind, pattern]), *plan.arguments()]
     with started(stopping, arguments, folder=folder, ranks=1) as running:
         (process,) = running.processes
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_stopped(process.pid or 0):
+
+        def is_stopped() -> bool:
             assert process.exitcode is None, running.outputs[0].read_text()
-            assert time.monotonic() < deadline
-            os.sched_yield()
+            return Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+        await_true(is_stopped)
         yield running
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-
-
-@pytest.mark.parametrize(
-    ("moment", "committed"),
-    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in MOMENTS],
-    ids=[f"{moment[0]}-{number}" for moment, number in MOMENTS],
-)
+@pytest.mark.parametrize(("kind", "pattern", "committed"), MOMENTS)
 def test_a_job_that_returns_after_its_successor_changes_nothing(
-    tmp_path: Path, moment: tuple[str, str], committed: int
+    tmp_path: Path, kind: str, pattern: str, committed: int
 ) -> None:
     folder = tmp_path / "run"
-    checkpoints = folder / "checkpoints"
-    with stopped(folder, moment) as zombie:
-        assert max(int(path.name[5:]) for path in checkpoints.glob("iter_*")) == committed
-        plan = zombie_plan(folder)
-        second = call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "second", ranks=1)
+    tracked = f"checkpoints/{TRACKER}"
+    with stopped(folder, kind, pattern) as zombie:
+        assert max(int(path.name[5:]) for path in folder.glob("checkpoints/iter_*")) == committed
+        second = run_plan(folder, "second")
         assert not second.ok
         assert f"host {socket.gethostname()}, pid {zombie.processes[0].pid}, started 20" in second.text
         # As on a file system that carries no flock between hosts, or after somebody removed the file by hand.
-        (checkpoints / "lock").unlink()
-        successor = call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "successor", ranks=1)
+        (folder / "checkpoints/lock").unlink()
+        successor = run_plan(folder, "successor")
         assert successor.ok, successor.text
         before = all_files(folder)
         zombie.send(0, signal.SIGCONT)
         zombie.join(DEADLINE_S)
-    (status,) = zombie.ended().statuses
-    assert status == 1, zombie.ended().text
+    assert zombie.ended().statuses == (1,), zombie.ended().text
     after = all_files(folder)
     # A hint that nobody relies on: the next start mends it.
-    assert before.pop(TRACKED) == b"5\n"
-    assert after.pop(TRACKED) in (b"3\n", b"5\n")
+    assert before.pop(tracked) == b"5\n"
+    assert after.pop(tracked) in (b"3\n", b"5\n")
     assert after == before
-    assert call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "next", ranks=1).ok
-    assert (folder / TRACKED).read_text() == "5\n"
+    assert run_plan(folder, "next").ok
+    assert (folder / tracked).read_text() == "5\n"
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_job_killed_while_stopped_is_taken_over(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with stopped(folder, MOMENTS[2][0]) as zombie:
+    with stopped(folder, "write_new", r"manifest\.json") as zombie:
         zombie.send(0, signal.SIGKILL)
         zombie.join(DEADLINE_S)
-    ended = call_on_ranks(small_run.main, zombie_plan(folder).arguments(), folder=tmp_path / "next", ranks=1)
+    ended = run_plan(folder, "next")
     assert ended.ok, ended.text
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "iter_0000004",
-        "iter_0000005",
-        "latest_checkpointed_iteration.txt",
-        "lock",
-    ]
+    assert saved(folder) == [4, 5]
 
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=12", "checkpoint.save_interval=4")
+INLINE = "checkpoint.async_save=false"
 
 
 def run_successor(arguments: list[str]) -> None:
@@ -141,40 +129,24 @@ def run_successor(arguments: list[str]) -> None:
     run_trainer(arguments)
 
 
-def let_the_holder_seem_dead(held: Path) -> None:
-    """Leave the lock as another host sees it where flock does not reach: held there, and silent."""
-    record = {**json.loads(held.read_text()), "host": "elsewhere"}
-    seen = held.with_name("seen")
-    seen.write_text(json.dumps(record))
-    seen.replace(held)
-
-
-@pytest.mark.parametrize(
-    ("moment", "ranks"),
-    [
-        ("save", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("prepare", 1), ("save", 2), ("step", 1))),
-    ],
-)
+@pytest.mark.parametrize(("moment", "ranks"), [("save", 1), slow("prepare", 1), slow("save", 2), slow("step", 1)])
 def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path, moment: str, ranks: int) -> None:
     run = tmp_path / "run"
-    of_checkpoints = run / "checkpoints/lock"
+    locks = [run / "checkpoints/lock", run / "lock"]
     iteration = 6 if moment == "step" else 8
     gated = [0] if moment == "prepare" else None
-    inline = ["checkpoint.async_save=false"] if moment == "save" else []
-    standing_still = standing(run, [*BASE, *inline], moment=moment, iteration=iteration, ranks=ranks, gated=gated)
-    with standing_still as (zombie, gate):
+    overrides = [*BASE, INLINE] if moment == "save" else BASE
+    with standing(run, overrides, moment=moment, iteration=iteration, ranks=ranks, gated=gated) as (zombie, gate):
         gate.await_reached()
-        await_true((run / "checkpoints/iter_0000004").exists)  # written in the background
+        await_true(checkpoint(run, 4).exists)  # written in the background
         for rank in range(ranks):
             zombie.send(rank, signal.SIGSTOP)
-        holder = json.loads(of_checkpoints.read_text())
-        for held in (of_checkpoints, run / "lock"):
-            let_the_holder_seem_dead(held)
-        arguments = [f"run.dir={run}", *BASE]
-        with started(run_successor, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
-            running.join(DEADLINE_S)
-        successor = running.ended()
+        holder = json.loads(locks[0].read_text())
+        for held in locks:  # as another host sees it where flock does not reach: held there, and silent
+            seen = held.with_name("seen")
+            seen.write_text(json.dumps({**json.loads(held.read_text()), "host": "elsewhere"}))
+            seen.replace(held)
+        successor = call_on_ranks(run_successor, [f"run.dir={run}", *BASE], folder=tmp_path / "successor", ranks=ranks)
         assert successor.ok, successor.text
         assert "iteration 4 from" in successor.text
         before = all_files(run)
@@ -190,6 +162,46 @@ def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path,
         assert "step     8/12" in ended.outputs[0]
         assert "step     9/12" not in ended.outputs[0]
     # The stacks of a rank that its watchdog ended are new files, which only tell of it.
-    after = {name: data for name, data in all_files(run).items() if not name.startswith("hangs/")}
-    assert {name for name in after if "iter_" in name} == {name for name in before if "iter_" in name}
-    assert after == before
+    assert {name: data for name, data in all_files(run).items() if not name.startswith("hangs/")} == before
+
+
+SHORT = (*BASE, "train.train_iters=4", "checkpoint.save_interval=2", INLINE)
+
+
+@pytest.mark.parametrize("elsewhere", ["checkpoint.save=null", slow("checkpoint.save={}")])
+def test_a_second_job_with_the_same_run_folder_is_refused(tmp_path: Path, elsewhere: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    second = [f"run.dir={run}", *SHORT, "checkpoint.load=none", elsewhere.format(other)]
+    with standing(run, SHORT, moment="step", iteration=3) as (running, gate):
+        gate.await_reached()
+        before = all_files(run)
+        ended = call_on_ranks(run_trainer, second, folder=tmp_path / "second", ranks=1)
+        assert ended.statuses == (1,), ended.text
+        assert f"LockError: Another job writes to this run folder ({run})" in ended.text
+        assert f"host {socket.gethostname()}, pid {running.processes[0].pid}" in ended.text
+        assert all_files(run) == before
+        assert not other.exists()
+        gate.open()
+        running.join(DEADLINE_S)
+    assert running.ended().ok, running.ended().text
+    assert saved(run) == [2, 4]
+    assert [(run / name / "lock").read_bytes() for name in ("", "checkpoints")] == [b"", b""]
+
+
+@pytest.mark.slow
+def test_checkpoints_in_the_run_s_own_folder_share_its_lock(tmp_path: Path) -> None:
+    ended = call_on_ranks(
+        run_trainer, [f"run.dir={tmp_path}", *SHORT, f"checkpoint.save={tmp_path}"], folder=tmp_path, ranks=1
+    )
+    assert ended.ok, ended.text
+    assert [path.parent for path in tmp_path.rglob("lock")] == [tmp_path]
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_cannot_be_made_says_so_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = [*SHORT, f"checkpoint.save={tmp_path / 'other'}", f"run.dir={tmp_path / 'file' / 'run'}"]
+    ended = call_on_ranks(run_trainer, arguments, folder=tmp_path / "log", ranks=2)
+    assert ended.statuses == (1, 1), ended.text
+    assert all("Not a directory" in output for output in ended.outputs)
+    assert not (tmp_path / "other").exists()

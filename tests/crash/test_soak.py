@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-import trainer.__main__
 from scripts.faults.soak_kill import Launch, Soak, SoakJob, Torchrun, main, soak
-from tests.crash.hosts import Mount, on_hosts
+from tests.crash.hosts import Mount, on_hosts, run_trainer
+from tests.crash.outcomes import nightly
 from tests.harness import Running, started
-
-
-def run_trainer(arguments: list[str]) -> None:
-    sys.argv = arguments
-    trainer.__main__.main()
 
 
 class Forked:
@@ -28,8 +21,8 @@ class Forked:
     def __init__(
         self, run: Path, overrides: Sequence[str], function: Callable[[list[str]], None] = run_trainer
     ) -> None:
-        arguments = ["trainer", f"run.dir={run}", *overrides]
         self._stack = contextlib.ExitStack()
+        arguments = [f"run.dir={run}", *overrides]
         self._running: Running = self._stack.enter_context(started(function, arguments, folder=run, ranks=2))
 
     def status(self) -> int | None:
@@ -39,14 +32,6 @@ class Forked:
 
     def kill(self) -> None:
         self._stack.close()
-
-
-@pytest.mark.slow
-def test_random_kills_lose_nothing(tmp_path: Path) -> None:
-    tally = soak(Soak(tmp_path, 12, iterations=80), Forked)
-    assert tally.problems == []
-    assert tally.kills == 12
-    assert len(tally.moments) > 1
 
 
 @pytest.fixture
@@ -70,16 +55,17 @@ def on_two_hosts(plan: Soak) -> Launch:
     return launch
 
 
-# Two ranks of one host, and two hosts with copies.
 @pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [0, nightly(1), nightly(2)], ids=["shared", "one host", "two hosts with copies"])
 def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path, hosts: int) -> None:
-    plan = Soak(tmp_path, 6, iterations=80, overrides=("parallel.zero_stage=3",), local=memory, hosts=hosts)
-    tally = soak(plan, Forked if hosts == 1 else on_two_hosts(plan))
+    plan = Soak(tmp_path, 12, iterations=80)
+    if hosts:
+        plan = Soak(tmp_path, 6, iterations=80, overrides=("parallel.zero_stage=3",), local=memory, hosts=hosts)
+    tally = soak(plan, on_two_hosts(plan) if hosts == 2 else Forked)
     assert tally.problems == []
-    assert tally.kills == 6
-    assert max(tally.lost) <= 2
+    assert tally.kills == (6 if hosts else 12)
+    assert len(tally.moments) > 1 or hosts
+    assert not hosts or max(tally.lost) <= 2
 
 
 @pytest.mark.slow
@@ -89,35 +75,7 @@ def test_a_job_of_torchrun_loses_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert "soak_kill: 2 kills" in capsys.readouterr().out
 
 
-class Broken:
-    """A job that has ended at once, and left a curve and no checkpoint."""
-
-    def __init__(self, run: Path, iterations: int, status: int) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        row = {"loss": 1.0, "loss_hex": "0x1", "grad_norm_hex": "0x1", "lr_hex": "0x1", "consumed_samples": 4}
-        lines = [json.dumps({"iteration": number, **row}) + "\n" for number in range(1, iterations + 1)]
-        (run / "metrics.jsonl").write_text("".join(lines))
-        self._status = status
-
-    def status(self) -> int | None:
-        return self._status
-
-    def kill(self) -> None:
-        return
-
-
-@pytest.mark.parametrize(
-    ("iterations", "status", "problem"),
-    [(4, 0, "checkpoint is missing"), (3, 0, "curves differ"), (4, 1, "a start after a kill ended with status 1")],
-)
-def test_a_run_that_is_not_the_unbroken_one_is_told(tmp_path: Path, iterations: int, status: int, problem: str) -> None:
-    def launch(run: Path, _overrides: Sequence[str]) -> SoakJob:
-        return Broken(run, 4, 0) if run.name == "unbroken" else Broken(run, iterations, status)
-
-    tally = soak(Soak(tmp_path, 1, iterations=4), launch)
-    assert any(problem in found for found in tally.problems)
-
-
+@pytest.mark.slow
 def test_no_process_of_a_killed_job_is_left(tmp_path: Path) -> None:
     job = Torchrun(tmp_path / "run", ["train.train_itres=1"], ranks=1)
     job.kill()

@@ -1,54 +1,68 @@
-"""Troubles that come over a run of the trainer before chosen iterations, and go: full, failing and missing disks.
+"""Troubles that come over a run of the trainer: of the disk, of memory, of data and of the clock.
 
-They act inside rank 0, or the rank that is named, between two iterations and with no save under way, so that which save
-meets them is certain.
+They act inside the rank that is named, or in all. Those that begin and end before iterations find no save under way, so
+that which save meets them is certain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-import trainer.__main__
+import trainer.run.build
+import trainer.training.loop
+import trainer.training.step
 from reprise.files import Files
 from reprise.folder import iteration_of
-from tests.harness import around_iterations
+from reprise.live_tensors import local_of, parameter_names
+from tests.crash.hosts import run_trainer
+from tests.harness import Ended, around_iterations, call_on_ranks
+from tests.positions import methods_with
+from trainer.data.batches import Samples
+from trainer.data.look_ahead import Ints
+from trainer.launch.control import RunControl
+from trainer.run import saves
 from trainer.run.build import Run
+from trainer.run.state import TrainerState
 
 DEADLINE_S = 200.0
 BALLAST = "ballast"
 
 
-def main(arguments: list[str]) -> None:
-    """Run the trainer's command with a trouble that begins and ends before iterations.
+def train(
+    run: Path, overrides: Sequence[str], *troubles: dict[str, Any], ranks: int = 1, logs: Path | None = None
+) -> Ended:
+    """Run the trainer with troubles, each a `name`, perhaps the `rank` that it comes over, and what it takes besides.
 
     Args:
-        arguments: the trouble in JSON (`name`, `rank`, `begins`, `ends` and what it takes besides), then overrides.
+        logs: beside it go the outputs, where the disk of the run is the trouble.
     """
-    trouble, *overrides = arguments
-    told = json.loads(trouble)
-    if int(os.environ.get("RANK", "0")) == told["rank"]:
-        begin, end = TROUBLES[told["name"]](told)
-        _act_before({told["begins"]: begin, told["ends"]: end})
-    sys.argv = ["trainer", *overrides]
-    trainer.__main__.main()
+    arguments = [json.dumps(troubles), f"run.dir={run}", *overrides]
+    return call_on_ranks(main, arguments, folder=logs or run, ranks=ranks)
 
 
-def train(arguments: list[str]) -> None:
-    """Run the trainer's command with no trouble but those that are there already."""
-    sys.argv = ["trainer", *arguments]
-    trainer.__main__.main()
+def main(arguments: list[str]) -> None:
+    """Run the trainer's command with the troubles that the first argument describes in JSON."""
+    for trouble in json.loads(arguments[0]):
+        name, rank = trouble.pop("name"), trouble.pop("rank", None)
+        if rank in (None, int(os.environ.get("RANK", "0"))):
+            _TROUBLES[name](**trouble)
+    run_trainer(arguments[1:])
 
 
 def fill(folder: Path) -> None:
@@ -63,12 +77,17 @@ def fill(folder: Path) -> None:
                     raise
 
 
-def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
+Action = Callable[[Run], object]
+
+
+def _between(begins: int, ends: int, begin: Action, end: Action) -> None:
+    actions = {begins: begin, ends: end}
+
     def act(run: Run, iteration: int) -> None:
         action = actions.get(iteration)
         if action is not None:
             deadline = time.monotonic() + DEADLINE_S
-            while run.saves.is_saving or list(checkpoints(run).glob(".*.partial")):
+            while run.saves.is_saving or list(_checkpoints(run).glob(".*.partial")):
                 assert time.monotonic() < deadline, "a save does not end, or its partial folder is left"
                 os.sched_yield()
             action(run)
@@ -76,84 +95,195 @@ def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
     around_iterations(before=act)
 
 
-def checkpoints(run: Run) -> Path:
-    """Return the folder that a run saves to."""
-    assert run.config.checkpoint.save is not None
-    return Path(run.config.checkpoint.save)
+def _checkpoints(run: Run) -> Path:
+    return Path(str(run.config.checkpoint.save))
 
 
-Actions = tuple[Callable[[Run], None], Callable[[Run], None]]
-
-
-def full_disk(told: dict[str, Any]) -> Actions:
+def full_disk(begins: int, ends: int, is_unforeseen: bool = False) -> None:
     """Fill the file system to its last byte; with `is_unforeseen` no look at the free space tells of it."""
 
     def begin(run: Run) -> None:
-        if told["is_unforeseen"]:
+        if is_unforeseen:
             Files.free_bytes = lambda *_: 1 << 60  # type: ignore[method-assign]
         fill(Path(run.config.run.dir))
 
-    return begin, lambda run: (Path(run.config.run.dir) / BALLAST).unlink()
+    _between(begins, ends, begin, lambda run: (Path(run.config.run.dir) / BALLAST).unlink())
 
 
-def small_files(told: dict[str, Any]) -> Actions:
+def small_files(begins: int, ends: int, limit: int) -> None:
     """Let no file grow beyond `limit` bytes."""
-    unlimited = resource.RLIM_INFINITY
-    return (
-        lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (told["limit"], unlimited)),
-        lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited)),
-    )
+
+    def bound(limit: int, _: Run) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    _between(begins, ends, partial(bound, limit), partial(bound, resource.RLIM_INFINITY))
 
 
-def read_only(_: dict[str, Any]) -> Actions:
+def read_only(begins: int, ends: int) -> None:
     """Lay a read-only view of the checkpoint folder over it."""
 
     def begin(run: Run) -> None:
-        path = str(checkpoints(run))
+        path = str(_checkpoints(run))
         subprocess.run(["mount", "--bind", path, path], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
 
-    return begin, lambda run: subprocess.run(["umount", str(checkpoints(run))], check=True) and None
+    _between(begins, ends, begin, lambda run: subprocess.run(["umount", str(_checkpoints(run))], check=True))
 
 
-def deleted_folder(_: dict[str, Any]) -> Actions:
+def deleted_folder(begins: int, ends: int) -> None:
     """Delete the checkpoint folder with all in it; make an empty one in the end."""
-    return lambda run: shutil.rmtree(checkpoints(run)), lambda run: checkpoints(run).mkdir()
+    _between(begins, ends, lambda run: shutil.rmtree(_checkpoints(run)), lambda run: _checkpoints(run).mkdir())
 
 
-def failing_call(told: dict[str, Any]) -> Actions:
-    """Let every call of one `kind` that concerns a checkpoint fail with `code`."""
-    kind, real = told["kind"], getattr(Files, told["kind"])
+def failing_call(begins: int, ends: int, kind: str, code: int) -> None:
+    """Let every call of one kind that concerns a checkpoint fail with a code."""
+    real = getattr(Files, kind)
 
     def fail(self: Files, *arguments: Any, **keywords: Any) -> Any:
         first = arguments[0]
         path = Path(os.readlink(f"/proc/self/fd/{first}")) if isinstance(first, int) else first
         if any(iteration_of(Path(part.strip(".").split(".")[0])) is not None for part in path.parts):
-            raise OSError(told["code"], os.strerror(told["code"]), str(path))
+            raise OSError(code, os.strerror(code), str(path))
         return real(self, *arguments, **keywords)
 
-    return lambda _: setattr(Files, kind, fail), lambda _: setattr(Files, kind, real)
+    _between(begins, ends, lambda _: setattr(Files, kind, fail), lambda _: setattr(Files, kind, real))
 
 
-def flipped_bit(told: dict[str, Any]) -> Actions:
-    """Flip one bit of this rank's copy of `tensor` after the optimizer's step of the iteration in which it begins."""
+def flipped_bit(during: int, tensor: str) -> None:
+    """Flip one bit of this rank's copy of a tensor after the optimizer's step of an iteration."""
 
     def begin(run: Run) -> None:
         def flip(*_: object) -> None:
             hook.remove()
-            (tensor,) = [found for found in run.state.shards() if found.spec.name == told["tensor"]]
-            tensor.local.detach().view(torch.int32).view(-1)[-1] ^= 1 << 10  # a later step may round off the lowest
+            (found,) = [each for each in run.state.shards() if each.spec.name == tensor]
+            found.local.detach().view(torch.int32).view(-1)[-1] ^= 1 << 10  # a later step may round off the lowest
 
         hook = run.state.parts[-1].optimizer.register_step_post_hook(flip)
 
-    return begin, lambda _: None
+    _between(during, during + 1, begin, lambda _: None)
 
 
-TROUBLES: dict[str, Callable[[dict[str, Any]], Actions]] = {
-    "full disk": full_disk,
-    "small files": small_files,
-    "read-only": read_only,
-    "deleted folder": deleted_folder,
-    "failing call": failing_call,
-    "flipped bit": flipped_bit,
+def infinite_gradient(iteration: int, names: list[str]) -> None:
+    """Make an element of some gradients infinite in an iteration."""
+    compute = trainer.training.step.forward_backward
+
+    def poison(state: TrainerState, *rest: Any) -> list[torch.Tensor]:
+        loss = compute(state, *rest)
+        if state.progress.iteration + 1 == iteration:
+            named = {name: parameter for part in state.parts for parameter, name in parameter_names(part.model).items()}
+            for name in names:
+                local_of(named[name].grad).view(-1)[0] = torch.inf  # type: ignore[arg-type]
+        return loss
+
+    trainer.training.step.forward_backward = poison
+
+
+def no_memory(iteration: int) -> None:
+    """Take all memory of the process before an iteration, but for 24 MiB."""
+    taken = list[torch.Tensor]()
+
+    def take(_: Run, number: int) -> None:
+        if number == iteration:
+            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            with contextlib.suppress(RuntimeError):
+                while True:
+                    taken.append(torch.empty(8 << 20, dtype=torch.uint8))
+            del taken[-2:]
+
+    around_iterations(before=take)
+
+
+def bad_data(first: int, end: int) -> None:
+    """Make noise of the samples at a range of positions; no save is finished before the run waits for it."""
+
+    def with_noise(windows: Ints, positions: Ints) -> Ints:
+        is_bad = (first <= positions) & (positions < end)
+        noise = (positions[:, None] * 7919 + np.arange(windows.shape[1]) ** 3 * 104729) % 257
+        return np.where(is_bad[:, None], noise, windows)
+
+    checkpointer: Any = vars(saves)["Checkpointer"]
+    save, wait, reports = checkpointer.save, checkpointer.wait, checkpointer.reports
+    has_waited = False
+
+    def saving(saver: Any, *arguments: Any) -> Any:
+        nonlocal has_waited
+        report = save(saver, *arguments)
+        has_waited = False
+        return report
+
+    def waiting(saver: Any) -> None:
+        nonlocal has_waited
+        wait(saver)
+        has_waited = True
+
+    for name, method in methods_with(with_noise).items():
+        setattr(Samples, name, method)
+    checkpointer.save, checkpointer.wait = saving, waiting
+    checkpointer.reports = lambda saver: reports(saver) if has_waited else []
+
+
+def death(iteration: int, nth: int) -> None:
+    """Kill the process after an iteration is trained for the n-th time."""
+    numbers = list[int]()
+
+    def die(run: Run, _: int) -> None:
+        numbers.append(run.state.progress.iteration)
+        if numbers.count(iteration) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    around_iterations(after=die)
+
+
+def losses(values: Sequence[float]) -> None:
+    """Let the evaluation after each iteration find these."""
+    trainer.training.loop.evaluate = lambda state, *_, **__: values[state.progress.iteration - 1]
+
+
+def new_files(names: dict[str, str]) -> None:
+    """Make a file in the checkpoint folder before each of some iterations, when all is saved."""
+
+    def act(run: Run, iteration: int) -> None:
+        name = names.get(str(iteration))
+        if name is not None and run.cluster.rank == 0:
+            for target in run.saves:
+                target.saver.wait()
+            (_checkpoints(run) / name).touch()
+
+    _set_clock(count(1000.0, 10.0).__next__)  # so that each iteration is seconds after the last look at the files
+    around_iterations(before=act)
+
+
+def passing_time(seconds: dict[str, float]) -> None:
+    """Let time pass before some iterations, and at no other moment."""
+    now = [1000.0]
+
+    def act(_: Run, iteration: int) -> None:
+        now[0] += seconds.get(str(iteration), 0.0)
+
+    _set_clock(lambda: now[0])
+    around_iterations(before=act)
+
+
+def _set_clock(clock: Callable[[], float]) -> None:
+    trainer.run.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
+
+
+_TROUBLES: dict[str, Callable[..., None]] = {
+    trouble.__name__.replace("_", " "): trouble
+    for trouble in (
+        full_disk,
+        small_files,
+        read_only,
+        deleted_folder,
+        failing_call,
+        flipped_bit,
+        infinite_gradient,
+        no_memory,
+        bad_data,
+        death,
+        losses,
+        new_files,
+        passing_time,
+    )
 }
