@@ -24,14 +24,23 @@ from reprise.stores.holds import is_held
 from reprise.stores.reader import close_readers
 from reprise.stores.upload import list_folder, retire
 from tests.stores.saving import RUN, committed, give_up, save
-from tests.stores.test_mirror_pass import Site, names_of
+from tests.stores.test_mirror_pass import Site, finish, names_of
 from trainer.commands.follow import CommandOutcome, Follower, FollowLog, main
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    yield Site(tmp_path)
+    """Yield a run of one checkpoint, in its store."""
+    site = Site(tmp_path)
+    save(site.folder, [5])
+    site.mirror()
+    yield site
     close_readers()
+
+
+def add(site: Site, *iterations: int) -> None:
+    save(site.folder, iterations)
+    site.mirror()
 
 
 class Runner:
@@ -62,14 +71,8 @@ def follow(site: Site, runner: Runner, *, once: bool = False) -> list[int]:
 
 
 def test_each_checkpoint_of_a_url_has_one_line(site: Site) -> None:
-    save(site.folder, [5, 10])
-    site.mirror()
-
-    def more() -> None:
-        save(site.folder, [15])
-        site.mirror()
-
-    first = Runner(lambda: None, more)
+    add(site, 10)
+    first = Runner(lambda: None, lambda: add(site, 15))
     assert follow(site, first) == [5, 10, 15]
     assert first.urls == [f"{site.url}/{name}" for name in names_of(5, 10, 15)]
     assert follow(site, Runner(), once=True) == [5, 10, 15]
@@ -82,8 +85,6 @@ def test_each_checkpoint_of_a_url_has_one_line(site: Site) -> None:
 
 
 def test_a_followed_checkpoint_outlasts_retention(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror(keep=1)
     seen = []
 
     def retain() -> None:
@@ -98,8 +99,6 @@ def test_a_followed_checkpoint_outlasts_retention(site: Site) -> None:
 
 
 def test_a_hold_of_a_dead_process_expires(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror()
     hold = take_hold(location(f"{site.url}/{names_of(5)[0]}"))
     assert hold is not None
     objects = list_folder(StoreClient(site.url.root), site.url.child(names_of(5)[0]))
@@ -135,8 +134,7 @@ class StoreOfAnotherClock(StoreClient):
 
 @pytest.mark.parametrize("ahead_s", [-86400.0, -900.0, 300.0, 86400.0])
 def test_the_clock_of_the_store_decides_on_holds(site: Site, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(site.folder, [5, 10, 15])
-    site.mirror()
+    add(site, 10, 15)
     names = names_of(5, 10, 15)
     monkeypatch.setattr(StoreOfAnotherClock, "ahead_s", ahead_s)
     monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
@@ -152,8 +150,7 @@ def test_the_clock_of_the_store_decides_on_holds(site: Site, ahead_s: float, mon
 
 
 def test_a_store_that_refuses_a_file_keeps_what_is_held(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(site.folder, [5, 10])
-    site.mirror()
+    add(site, 10)
     monkeypatch.setattr(StoreOfAnotherClock, "refuses", True)
     monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
     (site.store / names_of(5)[0] / "hold.7.ab").touch()
@@ -161,8 +158,6 @@ def test_a_store_that_refuses_a_file_keeps_what_is_held(site: Site, monkeypatch:
 
 
 def test_a_hold_that_comes_during_a_deletion_is_seen(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror()
     folder = site.url.child(names_of(5)[0])
 
     class Client(StoreClient):
@@ -175,24 +170,21 @@ def test_a_hold_that_comes_during_a_deletion_is_seen(site: Site) -> None:
 
 
 def test_a_follower_waits_for_what_is_still_to_come(site: Site) -> None:
-    save(site.folder, [5, 10])
-    passes, late = site.passes(), []
+    save(site.folder, [10, 15])
+    passes, marker = site.passes(), site.store / STILL_MIRRORED
     assert not passes.run()  # the newest goes first
-    assert (site.store / STILL_MIRRORED).exists()
+    assert marker.exists()
     (site.folder / "lock").write_text("of a run that trains")
-    while not passes.run():
-        pass
-    assert (site.store / STILL_MIRRORED).exists()
+    finish(passes)
+    assert marker.exists()
     os.truncate(site.folder / "lock", 0)
-    late.append(passes.run())
-    assert not (site.store / STILL_MIRRORED).exists()
-    assert follow(site, Runner(), once=True) == [5, 10]
+    finish(passes)
+    assert not marker.exists()
+    assert follow(site, Runner(), once=True) == [5, 10, 15]
 
 
 def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    save(site.folder, [5])
-    site.mirror()
     marker = site.store / STILL_MIRRORED
     events = (lambda: None, marker.touch, lambda: None, marker.unlink)
     assert follow(site, Runner(*events)) == [5]
@@ -207,8 +199,6 @@ def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCa
 def test_the_record_of_a_url_lies_beside_the_caller(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(site.folder, [5])
-    site.mirror()
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(tmp_path / "beside")
     command = [sys.executable, "-S", "-c", "import sys; print(sys.argv[1])", "{}"]
@@ -219,8 +209,6 @@ def test_the_record_of_a_url_lies_beside_the_caller(
 
 
 def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror()
     away = site.store.with_name("away")
     site.store.rename(away)
     site.store.symlink_to(site.store)  # an error of the store, and not a missing object
@@ -233,8 +221,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
 
 
 def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(site.folder, [5, 10, 15])
-    site.mirror()
+    add(site, 10, 15)
     delete, calls = StoreClient.delete, []
 
     def fail_third(client: StoreClient, keys: Sequence[str]) -> None:
@@ -251,8 +238,6 @@ def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypa
 
 
 def test_a_hold_that_fails_at_once_is_released(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(site.folder, [5])
-    site.mirror()
 
     def fail(hold: StoredHold) -> bool:
         assert list(site.store.rglob("hold.*"))

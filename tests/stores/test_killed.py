@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,8 @@ from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.url import StoreUrl
+from tests.crash.matrix import SEED, day
+from tests.crash.outcomes import slow
 from tests.stores.saving import RUN, assert_whole, content, give_up, save
 
 
@@ -115,47 +113,42 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("hosts", "is_after"),
-    [
-        (1, False),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        (2, True),
-    ],
+    ("hosts", "is_after", "step"),
+    [(2, True, 9), slow(1, False, 1), slow(1, True, 1), slow(2, False, 1), slow(2, True, 1)],
 )
 def test_a_mirror_may_end_at_any_call(
-    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, is_after: bool
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, is_after: bool, step: int
 ) -> None:
-    number = 0
-    while True:
-        number += 1
+    print(f"REPRISE_SEED={SEED}")
+    number, is_killed = 1 + day() % step, True
+    while is_killed:
         folder, store = copy_of(scene, tmp_path)
         is_killed = run_until_killed(folder, store, Killer(number, is_after=is_after), monkeypatch, hosts)
         assert assert_whole(store, folder) == [iteration_name(10), iteration_name(20)], number
-        leftovers = [name for name in content(store) if Path(name).name.startswith(".upload-")]
-        assert not leftovers, number
+        assert not [name for name in content(store) if Path(name).name.startswith(".upload-")], number
         assert not (store / iteration_name(15)).exists(), number
-        if not is_killed:
-            break
+        number += step
     assert number > 80
 
 
-def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, number = tmp_path / "run", 0
+@pytest.mark.parametrize("step", [5, slow(1)])
+def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    print(f"REPRISE_SEED={SEED}")
+    folder, number, is_killed = tmp_path / "run", 1 + day() % step, True
     save(folder, [5], files=2)
-    while True:
-        number += 1
+    while is_killed:
         store = tmp_path / f"store{number}"
-        killer = Killer(number, is_after=bool(number % 2))
+        killer = Killer(number, is_after=bool(number // step % 2))
         with monkeypatch.context() as patch:
-            patch.setattr("reprise.management.copying.require_client", partial(_client, killer))
+            client = lambda url, killer=killer: KillableClient(url.root, killer)  # noqa: E731
+            patch.setattr("reprise.management.copying.require_client", client)
             with contextlib.suppress(KilledError):
                 copy(folder, f"file://{store}")
         assert_whole(store, folder)
         copy(folder, f"file://{store}")
         assert assert_whole(store, folder) == [iteration_name(5)]
-        if killer.count < number:
-            break
+        is_killed = killer.count >= number
+        number += step
     assert number > 15
 
 
@@ -171,43 +164,3 @@ def test_a_copy_clears_only_what_a_copy_has_left(tmp_path: Path) -> None:
     (target / ".upload-of-another-copy").touch()
     copy(folder, f"file://{store}")
     assert assert_whole(store, folder) == [iteration_name(5)]
-
-
-def _client(killer: Killer, url: StoreUrl) -> StoreClient:
-    return KillableClient(url.root, killer)
-
-
-@pytest.mark.nightly
-def test_processes_that_are_killed_at_random_moments(tmp_path: Path) -> None:
-    """Kill the mirrors of two hosts, as processes, 500 times, while the run saves and goes back now and then."""
-    folder, store = tmp_path / "run", tmp_path / "store"
-    draw = random.Random(0)
-    save(folder, [5, 10])
-    for number in range(500):
-        if number % 10 == 0:
-            newest = 10 + 5 * (number // 10)
-            if number % 50 == 40:
-                give_up(folder, newest)
-            save(folder, [newest + 5 * (number % 50 != 40)], files=6, nonce=f"n{number}", add=number / 1024)
-        mirrors = [mirror_of(folder, store, host) for host in range(2)]
-        victim = mirrors[draw.randrange(2)]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            victim.wait(draw.uniform(0.1, 1.5))
-        assert_whole(store, folder)
-        for mirror in mirrors:
-            mirror.kill()
-            mirror.wait(PROCESS_S)
-        assert_whole(store, folder)
-    mirror_of(folder, store, 0, "--once", hosts=1).wait(PROCESS_S)
-    saved = sorted(path.name for path in folder.glob("iter_???????"))
-    assert assert_whole(store, folder) == saved
-
-
-PROCESS_S = 120.0
-
-
-def mirror_of(folder: Path, store: Path, host: int, *words: str, hosts: int = 2) -> subprocess.Popen[bytes]:
-    """Start the mirror of a host."""
-    numbers = ("--host", str(host), "--hosts", str(hosts))
-    command = [sys.executable, "-m", "reprise.stores.mirror", str(folder), f"file://{store}", *numbers, *words]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -7,31 +7,26 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-import trainer.__main__
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, iteration_name
 from scripts.faults.run_files import contents_of
 from scripts.faults.soak_kill import MODEL, TEMPORARY
+from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, Running, launch, started
 from tests.stores.saving import committed
-from tests.stores.test_killed import PROCESS_S, mirror_of
 from trainer.commands import follow
 
 KILLS, SEED = int(os.environ.get("REPRISE_KILLS", "500")), int(os.environ.get("REPRISE_SEED", "0"))
 ITERATIONS = 240
 LONGEST_S = 4.0  # of a pause between two kills
 LOOK = 'ls "$1"/*.safetensors "$1"/manifest.json > "$2"'  # fails for a folder that is not whole
-
-
-def run_trainer(arguments: list[str]) -> None:
-    sys.argv = arguments
-    trainer.__main__.main()
 
 
 def run_follower(arguments: list[str]) -> None:
@@ -62,7 +57,7 @@ class Scene:
                 self._stacks[name].close()
             self._stacks[name] = contextlib.ExitStack()
             function = run_trainer if name == "run" else run_follower
-            words = ["trainer", f"run.dir={self.run}", *self.overrides] if name == "run" else self.words
+            words = [f"run.dir={self.run}", *self.overrides] if name == "run" else self.words
             folder = self.run.with_name(f"{name}.logs")
             self._running[name] = self._stacks[name].enter_context(started(function, words, folder=folder, ranks=1))
         return False
@@ -126,7 +121,8 @@ def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) 
         finally:
             scene.end()
         assert follow.main(["--once", *scene.words]) == 0
-        mirror_of(scene.root, scene.store, 0, "--once", hosts=1).wait(PROCESS_S)  # as the run says, if it ends early
+        mirror = [sys.executable, "-m", "reprise.stores.mirror", scene.root, f"file://{scene.store}", "--once"]
+        subprocess.run(mirror, timeout=DEADLINE_S)  # as the run says, if it ends early
         check_end(scene, unbroken / "checkpoints")
     print(f"seed {SEED}: {dict(kills)} kills in {number} whole runs")
 

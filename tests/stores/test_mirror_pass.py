@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import CheckpointError
-from reprise.folder import HOST, MANIFEST, iteration_name
+from reprise.folder import HOST, MANIFEST, STATE, iteration_name
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.stores.client import StoreClient
@@ -40,35 +40,54 @@ class Site:
 
     def passes(self, *, keep: int = 0, interval: int = 0, host: int = 0, hosts: int = 1) -> MirrorPass:
         rule = MirrorRule(str(self.url), interval, keep)
-        client = _CountingClient(self.url.root, self)
+        client = InterruptedClient(self.url.root)
+        client.puts = self.puts
         return MirrorPass(
             client, self.url, self.folder, rule, host=host, hosts=hosts, stall_s=10.0, clock=lambda: self.now
         )
 
     def mirror(self, *, at_end: bool = False, keep: int = 0, interval: int = 0) -> None:
         """Run a new mirror until nothing is left to do."""
-        passes = self.passes(keep=keep, interval=interval)
-        for _ in range(50):
-            if passes.run(at_end=at_end):
-                return
-        raise AssertionError("the mirror does not come to its end")
+        finish(self.passes(keep=keep, interval=interval), at_end=at_end)
+
+    def beside(self, name: str) -> Site:
+        """Return another run, with the same store."""
+        other = Site(self.store.parent / name)
+        other.store, other.url = self.store, self.url
+        return other
 
     def names(self) -> list[str]:
         return assert_whole(self.store, self.folder)
 
 
-class _CountingClient(StoreClient):
-    def __init__(self, root: str, site: Site) -> None:
+def finish(*mirrors: MirrorPass, at_end: bool = False) -> None:
+    """Run mirrors by turns until nothing is left to do."""
+    for _ in range(50):
+        ends = [passes.run(at_end=at_end) for passes in mirrors]
+        if all(ends):
+            return
+    raise AssertionError("the mirrors do not come to their end")
+
+
+class InterruptedClient(StoreClient):
+    """Notes the objects that it writes, and calls something once, before its request of a number."""
+
+    def __init__(self, root: str, number: int = 0, event: Callable[[], object] = lambda: None) -> None:
         super().__init__(root)
-        self._site = site
+        self.left, self._event = number, event
+        self.key = ""  # of the interrupted request
+        self.puts: list[str] = []
+        for name in ("head", "read", "objects", "put", "create", "put_file", "delete"):
+            setattr(self, name, partial(self._request, getattr(super(), name)))
 
-    def put(self, key: str, data: bytes) -> str | None:
-        self._site.puts.append(Path(key).relative_to(str(self._site.store)[1:]).as_posix())
-        return super().put(key, data)
-
-    def create(self, key: str, data: bytes) -> bool:
-        self._site.puts.append(Path(key).relative_to(str(self._site.store)[1:]).as_posix())
-        return super().create(key, data)
+    def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        self.left -= 1
+        if call.__name__ in ("put", "create"):
+            self.puts.append(arguments[0])
+        if self.left == 0:
+            self.key = f"{call.__name__} {arguments[0]}"
+            self._event()
+        return call(*arguments)
 
 
 @pytest.fixture
@@ -86,47 +105,31 @@ def test_the_newest_goes_first_and_its_manifest_last(site: Site) -> None:
     site.mirror()
     assert site.names() == [*names_of(5, 10), "weights/iter_0000007"]
     manifests = [name for name in site.puts if name.endswith(MANIFEST)]
-    assert manifests == [f"{name}/{MANIFEST}" for name in (*names_of(10, 5), "weights/iter_0000007")]
+    expected = [f"/{name}/{MANIFEST}" for name in (*names_of(10, 5), "weights/iter_0000007")]
+    assert [name.removeprefix(str(site.store)[1:]) for name in manifests] == expected
     assert site.puts.index(manifests[0]) == max(n for n, name in enumerate(site.puts) if "iter_0000010" in name)
     record = read_record(site.folder, str(site.url))
     assert sorted(record.committed) == site.names()
     assert not record.partial
 
 
-def test_a_pass_with_nothing_new_makes_no_request(site: Site) -> None:
-    save(site.folder, [5])
-    passes = site.passes()
-    while not passes.run():
-        pass
-    del site.folder, passes._client  # type: ignore[attr-defined]
-    assert passes.run()
-
-
-def test_a_second_mirror_writes_nothing_again(site: Site) -> None:
-    save(site.folder, [5, 10])
-    site.mirror()
-    site.puts.clear()
-    site.mirror()
-    assert site.puts == []
-
-
-def test_a_lost_record_is_made_again_from_the_store(site: Site) -> None:
+@pytest.mark.parametrize("lost", [None, "the record", "a manifest"])
+def test_a_second_mirror_writes_only_what_is_lost(site: Site, lost: str | None) -> None:
     save(site.folder, [5, 10])
     site.mirror()
     record = (site.folder / MIRROR).read_bytes()
-    (site.folder / MIRROR).unlink()
+    if lost == "the record":
+        (site.folder / MIRROR).unlink()
+    elif lost == "a manifest":
+        (site.store / iteration_name(5) / MANIFEST).unlink()
     site.puts.clear()
-    site.mirror()
-    assert site.puts == []
-    assert (site.folder / MIRROR).read_bytes() == record
-
-
-def test_what_was_deleted_in_the_store_is_uploaded_again(site: Site) -> None:
-    save(site.folder, [5, 10])
-    site.mirror()
-    (site.store / iteration_name(5) / MANIFEST).unlink()
-    site.mirror()
+    passes = site.passes()
+    finish(passes)
+    assert (site.puts == []) == (lost != "a manifest")
     assert site.names() == names_of(5, 10)
+    assert (site.folder / MIRROR).read_bytes() == record
+    del site.folder, passes._client  # type: ignore[attr-defined]
+    assert passes.run()  # without a request
 
 
 def test_the_store_keeps_its_own_number_of_checkpoints(site: Site) -> None:
@@ -169,10 +172,13 @@ def test_an_iteration_that_the_run_gives_up_is_no_checkpoint(site: Site, has_new
     assert not (site.store / iteration_name(15)).exists()
 
 
-def test_an_iteration_that_is_saved_again_is_replaced(site: Site) -> None:
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_an_iteration_that_is_saved_again_is_replaced(site: Site, is_partial: bool) -> None:
     save(site.folder, [5, 10])
     site.mirror()
     before = content(site.store)
+    if is_partial:  # as an upload leaves it that is killed
+        (site.store / iteration_name(10) / MANIFEST).unlink()
     give_up(site.folder, 10)
     save(site.folder, [10], lineage=Lineage((*RUN.branches, Branch("another", 5))), nonce="m", add=0.5)
     site.mirror()
@@ -195,82 +201,49 @@ def test_a_held_checkpoint_is_replaced_once_its_hold_is_gone(site: Site) -> None
     assert passes.run(at_end=True)
     assert passes.refused == {iteration_name(5)}
     (held / "hold").unlink()
-    while not passes.run(at_end=True):
-        pass
+    finish(passes, at_end=True)
     assert passes.refused == frozenset()
     assert content(held) == content(site.folder / iteration_name(5)) != before
 
 
-def test_a_part_of_another_save_is_not_taken_over(site: Site) -> None:
-    save(site.folder, [10])
-    site.mirror()
-    (site.store / iteration_name(10) / MANIFEST).unlink()  # as an upload leaves it that is killed
-    give_up(site.folder, 10)
-    save(site.folder, [10], nonce="m", add=0.5)
-    site.mirror()
-    assert site.names() == names_of(10)
-
-
 def test_an_upload_goes_on_where_it_was_cut_off(site: Site) -> None:
     save(site.folder, [10], files=4)
-    passes = site.passes()
-    client = passes._client  # type: ignore[attr-defined]
-    put_file, calls = client.put_file, []
+    passes, files = site.passes(), ".safetensors"
+    put_file = passes._client.put_file  # type: ignore[attr-defined]
 
     def put_two(key: str, path: Path) -> str | None:
-        calls.append(key)
-        if len(calls) > 2:
+        if len([name for name in site.puts if name.endswith(files)]) == 2:
             raise OSError(5, "cut off", key)
         result: str | None = put_file(key, path)
         return result
 
-    client.put_file = put_two
+    passes._client.put_file = put_two  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="cut off"):
         passes.run()
     assert committed(site.store) == []
-    site.puts.clear()
     site.mirror()
     assert site.names() == names_of(10)
-    uploaded = [name for name in site.puts if name.endswith(".safetensors")]
-    assert len(uploaded) == 2
+    assert len([name for name in site.puts if name.endswith(files)]) == 4
 
 
-@pytest.mark.parametrize("lineage", [Lineage((Branch("other", FRESH),)), Lineage()], ids=["another", "unknown"])
-def test_the_checkpoints_of_another_run_are_refused_by_name(site: Site, lineage: Lineage) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["another", "unknown"])
+def test_the_checkpoints_of_another_run_are_refused_by_name(site: Site, is_known: bool) -> None:
     save(site.folder, [5])
     site.mirror()
-    before = content(site.store)
-    foreign = Site(site.store.parent / "foreign")
-    foreign.store, foreign.url = site.store, site.url
-    save(foreign.folder, [5, 10], lineage=lineage) if lineage.branches else _save_without_lineage(foreign.folder)
+    before, foreign = content(site.store), site.beside("foreign")
+    save(foreign.folder, [5], lineage=Lineage((Branch("other", FRESH),)))
+    if not is_known:
+        state = foreign.folder / iteration_name(5) / STATE
+        state.write_text(state.read_text().replace('"run"', '"no_run"'))
     with pytest.raises(CheckpointError, match="another run"):
         foreign.mirror(keep=1)
     assert content(site.store) == before
 
 
-def _save_without_lineage(folder: Path) -> None:
-    save(folder, [5])
-    state = folder / iteration_name(5) / "trainer_state.json"
-    state.write_text(state.read_text().replace('"run"', '"no_run"'))
-
-
-def test_a_run_that_began_at_the_url_goes_on_there(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror()
-    successor = Site(site.store.parent / "successor")
-    successor.store, successor.url = site.store, site.url
-    child = Lineage((Branch("child", FRESH),), Parent(RUN.run, 5))
-    save(successor.folder, [10], lineage=child)
-    successor.mirror()
-    assert committed(site.store) == names_of(5, 10)
-
-
 def test_what_a_run_began_with_is_neither_deleted_nor_replaced(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     save(site.folder, [5, 10])
     site.mirror()
-    before = content(site.store)
-    successor = Site(site.store.parent / "successor")
-    successor.store, successor.url = site.store, site.url
+    before, successor = content(site.store), site.beside("successor")
     child = Lineage((Branch("child", FRESH),), Parent(RUN.run, 10))
     save(successor.folder, [15, 20], lineage=child)
     successor.mirror(keep=1)
@@ -278,41 +251,27 @@ def test_what_a_run_began_with_is_neither_deleted_nor_replaced(site: Site, caplo
     assert before.items() <= content(site.store).items()
     save(successor.folder, [10], lineage=child, add=0.5)
     successor.mirror()
-    assert "iter_0000010 is not mirrored: The store holds a checkpoint of another run" in caplog.text
+    assert "iter_0000010 is not mirrored" in caplog.text
     assert before.items() <= content(site.store).items()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     save(site.folder, [5, 10])
-    (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")
-    site.mirror()
+    file = site.folder / iteration_name(10) / "model-00001-of-00003.safetensors"
+    file.write_bytes(b"short")
+    passes, options = site.passes(), MirrorOptions(site.folder, str(site.url), once=True)
+    finish(passes)
+    assert passes.refused == {iteration_name(10)}
     assert committed(site.store) == names_of(5)
     assert "iter_0000010 is not mirrored: A file has the wrong size" in caplog.text
     assert not (site.folder / iteration_name(5) / HOST).exists()
-
-
-def test_a_checkpoint_that_is_left_out_is_status_1_of_once(site: Site) -> None:
-    save(site.folder, [5, 10])
-    options = MirrorOptions(site.folder, str(site.url), once=True)
-    file = site.folder / iteration_name(10) / "model-00001-of-00003.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(b"short")
     assert mirror(options) == 1
-    file.write_bytes(data)
-    assert mirror(options) == 0
-    assert committed(site.store) == names_of(5, 10)
-
-
-def test_a_checkpoint_saved_again_is_not_refused_any_more(site: Site) -> None:
-    save(site.folder, [5])
-    passes, file = site.passes(), site.folder / iteration_name(5) / "model-00001-of-00003.safetensors"
-    file.write_bytes(b"short")
-    assert any(passes.run() for _ in range(5))
-    assert passes.refused == {iteration_name(5)}
-    shutil.rmtree(site.folder / iteration_name(5))
-    save(site.folder, [5], nonce="another", add=0.5)
-    assert any(passes.run() for _ in range(5))
+    shutil.rmtree(site.folder / iteration_name(10))
+    save(site.folder, [10], nonce="another", add=0.5)
+    finish(passes)
     assert passes.refused == frozenset()
+    assert mirror(options) == 0
+    assert site.names() == names_of(5, 10)
 
 
 def test_hosts_upload_together_and_the_first_commits(site: Site) -> None:
@@ -344,24 +303,6 @@ def test_the_first_host_takes_over_from_one_that_is_gone(site: Site) -> None:
     assert site.names() == names_of(10)
 
 
-def test_a_host_stops_where_another_upload_has_begun(site: Site) -> None:
-    save(site.folder, [10], files=8)
-    first, second = (site.passes(host=host, hosts=2) for host in range(2))
-    first.run()
-    give_up(site.folder, 10)
-    save(site.folder, [10], files=8, nonce="m", add=0.5)
-    _run_all([first, second])
-    assert site.names() == names_of(10)
-
-
-def _run_all(hosts: Sequence[MirrorPass]) -> None:
-    for _ in range(20):
-        ends = [passes.run() for passes in hosts]
-        if all(ends):
-            return
-    raise AssertionError("the hosts do not come to their end")
-
-
 def test_the_rule_and_the_record_fit(site: Site) -> None:
     save(site.folder, [5, 10, 15])
     rule = MirrorRule(str(site.url))
@@ -374,42 +315,36 @@ def test_the_rule_and_the_record_fit(site: Site) -> None:
     assert rule.unmirrored(site.folder, [5, 10, 15], [5, 10]) == [10]
 
 
-def test_the_second_of_two_live_runs_is_refused_by_name(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_overtaken", [False, True], ids=["one after the other", "amid a commit"])
+def test_two_live_runs_never_mix_and_one_is_refused(
+    site: Site, caplog: pytest.LogCaptureFixture, is_overtaken: bool
+) -> None:
     save(site.folder, [5])
-    first = site.passes()
-    twin = site.folder.parents[1] / "twin" / "checkpoints"
-    shutil.copytree(site.folder, twin)
-    second = MirrorPass(StoreClient(site.url.root), site.url, twin, MirrorRule(str(site.url)))
-    for passes in (first, second):
-        while not passes.run():
-            pass
+    twin = site.beside("twin")
+    shutil.copytree(site.folder, twin.folder)
+    first, second = site.passes(), twin.passes()
+    finish(first)
+    finish(second)
     save(site.folder, [10])
-    save(twin, [10], nonce="m", add=0.5)
-    while not first.run():
-        pass
+    save(twin.folder, [10], nonce="m", add=7)
+    commit, steps = Upload.commit, [lambda: finish(second)] if is_overtaken else []
+
+    def overtaken(upload: Upload) -> None:
+        """Let the second run upload all of its checkpoint just before the first commits."""
+        if steps:
+            steps.pop()()
+        commit(upload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Upload, "commit", overtaken)
+        finish(first)
+    finish(second)
     stored = content(site.store / iteration_name(10))
-    while not second.run():
-        pass
-    assert "Another run uploads into the same place of a store" in caplog.text
-    assert content(site.store / iteration_name(10)) == stored == content(site.folder / iteration_name(10))
-
-
-class _InterruptedClient(StoreClient):
-    """Calls something once, before its request of a number."""
-
-    def __init__(self, root: str, number: int, event: Callable[[], object]) -> None:
-        super().__init__(root)
-        self.left, self._event = number, event
-        self.key = ""  # of the interrupted request
-        for name in ("head", "read", "objects", "put", "create", "put_file", "delete"):
-            setattr(self, name, partial(self._request, getattr(super(), name)))
-
-    def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            self.key = f"{call.__name__} {arguments[0]}"
-            self._event()
-        return call(*arguments)
+    assert stored == content((twin if is_overtaken else site).folder / iteration_name(10))
+    assert ("Another upload has begun" if is_overtaken else "Another run uploads") in caplog.text
+    lose(site.folder, 10)
+    finish(first, at_end=True)
+    assert content(site.store / iteration_name(10)) == stored
 
 
 def _replace_after_an_upload(site: Site, iteration: int) -> dict[str, bytes]:
@@ -423,27 +358,35 @@ def _replace_after_an_upload(site: Site, iteration: int) -> dict[str, bytes]:
     return content(site.store / iteration_name(iteration))
 
 
-def test_a_hold_that_finds_its_checkpoint_keeps_it(site: Site) -> None:
-    held = site.store / iteration_name(5)
-    outcomes = set()
+Interrupted = tuple[dict[str, bytes], MirrorPass, InterruptedClient]
+
+
+def _each_request(site: Site, event: Callable[[dict[str, bytes]], object]) -> Iterator[Interrupted]:
+    """Yield what a store has, and a mirror that is to replace it, whose n-th request comes after an event."""
     for number in range(1, 50):
-        before, found = _replace_after_an_upload(site, 5), list[bool]()
-
-        def hold(before: dict[str, bytes] = before, found: list[bool] = found) -> None:
-            held.mkdir(exist_ok=True)
-            (held / "hold").touch()
-            found.append((held / MANIFEST).exists() and (held / MANIFEST).read_bytes() == before[MANIFEST])
-
+        before = _replace_after_an_upload(site, 5)
         passes = site.passes()
-        client = passes._client = _InterruptedClient(site.url.root, number, hold)
-        while not passes.run():
-            pass
+        client = passes._client = InterruptedClient(site.url.root, number, partial(event, before))
+        yield before, passes, client
         if client.left > 0:
-            break
-        if found[0]:
+            assert number > 10
+            return
+    raise AssertionError("the mirror does not come to its end")
+
+
+def test_a_hold_that_finds_its_checkpoint_keeps_it(site: Site) -> None:
+    held, found = site.store / iteration_name(5), list[bool]()
+
+    def hold(before: dict[str, bytes]) -> None:
+        held.mkdir(exist_ok=True)
+        (held / "hold").touch()
+        found.append((held / MANIFEST).exists() and (held / MANIFEST).read_bytes() == before[MANIFEST])
+
+    for before, passes, client in _each_request(site, hold):
+        finish(passes)
+        if client.left <= 0 and found[-1]:
             assert content(held) == {**before, "hold": b""}, client.key
-        outcomes.add(found[0])
-    assert outcomes == {True, False}
+    assert {*found} == {True, False}
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
@@ -464,7 +407,7 @@ def test_uploads_that_interleave_leave_a_whole_one_or_none(site: Site, *, is_lat
                     steps.remove(step)
                     step()
 
-        client = _InterruptedClient(site.url.root, number, interrupt)
+        client = InterruptedClient(site.url.root, number, interrupt)
         upload = Upload(client, place, sources[0], sources[0].files)
         with contextlib.suppress(OvertakenError, OSError):
             for step in (upload.begin, upload.send, upload.commit):
@@ -484,62 +427,20 @@ def test_uploads_that_interleave_leave_a_whole_one_or_none(site: Site, *, is_lat
     assert outcomes == {0, 1}
 
 
-def test_two_uploads_into_one_place_never_mix(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    save(site.folder, [5])
-    twin = site.folder.parents[1] / "twin" / "checkpoints"
-    shutil.copytree(site.folder, twin)
-    first, rule = site.passes(), MirrorRule(str(site.url))
-    second = MirrorPass(StoreClient(site.url.root), site.url, twin, rule)
-    for passes in (first, second):
-        while not passes.run():
-            pass
-    save(site.folder, [10])
-    save(twin, [10], nonce="m", add=7)
-    commit, is_first = Upload.commit, [True]
-
-    def overtaken(upload: Upload) -> None:
-        """Let the second run upload all of its checkpoint just before the first commits."""
-        if is_first:
-            is_first.clear()
-            while not second.run():
-                pass
-        commit(upload)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Upload, "commit", overtaken)
-        while not first.run():
-            pass
-    stored = content(site.store / iteration_name(10))
-    assert stored == content(twin / iteration_name(10))
-    assert "Another upload has begun in the same place of a store" in caplog.text
-    lose(site.folder, 10)
-    while not first.run(at_end=True):
-        pass
-    assert content(site.store / iteration_name(10)) == stored
-
-
-def _fail() -> None:
+def _fail(*_: object) -> None:
     raise OSError(errno.EIO, "the store fails once")
 
 
 def test_a_replacement_that_ends_early_leaves_one_or_none(site: Site) -> None:
-    stored = site.store / iteration_name(5)
-    outcomes = set()
-    for number in range(1, 50):
-        before = _replace_after_an_upload(site, 5)
+    stored, outcomes = site.store / iteration_name(5), set[str]()
+    for before, passes, client in _each_request(site, _fail):
         after = content(site.folder / iteration_name(5))
-        passes = site.passes()
-        client = passes._client = _InterruptedClient(site.url.root, number, _fail)
         with contextlib.suppress(OSError):
-            while not passes.run():
-                pass
-        if client.left > 0:
-            break
+            finish(passes)
         manifest = stored / MANIFEST
         expected = (before, after)[manifest.read_bytes() == after[MANIFEST]] if manifest.exists() else {}
         lose(site.folder, 5)
-        while not passes.run():
-            pass
+        finish(passes)
         record = read_record(site.folder, str(site.url))
         assert (content(stored) if stored.exists() else {}) == expected, client.key
         assert not record.partial
@@ -548,24 +449,13 @@ def test_a_replacement_that_ends_early_leaves_one_or_none(site: Site) -> None:
     assert outcomes == {"none", "old", "new"}
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_only_delays_a_replacement(site: Site) -> None:
-    save(site.folder, [5])
-    site.mirror()
-    is_over, number = False, 0
-    while not is_over:
-        number += 1
-        lose(site.folder, 5)
-        save(site.folder, [5], nonce=f"m{number}", add=float(number))
-        passes = site.passes()
-        client = _InterruptedClient(site.url.root, number, _fail)
-        passes._client = client  # type: ignore[attr-defined]
-        is_done = False
-        while not is_done:
-            with contextlib.suppress(OSError):
-                is_done = passes.run()
+    for _, passes, client in _each_request(site, _fail):
+        with contextlib.suppress(OSError):
+            finish(passes)
+        finish(passes)
         assert content(site.store / iteration_name(5)) == content(site.folder / iteration_name(5)), client.key
-        is_over = client.left > 0
-    assert number > 10
 
 
 def test_a_hold_after_a_failed_deletion_counts(site: Site) -> None:

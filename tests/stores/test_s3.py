@@ -1,4 +1,4 @@
-"""Mirror, copy and probe on a server of S3, in processes of their own, also where the server fails as stores do."""
+"""Mirror and copy on a server of S3, in processes of their own, also where the server fails as stores do."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from reprise.folder import iteration_name
 from reprise.stores.client import PARTS_AT_ONCE
 from reprise.stores.mirror_process import TOKIO_THREADS
-from tests.harness import TINY, run_ok
-from tests.stores.moto_server import BUCKET, environment, moto_server
+from tests.stores.moto_server import BUCKET, KEYS, environment, moto_server
 from tests.stores.proxy import Faults, faulty
 from tests.stores.saving import content, save
 
 TIMEOUT_S = 240.0
+URL = f"s3://{BUCKET}"
 MEMORY = """
 import sys
 from pathlib import Path
@@ -43,152 +40,87 @@ print((kib("VmHWM") - before) * 1024 / PART_BYTES)
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with moto_server() as number:
-        yield number
+def endpoint() -> Iterator[str]:
+    with moto_server() as port:
+        yield f"http://127.0.0.1:{port}"
 
 
-def reprise(*words: object, endpoint: str, cwd: Path, is_ok: bool = True) -> str:
-    """Run the command against a server; return what it prints."""
+def python(*words: object, endpoint: str, is_ok: bool = True, **variables: str) -> str:
+    """Run Python against a server; return what it prints."""
     ended = subprocess.run(
-        [sys.executable, "-m", "reprise", *map(str, words)],
-        env={**os.environ, **environment(endpoint)},
-        cwd=cwd,
+        [sys.executable, *map(str, words)],
+        env={**os.environ, **environment(endpoint), **variables},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert (ended.returncode == 0) == is_ok, ended.stderr
-    assert "test-secret" not in ended.stdout + ended.stderr
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
 
-def server(port: int) -> str:
-    return f"http://127.0.0.1:{port}"
+def checkpoint(*words: object, endpoint: str, is_ok: bool = True) -> str:
+    return python("-m", "reprise", "checkpoint", *words, endpoint=endpoint, is_ok=is_ok)
 
 
-def test_a_run_goes_into_a_bucket_and_back(port: int, tmp_path: Path) -> None:
-    folder, url = tmp_path / "run", f"s3://{BUCKET}/there"
-    save(folder, [5, 10])
-    large = folder / iteration_name(10)
-    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
-    key = f"there/{iteration_name(10)}/{next(large.glob('*.safetensors')).name}"
-    upload = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
-    client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"of a dead process")
-    reprise("checkpoint", "mirror", folder, url, "--once", endpoint=server(port), cwd=tmp_path)
+def test_a_run_goes_into_a_bucket(endpoint: str, tmp_path: Path) -> None:
+    save(tmp_path, [5, 10])
+    secret = {"aws_access_key_id": "test", "aws_secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"]}
+    client: Any = boto3.client("s3", endpoint_url=endpoint, region_name=KEYS["AWS_REGION"], **secret)
+    large = {"Bucket": BUCKET, "Key": f"there/{iteration_name(10)}/model-00001-of-00003.safetensors"}
+    upload = client.create_multipart_upload(**large)["UploadId"]
+    client.upload_part(**large, UploadId=upload, PartNumber=1, Body=b"of a dead process")
+    checkpoint("mirror", tmp_path, f"{URL}/there", "--once", endpoint=endpoint)
     assert client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
-    reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=server(port), cwd=tmp_path)
-    for iteration in (5, 10):
-        name = iteration_name(iteration)
-        assert content(tmp_path / "back" / name) == content(folder / name)
-    shown = reprise("checkpoint", "prune", url, "--keep", 1, endpoint=server(port), cwd=tmp_path)
-    assert "1 was deleted, 1 stays" in shown
-    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="there/")["Contents"]]
-    assert {key.split("/")[1] for key in keys} == {iteration_name(10)}
-
-
-def _secret() -> dict[str, str]:
-    return {"aws_access_key_id": "test", "aws_secret_access_key": "test-secret"}
+    names = map(iteration_name, (5, 10))
+    expected = {f"there/{name}/{file}": data for name in names for file, data in content(tmp_path / name).items()}
+    for key, data in expected.items():
+        assert client.get_object(Bucket=BUCKET, Key=key)["Body"].read() == data, key
+    keys = {entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="there/iter_")["Contents"]}
+    assert keys == expected.keys()
 
 
 @pytest.mark.slow
-def test_faults_of_a_store_are_not_seen(port: int, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_faults_of_a_store_are_not_seen(endpoint: str, tmp_path: Path) -> None:
+    folder, again = tmp_path / "run", tmp_path / "again"
     save(folder, [5, 10, 15], files=6)
     faults = Faults(busy=19, cut=7, conflict=11, silent=41)
-    with faulty(port, faults) as endpoint:
-        reprise("checkpoint", "mirror", folder, f"s3://{BUCKET}/faulty", "--once", endpoint=endpoint, cwd=tmp_path)
-        reprise("checkpoint", "copy", folder, f"s3://{BUCKET}/copied", endpoint=endpoint, cwd=tmp_path)
-        reprise("checkpoint", "copy", f"s3://{BUCKET}/faulty", tmp_path / "back", endpoint=endpoint, cwd=tmp_path)
+    with faulty(int(endpoint.rpartition(":")[2]), faults) as proxy:
+        checkpoint("mirror", folder, f"{URL}/faulty", "--once", endpoint=proxy)
+        checkpoint("copy", folder, f"{URL}/copied", endpoint=proxy)
+        checkpoint("copy", f"{URL}/faulty", tmp_path / "back", endpoint=proxy)
     assert set(faults.counts) == {"busy", "cut", "conflict", "silent"}
-    reprise("checkpoint", "copy", f"s3://{BUCKET}/copied", tmp_path / "again", endpoint=server(port), cwd=tmp_path)
+    checkpoint("copy", f"{URL}/copied", again, endpoint=endpoint)
     for name in map(iteration_name, (5, 10, 15)):
-        assert content(tmp_path / "back" / name) == content(tmp_path / "again" / name) == content(folder / name)
+        assert content(tmp_path / "back" / name) == content(again / name) == content(folder / name)
+    with faulty(int(endpoint.rpartition(":")[2]), Faults(wrong=5)) as proxy:
+        text = checkpoint("copy", f"{URL}/copied", tmp_path / "wrong", endpoint=proxy, is_ok=False)
+    assert "damaged" in text
 
 
 @pytest.mark.nightly
-def test_an_upload_takes_at_most_four_parts_a_thread(port: int, tmp_path: Path) -> None:
+def test_an_upload_takes_at_most_four_parts_a_thread(endpoint: str, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes((96 << 20) + 5))
-    ended = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path / "large"],
-        env={**os.environ, **environment(server(port)), "TOKIO_WORKER_THREADS": TOKIO_THREADS},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    parts = float(ended.stdout)
-    print(f"{parts:.1f} parts for {PARTS_AT_ONCE} requests at a time by {TOKIO_THREADS} threads")
-    assert parts <= PARTS_AT_ONCE + 2 <= 4 * int(TOKIO_THREADS)
+    text = python("-c", MEMORY, tmp_path / "large", endpoint=endpoint, TOKIO_WORKER_THREADS=TOKIO_THREADS)
+    print(f"{text} parts for {PARTS_AT_ONCE} requests at a time by {TOKIO_THREADS} threads")
+    assert float(text) <= PARTS_AT_ONCE + 2 <= 4 * int(TOKIO_THREADS)
 
 
 @pytest.mark.slow
-def test_wrong_bytes_are_found(port: int, tmp_path: Path) -> None:
-    folder, url = tmp_path / "run", f"s3://{BUCKET}/wrong"
-    save(folder, [5], files=6)
-    reprise("checkpoint", "copy", folder, url, endpoint=server(port), cwd=tmp_path)
-    with faulty(port, Faults(wrong=5)) as endpoint:
-        text = reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=endpoint, cwd=tmp_path, is_ok=False)
-    assert "damaged" in text
-    assert not (tmp_path / "back" / iteration_name(5)).exists()
-    reprise("checkpoint", "copy", url, tmp_path / "back", endpoint=server(port), cwd=tmp_path)
-    assert content(tmp_path / "back" / iteration_name(5)) == content(folder / iteration_name(5))
-
-
-def test_the_doctor_tries_a_store(port: int, tmp_path: Path) -> None:
-    text = reprise("doctor", f"s3://{BUCKET}/probe", endpoint=server(port), cwd=tmp_path)
-    lines = {line[9:38].strip(): line[:8].strip() for line in text.splitlines()}
-    expected = ("objects can be written", "and read", "latency", "conditional creation")
-    assert lines == dict.fromkeys(expected, "ok")
-    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
-    assert "Contents" not in client.list_objects_v2(Bucket=BUCKET, Prefix="probe/")
-
-
-def test_a_store_that_refuses_is_named_in_a_line(port: int, tmp_path: Path) -> None:
-    save(tmp_path / "run", [5])
-    words = ("checkpoint", "copy", tmp_path / "run", "s3://no-bucket/run")
-    text = reprise(*words, endpoint=server(port), cwd=tmp_path, is_ok=False)
-    assert text.startswith("reprise checkpoint: s3://no-bucket/run/")
-    assert len(text.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_others_open_what_plain_tools_download(port: int, tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", ["model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=4"])
-    folder, plain = tmp_path / "run" / "checkpoints" / iteration_name(4), tmp_path / "plain"
-    reprise("checkpoint", "copy", folder, f"s3://{BUCKET}/plain", endpoint=server(port), cwd=tmp_path)
-    client = boto3.client("s3", endpoint_url=server(port), region_name="us-east-1", **_secret())
-    prefix = f"plain/{iteration_name(4)}/"
-    for entry in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]:
-        path = plain / entry["Key"].removeprefix(prefix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        client.download_file(BUCKET, entry["Key"], str(path))
-    digests = [{name: sha256(data).hexdigest() for name, data in content(root).items()} for root in (folder, plain)]
-    assert digests[0] == digests[1]
-    tensors = [table for path in plain.glob("model*.safetensors") for table in load_file(path).items()]
-    model = AutoModelForCausalLM.from_pretrained(plain)
-    values = model.state_dict()
-    assert len(tensors) > 10
-    for name, tensor in tensors:
-        assert torch.equal(values[name], tensor), name
-
-
-def test_a_bucket_that_does_not_exist_is_named_at_once(port: int, tmp_path: Path) -> None:
-    save(tmp_path / "run", [5])
-    url = "s3://absent/run"
+def test_a_store_that_refuses_is_named_at_once(endpoint: str, tmp_path: Path) -> None:
+    save(tmp_path, [5])
+    absent = "s3://absent/run"
     for words in (
-        ["checkpoint", "mirror", tmp_path / "run", url],
-        ["checkpoint", "ls", url],
-        ["doctor", url],
-        ["follow", url, "--", "true", "{}"],
+        ["checkpoint", "mirror", tmp_path, absent],
+        ["doctor", absent],
+        ["follow", absent, "--", "true", "{}"],
     ):
-        text = reprise(*words, endpoint=server(port), cwd=tmp_path, is_ok=False)
-        assert "the bucket does not exist: create it, or correct the URL (NoSuchBucket" in text
+        text = python("-m", "reprise", *words, endpoint=endpoint, is_ok=False)
+        assert "(NoSuchBucket" in text
         assert "<?xml" not in text
-
-
-def test_an_expired_token_is_named_at_once(tmp_path: Path) -> None:
-    with faulty(1, Faults(expired=1)) as endpoint:
-        save(tmp_path, [5])
-        for words in (["mirror", tmp_path, f"s3://{BUCKET}/x", "--once"], ["ls", f"s3://{BUCKET}/x"]):
-            text = reprise("checkpoint", *words, endpoint=endpoint, cwd=tmp_path, is_ok=False)
-            assert "the store refuses the credentials" in text
+    text = checkpoint("copy", tmp_path, absent, endpoint=endpoint, is_ok=False)
+    assert text.startswith(f"reprise checkpoint: {absent}/")
+    assert len(text.splitlines()) == 1
+    with faulty(1, Faults(expired=1)) as proxy:
+        for words in (["mirror", tmp_path, f"{URL}/x", "--once"], ["ls", f"{URL}/x"]):
+            assert "the store refuses the credentials" in checkpoint(*words, endpoint=proxy, is_ok=False)

@@ -13,7 +13,8 @@ import pytest
 
 from reprise.folder import iteration_name
 from tests import ROOT
-from tests.harness import TINY, tensor_files
+from tests.crash.outcomes import assert_ends_as, nightly
+from tests.harness import TINY
 from tests.stores.saving import content, save
 from tests.stores.servers import Server, server
 
@@ -37,10 +38,10 @@ parts = [client.read("large/object", at, min(8 << 20, size - at)) for at in rang
 assert b"".join(parts) == path.read_bytes()
 assert client.head("large/object").size == size
 """
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["moto", "juicefs", "azurite"])
+@pytest.fixture(scope="module", params=["moto", nightly("juicefs"), nightly("azurite")])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with server(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
@@ -60,9 +61,9 @@ def program(store: Server, *words: object, cwd: Path, is_ok: bool = True) -> str
     return ended.stdout + ended.stderr
 
 
-def train(store: Server, name: str, *overrides: str, cwd: Path, ranks: int = 1) -> None:
+def train(store: Server, run: Path, *overrides: str, ranks: int = 1) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-    program(store, *launcher, "-m", "trainer", f"run.dir={cwd / name}", *overrides, cwd=ROOT)
+    program(store, *launcher, "-m", "trainer", f"run.dir={run}", *overrides, cwd=ROOT)
 
 
 def reprise(store: Server, *words: object, cwd: Path, is_ok: bool = True) -> str:
@@ -73,6 +74,7 @@ def test_doctor_names_what_the_server_honors(store: Server, tmp_path: Path) -> N
     text = reprise(store, "doctor", f"{store.url}/probed", cwd=tmp_path)
     assert ("a second creation of an object is refused" in text) == store.creates_once
     assert ("not honored" in text) != store.creates_once
+    assert text.count("ok ") >= 3
 
 
 def test_racing_creates_have_one_winner_where_honored(store: Server, tmp_path: Path) -> None:
@@ -103,14 +105,12 @@ def test_a_folder_goes_into_the_store_and_back(store: Server, tmp_path: Path) ->
     assert iteration_name(10) not in reprise(store, "checkpoint", "ls", url, cwd=tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_mirrored_run_goes_on_at_another_topology(store: Server, tmp_path: Path) -> None:
-    url = f"{store.url}/trained"
+    url, runs = f"{store.url}/trained", [tmp_path / name for name in ("run", "one", "two")]
     always = ["parallel.invariant_ranks=2", "train.threads=1", "checkpoint.save_interval=2"]
-    begin, go_on = ["model=gpt2_tiny", *TINY, "train.train_iters=4"], [*always, "train.train_iters=6"]
-    train(store, "run", *begin, *always, f"checkpoint.mirror={url}", cwd=tmp_path)
-    two = [f"checkpoint.load={url}", *go_on, "parallel=zero3", "checkpoint.reshard=true"]
-    train(store, "two", *two, cwd=tmp_path, ranks=2)
-    train(store, "one", f"checkpoint.load={tmp_path / 'run'}", *go_on, cwd=tmp_path)
-    files = [tensor_files(tmp_path / run / "checkpoints" / iteration_name(6)) for run in ("one", "two")]
-    assert files[0]
-    assert files[0] == files[1]
+    train(store, runs[0], "model=gpt2_tiny", *TINY, "train.train_iters=4", *always, f"checkpoint.mirror={url}")
+    always += ["train.train_iters=6"]
+    train(store, runs[1], f"checkpoint.load={runs[0]}", *always)
+    train(store, runs[2], f"checkpoint.load={url}", *always, "parallel=zero3", "checkpoint.reshard=true", ranks=2)
+    assert_ends_as(runs[2], runs[1])
