@@ -140,6 +140,13 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
+def assert_saved(folder: Path, training: Training, expected: dict[str, torch.Tensor]) -> None:
+    """Hold the newest checkpoint to values of a training."""
+    found = Training(training.net.count.device, training.net.count.numel())
+    load(folder, found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
 def _keep_busy(stream: torch.Stream | None) -> None:
     """Let what follows on a stream begin a while later, so that whoever does not wait is too early."""
     if stream is None:  # a CPU has none
@@ -235,13 +242,27 @@ def test_a_save_has_what_the_device_has_yet_to_write(tmp_path: Path, device: tor
         saver.save(1, training.net, training.optimizer)
         expected = training.values()
         training.step()
-    found = Training(device, 128)
-    load(tmp_path / "saves", found.net, found.optimizer)
-    assert differing(found.values(), expected) == []
+    assert_saved(tmp_path / "saves", training, expected)
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 100_000])
-def test_with_little_staging_memory_a_call_waits(tmp_path: Path, device: torch.device, staging_bytes: int) -> None:
+def refuse(total_bytes: int, *, is_pinned: bool) -> Arena:
+    """Stand for a host that has no memory left that could be pinned."""
+    if total_bytes:
+        raise CheckpointError("The staging memory cannot be pinned", found=f"CUDA error 2 for {total_bytes} B")
+    return Arena(0, is_pinned=False)
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 100_000, None])
+def test_with_little_staging_memory_a_call_waits(
+    tmp_path: Path,
+    device: torch.device,
+    staging_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A save takes longer, and has the same bytes."""
+    if staging_bytes is None:
+        monkeypatch.setattr(snapshot, "Arena", refuse)
     training = Training(device, 128)
     training.step()
     with AsyncSaver(tmp_path / "saves", staging_bytes=staging_bytes) as saver:
@@ -250,32 +271,8 @@ def test_with_little_staging_memory_a_call_waits(tmp_path: Path, device: torch.d
         saver.save(1, training.net, training.optimizer)
         for _ in range(3):
             training.step()
-    found = Training(device, 128)
-    load(tmp_path / "saves", found.net, found.optimizer)
-    assert differing(found.values(), expected) == []
-
-
-def test_without_staging_memory_a_call_waits(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The host has no memory left that could be pinned: a save takes longer, and has the same bytes."""
-
-    def refuse(total_bytes: int, *, is_pinned: bool) -> Arena:
-        if total_bytes:
-            raise CheckpointError("The staging memory cannot be pinned", found=f"CUDA error 2 for {total_bytes} B")
-        return Arena(0, is_pinned=False)
-
-    monkeypatch.setattr(snapshot, "Arena", refuse)
-    training = Training(device, 128)
-    training.step()
-    with AsyncSaver(tmp_path / "saves") as saver:
-        expected = training.values()
-        saver.save(1, training.net, training.optimizer)
-        training.step()
-    assert "steps will wait for the disk: The staging memory cannot be pinned, found CUDA error 2" in caplog.text
-    found = Training(device, 128)
-    load(tmp_path / "saves", found.net, found.optimizer)
-    assert differing(found.values(), expected) == []
+    assert ("cannot be pinned, found CUDA error 2" in caplog.text) == (staging_bytes is None)
+    assert_saved(tmp_path / "saves", training, expected)
 
 
 def test_one_state_has_one_file_on_every_device(tmp_path: Path, device: torch.device) -> None:
@@ -364,9 +361,7 @@ def test_a_save_that_finds_no_device_memory_fails_alone(
         saver.save(3, training.net, training.optimizer)
         training.step()
     assert sorted(path.name for path in (tmp_path / "saves").glob("iter_*")) == ["iter_0000001", "iter_0000003"]
-    found = Training(device, WIDTHS[device.type])
-    load(tmp_path / "saves", found.net, found.optimizer)
-    assert differing(found.values(), expected) == []
+    assert_saved(tmp_path / "saves", training, expected)
 
 
 def _exhaust(device: torch.device, patch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def main(command: Sequence[str]) -> int:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Build the device in a folder, and return the variables of a process that is to have it.
+    """Build the device, and return the variables of a process that is to have it, with what it reads in a folder.
 
     Raises:
         subprocess.CalledProcessError: if the compiler fails.
@@ -41,7 +41,7 @@ def variables(folder: Path) -> dict[str, str]:
     (package / "entry_points.txt").write_text(f"[torch.backends]\n{register.NAME} = {autoload.__name__}:begin\n")
     (folder / "sitecustomize.py").write_text(_NAMED)
     path = os.pathsep.join([str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, autoload.LIBRARY: str(register.build(folder))}
+    return {"PYTHONPATH": path, autoload.LIBRARY: str(register.build(_ROOT / "build"))}
 
 
 if __name__ == "__main__":

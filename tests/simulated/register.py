@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -39,25 +40,23 @@ def missing_reason() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library in a folder and return it.
+    """Compile the library in a folder, unless it is there, and return it.
 
     Raises:
         subprocess.CalledProcessError: if the compiler fails.
     """
-    package, library = Path(torch.__file__).parent, folder / "device.so"
+    package = Path(torch.__file__).parent
     include = package / "include"
+    library = folder / f"device-{sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
     # As torch itself is built: without NDEBUG its headers have assertions, one of which is wrong in torch 2.11.
-    command = [_COMPILER, "-O1", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-w"]
-    command += [str(_SOURCE), "-o", str(library)]
-    command += [
-        f"-I{include}",
-        f"-I{include / 'torch/csrc/api/include'}",
-        f"-L{package / 'lib'}",
-        "-lc10",
-        "-ltorch_cpu",
-    ]
-    subprocess.run(command, check=True)
-    return library
+    command = [_COMPILER, "-O1", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-w", str(_SOURCE)]
+    command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{package / 'lib'}"]
+    fresh = library.with_suffix(f".{os.getpid()}")
+    subprocess.run([*command, "-lc10", "-ltorch_cpu", "-o", str(fresh)], check=True)
+    return fresh.replace(library)
 
 
 def register(library: Path) -> torch.device:

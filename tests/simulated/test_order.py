@@ -68,27 +68,3 @@ def test_freed_memory_has_other_bytes_where_nobody_holds_it(device: torch.device
         found.append(float(target.sum()))
     assert found[0] != 100.0
     assert found[1] == 100.0
-
-
-def test_freed_memory_keeps_its_bytes_until_the_next_allocation(device: torch.device) -> None:
-    """FSDP2 frees gradients so: its stream for collectives waits for the optimizer's before the next allocation."""
-    module, current = torch.get_device_module(device), torch.accelerator.current_stream(device)
-    other, target = module.Stream(device), torch.zeros(100, device=device)
-    with module.stream(other):
-        source = torch.ones(100, device=device)
-    with register.held(current):
-        target.add_(source)
-        del source
-        other.synchronize()
-        other.wait_stream(current)
-        with module.stream(other):
-            torch.empty(100, device=device)
-    assert target.tolist() == [1.0] * 100
-
-
-def test_a_tensor_stays_on_the_device_of_its_number(device: torch.device) -> None:
-    torch.accelerator.set_device_index(0)
-    found = torch.ones(3, device=device) * 2 + torch.arange(3.0, device=device)
-    assert found.device == device
-    assert found.tolist() == [2.0, 3.0, 4.0]
-    assert torch.accelerator.memory_allocated(device) >= found.nbytes
