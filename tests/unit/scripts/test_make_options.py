@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-import pytest
-
 from scripts import make_options
 from trainer.config.schema import Config
-from trainer.config.train import TrainSection
 
 
 def keys(section: Any, prefix: str) -> set[str]:
@@ -35,9 +32,3 @@ def test_the_page_has_every_key_once_with_a_sentence() -> None:
     assert explained.keys() == known
     assert len([row for row in rows if "=" not in row[0]]) == len(known)
     assert {key for key, meaning in explained.items() if not meaning.endswith(".")} == set()
-
-
-def test_a_key_that_its_docstring_does_not_explain_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainSection, "__doc__", (TrainSection.__doc__ or "").replace("seq_length: ", "seq: "))
-    with pytest.raises(KeyError, match="seq_length"):
-        make_options.page()

@@ -72,6 +72,7 @@ def test_loads_are_bitwise_and_equal_topologies_equal_bits(results: Results) -> 
         assert results.resumed[variant, source, target].losses == results.straight[variant, source]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_is_one_that_composes(text: str) -> None:
     starts = dict(re.findall(r"^\| `(\w+)` \| `((?:reprise|torchrun) .*?)` \|$", text, re.M))
     straight, resume = (Template(block) for block in re.findall(r"^```\n(.*?)\n```$", text, re.M))
@@ -103,11 +104,3 @@ def _distinct(commands: dict[str, tuple[NamedTopology, list[str]]]) -> list[tupl
             keys = [*keys[:-1], SAVE_AGAIN]
         found.setdefault(chosen, (topology, keys))
     return list(found.values())
-
-
-def test_a_difference_is_shown_beside_the_loss(results: Results) -> None:
-    variant, source, target = next(iter(results.resumed))
-    changed = Results(dict(results.straight), dict(results.resumed))
-    changed.straight[variant, source] = (2.0, 1.5, 1.0)
-    changed.resumed[variant, source, target] = Resumed(is_bitwise=False, losses=(2.0, 1.25, 1.0))
-    assert f"| `{source}` | `{target}` **(other bytes)** | = | 1.25 (-2.5e-01) | = |\n" in page(changed)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.faults.power.block_log import Entry, LogKind, decode, encode, read
+from scripts.faults.power.block_log import Entry, LogKind, encode, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.faults.power.recording import Recording, StartDisk, saved_in
-from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival, copy_sparse, survivors
-from scripts.faults.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
+from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival
+from scripts.faults.soak_power import cut_in_the_middle, lost, recorded_saves
 
 PAGE = 4096
 DISK_NODE, SAID_NODE = 2, 3
@@ -52,11 +52,6 @@ class TestTheLog:
         path.write_bytes(b"".join(map(encode, log)))
         assert [Entry(found.kind, found.at, bytes(found.data)) for found in read(path)] == log
 
-    def test_an_entry_that_is_cut_off_is_left_out(self) -> None:
-        data = encode(Entry(LogKind.FLUSH, 0)) + encode(Entry(LogKind.WRITE, 0, page("a")))
-        for end in (len(data) - 1, len(data) - PAGE, len(data) - PAGE - 1):
-            assert [entry.kind for entry in decode(data[:end])] == [LogKind.FLUSH]
-
 
 class TestTheLoggedDisk:
     @pytest.fixture
@@ -90,11 +85,6 @@ class TestTheLoggedDisk:
         reading = Request(Opcode.READ, 3, DISK_NODE, struct.pack("<QQIIQII", 0, PAGE, PAGE, 0, 0, 0, 0))
         assert disk.answer_all([reading])[0][16:] == page("a") == image.read_bytes()[PAGE : 2 * PAGE]
         assert [bytes(entry.data) for entry in read(tmp_path / "log")] == [page("a"), b"saved\n"]
-
-    def test_unsupported_requests_are_refused_and_silent_ones_pass(self, disk: LoggedDisk) -> None:
-        fallocate = Request(43, 7, DISK_NODE, b"")
-        forget = Request(Opcode.FORGET, 8, DISK_NODE, b"")
-        assert [struct.unpack("<IiQ", answer) for answer in disk.answer_all([fallocate, forget])] == [(16, -38, 7)]
 
 
 class TestACut:
@@ -141,14 +131,6 @@ class TestACut:
         assert len(seen) == 8
         assert torn > 10
 
-    def test_the_same_cut_makes_the_same_disk(self, tmp_path: Path) -> None:
-        cut = PowerCut(5, Survival.some, 11)
-        assert disk_after(list(self.LOG), cut, tmp_path) == disk_after(list(self.LOG), cut, tmp_path)
-
-    def test_of_two_writes_to_one_place_the_later_one_lies_on_top(self) -> None:
-        writes = [Entry(LogKind.WRITE, 0, page("a")), Entry(LogKind.WRITE, 0, page("b"))]
-        assert [bytes(data[:1]) for _, data in survivors(writes, PowerCut(2, Survival.all, 0))] == [b"a", b"b"]
-
     def test_a_log_makes_the_disks_of_many_cuts_on_the_way(self, tmp_path: Path) -> None:
         flushed, image = tmp_path / "many", tmp_path / "image"
         flushed.write_bytes(bytes(4 * PAGE))
@@ -161,19 +143,6 @@ class TestACut:
                 found = image.read_bytes()
                 assert found == disk_after(list(self.LOG), cut, tmp_path)
         replay.close()
-
-    def test_a_copy_has_the_holes_of_the_file(self, tmp_path: Path) -> None:
-        source, target = tmp_path / "source", tmp_path / "target"
-        with source.open("wb") as file:
-            file.truncate(64 << 20)
-            file.seek(32 << 20)
-            file.write(page("a"))
-        copy_sparse(source, target)
-        assert target.stat().st_size == 64 << 20
-        assert target.stat().st_blocks * 512 < 1 << 20
-        with target.open("rb") as file:
-            file.seek((32 << 20) - 1)
-            assert file.read(PAGE + 2) == b"\0" + page("a") + b"\0"
 
 
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="mkfs.ext4 is not installed")
@@ -243,13 +212,3 @@ class TestWhatIsLookedFor:
         others = [b'{"iteration": 5}', b'{"iteration": 6, "event": "evaluation"}', b"[1]", b"7", bytes(9), b"\xff"]
         metrics.write_bytes(b"\n".join([save % 2, *others, save % 4, save[:20]]))
         assert recorded_saves(metrics) == [2, 4]
-
-    def test_cuts_follow_the_log_and_many_come_right_after_a_save(self) -> None:
-        log = [Entry(LogKind.FLUSH, 0)] * 50
-        found = list(cuts(Recording(StartDisk(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
-        places = [cut.entries for cut in found]
-        assert places == sorted(places)
-        assert (places[0], places[-1]) == (0, 50)
-        assert len(set(places)) > 40
-        assert places.count(11) + places.count(31) >= 100
-        assert {cut.survival for cut in found} == set(Survival)
