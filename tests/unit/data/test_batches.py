@@ -13,23 +13,16 @@ from hypothesis import strategies as st
 
 from reprise.errors import DataError
 from tests.fakes import tokens_in_memory
+from tests.messages import refused
 from tests.profiles import examples
-from trainer.data.batches import Samples, micro_batch_positions
+from trainer.data.batches import Samples
 from trainer.data.documents import WindowForm
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
-from trainer.data.token_file import TokenFile, open_token_file, write_token_file
+from trainer.data.token_file import TokenFile
 
 
 def token_file(*tokens: int, dtype: type = np.uint16, name: str = "a.bin") -> TokenFile:
     return tokens_in_memory(np.array(tokens, dtype=dtype), name=name)
-
-
-def test_windows_overlap_by_one_token_and_drop_a_partial_one() -> None:
-    samples = Samples([token_file(*range(10))], seq_length=4)
-    assert samples.count == 2
-    windows = samples.windows(np.array([1, 0, 1]))
-    assert windows.dtype == np.int64
-    assert windows.tolist() == [[4, 5, 6, 7, 8], [0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), seq_length=st.integers(1, 12))
@@ -46,7 +39,10 @@ def test_windows_never_cross_files_and_use_each_target_once(sizes: list[int], se
         return
     samples = Samples(files, seq_length=seq_length)
     assert samples.count == len(expected)
-    assert samples.windows(np.arange(samples.count)).tolist() == expected
+    for order in (slice(None), slice(None, None, -1), slice(0)):
+        windows = samples.windows(np.arange(samples.count)[order])
+        assert windows.dtype == np.int64
+        assert windows.tolist() == expected[order]
 
 
 @pytest.mark.parametrize("ids", [[-1], [2], [0, 1, 2], [2**40]])
@@ -56,16 +52,11 @@ def test_a_sample_out_of_range_is_refused(ids: list[int]) -> None:
         samples.windows(np.array(ids))
 
 
-def test_no_samples_asked_for_gives_no_rows() -> None:
-    samples = Samples([token_file(*range(10))], seq_length=4)
-    assert samples.windows(np.empty(0, dtype=np.int64)).shape == (0, 5)
-
-
 def test_data_without_a_sample_is_refused_with_the_tokens_needed() -> None:
     files = [token_file(1, 2, 3, name="x.bin"), token_file(*range(8), name="y.bin")]
-    with pytest.raises(DataError, match=r"x\.bin, y\.bin.*at least 9 tokens.*at most 8 tokens"):
+    with refused(DataError, "x.bin, y.bin", "9 tokens", "8 tokens"):
         Samples(files, seq_length=8)
-    with pytest.raises(DataError, match="no files"):
+    with refused(DataError):
         Samples([], seq_length=8)
 
 
@@ -85,27 +76,7 @@ def test_files_that_give_no_sample_are_named(
     assert f"{tmp_path}/exact.bin" not in caplog.text
 
 
-def test_windows_read_from_a_file_on_disk(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    write_token_file(path, [np.arange(100_000)], dtype=np.uint32)
-    samples = Samples([open_token_file(path)], seq_length=1000)
-    assert samples.count == 99
-    assert samples.windows(np.array([98]))[0].tolist() == list(range(98_000, 99_001))
-
-
 factors = st.integers(1, 6)
-
-
-@given(consumed=st.integers(0, 10**12), count=factors, size=factors)
-def test_an_iteration_reads_each_position_once(consumed: int, count: int, size: int) -> None:
-    batches = [micro_batch_positions(consumed, number=number, micro_batch_size=size) for number in range(count)]
-    assert [position for batch in batches for position in batch] == list(range(consumed, consumed + count * size))
-
-
-@pytest.mark.parametrize(("consumed", "number", "micro_batch_size"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0)])
-def test_impossible_micro_batches_are_refused(consumed: int, number: int, micro_batch_size: int) -> None:
-    with pytest.raises(ValueError, match="impossible micro batch"):
-        micro_batch_positions(consumed, number=number, micro_batch_size=micro_batch_size)
 
 
 @examples(60)
@@ -122,7 +93,7 @@ def test_windows_of_documents_cover_each_target_once(files: list[list[int]], seq
                 for start in range(0, len(document) - 1, seq_length):
                     expected.append(document[start : start + seq_length + 1].tolist())
         if not expected:
-            with pytest.raises(DataError, match=r"a document of at least 2 tokens, found at most (0 tokens|1 token)\."):
+            with pytest.raises(DataError, match="2 tokens"):
                 Samples(opened, seq_length=seq_length, per_document=True)
             return
         samples = Samples(opened, seq_length=seq_length, per_document=True)

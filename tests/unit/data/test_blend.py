@@ -14,7 +14,6 @@ from tests.profiles import examples
 from tests.sample_order import sample_ids
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend, places_of
-from trainer.data.order import sample_ids_at
 
 decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number: Fraction(number, 100))
 weights = st.lists(decimals, min_size=1, max_size=12)
@@ -74,14 +73,6 @@ def test_the_order_of_a_blend_never_changes() -> None:
 def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
     with pytest.raises(ValueError, match="positive weights"):
         Blend(weights)
-
-
-@examples(40)
-@given(size=st.integers(1, 300), first=st.integers(0, 10**6), seed=st.integers(0, 2**64))
-def test_positions_one_by_one_have_the_order_of_ranges(size: int, first: int, seed: int) -> None:
-    positions = np.arange(first, first + 50)
-    found = sample_ids_at(positions, epoch_sizes=np.full(50, size), seed=seed)
-    assert found.tolist() == sample_ids(first, 50, epoch_size=size, seed=seed).tolist()
 
 
 def source(number: int, count: int) -> Samples:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import random
+import shutil
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from reprise.errors import DataError
-from trainer.commands import generate
+from tests.messages import refused
+from tests.unit.data import doors
+from tests.unit.data.doors import tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import blocks
 from trainer.data.blocks import TextForm
-from trainer.data.corpus import prepare
 from trainer.data.cuts import cuts_of
 from trainer.data.prepared import PrepareOptions, write_prepared
-from trainer.data.section import DataKind, DataSection
-from trainer.data.text import Document, load_encoder, open_encoder, split_documents, text_sources
-from trainer.data.token_file import open_token_file
+from trainer.data.text import open_encoder, prompt_tokens, split_documents, text_sources
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -228,45 +227,26 @@ def written(folder: Path, content: str, settings: Sequence[str] = ()) -> Path:
     return path
 
 
+def at_every_cut(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of the parts of a text that is cut wherever it may be."""
+    rest, parts = bytearray(text.encode()), []
+    while place := cuts_of(tokenizer).last(rest, 0):
+        parts.append(rest[place:].decode())
+        del rest[place:]
+    encodings = tokenizer.encode_batch([rest.decode(), *reversed(parts)], add_special_tokens=False)
+    return [token for encoding in encodings for token in encoding.ids]
+
+
 def whole(content: str, text: str) -> list[int]:
     """Return the tokens of a text in one call, without truncation, padding and dropout."""
     ids: list[int] = Tokenizer.from_str(content).encode(text, add_special_tokens=False).ids
     return ids
 
 
-def tokens(path: Path) -> list[int]:
-    return [int(token) for token in open_token_file(path).read()]
-
-
 def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
-    """Return the tokens that `prepare-data` makes of `text.txt` in blocks, without the end of text."""
+    """Return the tokens that `prepare-data` makes of `text.txt` in blocks."""
     options = PrepareOptions(TextForm.text, tokenizer=path, block_bytes=block_bytes)
-    made = write_prepared(folder / "out", [folder / "text.txt"], options, workers=1)
-    found = tokens(made.sides[0].files[0])
-    assert found.pop() == made.end_of_text
-    return found
-
-
-def trained_on(folder: Path, path: Path) -> list[int]:
-    """Return the tokens of `data=text`, of both of its sides."""
-    section = DataSection(kind=DataKind.text, path=str(folder / "text.txt"), tokenizer=str(path), valid_fraction=0.25)
-    corpus = prepare(section, cache=folder / "cache")
-    return [*tokens(corpus.train[0]), *tokens(corpus.valid[0])]
-
-
-def prompted(path: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the tokens of a prompt that `generate` gives to the model."""
-    prompts: list[list[int]] = []
-
-    def continue_with(_model: object, prompt: list[int], _sampling: object, *, max_new_tokens: int) -> list[int]:
-        prompts.append(prompt)
-        return []
-
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=10_000))
-    monkeypatch.setattr(generate, "open_model", lambda *_, **__: (model, path.parent))
-    monkeypatch.setattr(generate, "continue_with", continue_with)
-    assert generate.main([str(path.parent), "--prompt", prompt]) == 0
-    return prompts[0]
+    return tokens_of(write_prepared(folder / "out", [folder / "text.txt"], options, workers=1).sides[0].files)
 
 
 def test_the_table_has_every_component_of_the_package() -> None:
@@ -277,84 +257,59 @@ def test_the_table_has_every_component_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_every_component_gives_the_tokens_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    content, raw = trained(name), text(400)
-    path, end = written(tmp_path, content, SETTINGS), 0
-    (tmp_path / "text.txt").write_text(raw, newline="")
-    assert prepared(tmp_path, path, 20) == whole(content, raw)
-    sides = [
-        document.text.decode()
-        for side in split_documents(text_sources(str(tmp_path / "text.txt")), 0.25)
-        for document in side
-    ]
+def test_every_component_gives_the_tokens_of_the_whole(tmp_path: Path, name: str) -> None:
+    content, raw, end = trained(name), text(400), 0
+    path, source = written(tmp_path, content, SETTINGS), tmp_path / "text.txt"
+    source.write_text(raw, newline="")
+    assert prepared(tmp_path, path, 20) == [*whole(content, raw), end]
+    sides = [document.text.decode() for side in split_documents(text_sources(str(source)), 0.25) for document in side]
     assert "".join(sides) == raw
-    assert trained_on(tmp_path, path) == [token for side in sides for token in [*whole(content, side), end]]
-    assert prompted(path, raw, monkeypatch) == whole(content, raw)
+    tokens = doors.trained(tmp_path, source, tokenizer=str(path), valid_fraction=0.25)
+    assert tokens == [token for side in sides for token in [*whole(content, side), end]]
+    assert prompt_tokens(open_encoder(path), raw, 10_000) == whole(content, raw)
 
 
 def test_tokenizers_in_use_are_cut() -> None:
     obstacles = {name: cuts_of(Tokenizer.from_str(trained(name))).obstacle for name in COMPONENTS}
     assert {name for name in CUT if obstacles[name]} == set()
     assert obstacles["pre_tokenizer Metaspace always"] == "pre_tokenizer Metaspace"
-    assert obstacles["normalizer Strip"] == "normalizer Strip"
-    assert obstacles["pre_tokenizer none"] == "pre_tokenizer null"
     assert obstacles["pre_tokenizer Digits"] == "pre_tokenizer Digits"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_is_switched_off_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], setting: str
+def test_settings_are_switched_off_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     content = trained("pre_tokenizer ByteLevel")
-    plain, path = written(tmp_path, content).read_bytes(), written(tmp_path, content, [setting])
-    assert path.read_bytes() != plain
+    labels = {open_encoder(written(tmp_path, content)).label}
+    assert not caplog.messages
     raw = "\n".join(text(60, seed) for seed in range(40))
     (tmp_path / "text.txt").write_text(raw, newline="")
-    arguments = [f"{tmp_path}/text.txt", "--output", f"{tmp_path}/out", "--tokenizer", str(path), "--workers", "2"]
-    assert main(arguments) == 0
-    assert tokens(tmp_path / "out/train_000000.bin") == [*whole(content, raw), 0]
-    assert load_encoder(path).encode(Document(path, raw.encode())).tolist() == whole(content, raw)
-    lines = [*caplog.messages, *capfd.readouterr().err.splitlines()]
-    assert [line for line in lines if setting in line] == [f"{path}: texts are encoded without its {setting}"]
-
-
-def test_a_tokenizer_without_settings_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    open_encoder(written(tmp_path, trained("pre_tokenizer ByteLevel")))
-    assert not caplog.messages
-
-
-def test_the_cache_has_another_name_for_other_tokens(tmp_path: Path) -> None:
-    content = trained("pre_tokenizer ByteLevel")
-    labels = {open_encoder(written(tmp_path, content, settings)).label for settings in ([], ["padding"], ["dropout"])}
+    for setting in SETTINGS:
+        path = written(tmp_path, content, [setting])
+        command = [f"{tmp_path}/text.txt", "--output", f"{tmp_path}/{setting}", "--tokenizer", str(path)]
+        assert main([*command, "--workers", "2"]) == 0
+        assert tokens_of([tmp_path / setting / "train_000000.bin"]) == [*whole(content, raw), 0]
+        labels.add(open_encoder(path).label)
+        lines = [*caplog.messages, *capfd.readouterr().err.splitlines()]
+        assert len([line for line in lines if setting in line]) == 1
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "?"}')
     labels.add(open_encoder(written(tmp_path, content)).label)
-    assert len(labels) == 4
+    assert len(labels) == 5, "the cache has another name for other tokens"
 
 
-@pytest.mark.parametrize(
-    ("name", "obstacle"), [("normalizer Prepend", "normalizer Prepend"), ("pre_tokenizer none", "pre_tokenizer null")]
-)
-def test_a_text_too_long_to_be_whole_names_the_component(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, obstacle: str
-) -> None:
-    path = written(tmp_path, trained(name))
-    (tmp_path / "text.txt").write_text("x \n" * 2000)
+def test_a_text_too_long_to_be_whole_names_what_hinders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
-    with pytest.raises(DataError, match=rf"text\.txt.*at most 4000 bytes.*{obstacle}.*JSON lines"):
-        prepared(tmp_path, path, 100)
-    assert len(prepared(tmp_path, written(tmp_path, trained("pre_tokenizer ByteLevel")), 100)) > 2000
-
-
-def test_bytes_and_long_words_take_the_memory_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
-    (tmp_path / "text.txt").write_text("x" * 10_000)
-    options = PrepareOptions(TextForm.text, block_bytes=100)
-    made = write_prepared(tmp_path / "bytes", [tmp_path / "text.txt"], options, workers=1)
-    assert tokens(made.sides[0].files[0]) == [*b"x" * 10_000, 256]
-    with pytest.raises(DataError, match="letter or digit before white space"):
-        prepared(tmp_path, written(tmp_path, trained("pre_tokenizer ByteLevel")), 100)
+    source, level = tmp_path / "text.txt", "pre_tokenizer ByteLevel"
+    source.write_text("x \n" * 2000)
+    for name, obstacle in (("normalizer Prepend", "normalizer Prepend"), ("pre_tokenizer none", "pre_tokenizer null")):
+        with refused(DataError, "text.txt", "4000", obstacle):
+            prepared(tmp_path, written(tmp_path, trained(name)), 100)
+    assert len(prepared(tmp_path, written(tmp_path, trained(level)), 100)) > 2000
+    source.write_text("x" * 10_000)
+    assert doors.prepared(tmp_path / "bytes", source) == [*b"x" * 10_000, 256]
+    shutil.rmtree(tmp_path / "out")
+    with refused(DataError, "text.txt"):
+        prepared(tmp_path, written(tmp_path, trained(level)), 100)
 
 
 ADDED = {
@@ -378,36 +333,6 @@ def test_an_added_token_across_cuts_allows_none(case: str) -> None:
     assert cuts_of(made).obstacle == obstacle
     raw = text(300) + " ban an<|b|>  n x bn\u00a0x ana  \n"
     assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", COMPONENTS)
-def test_a_real_block_of_every_component(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
-) -> None:
-    content, raw = trained(name), text(60_000)
-    path = written(tmp_path, content, [setting])
-    (tmp_path / "text.txt").write_text(raw, newline="")
-    assert len(raw.encode()) > blocks.BLOCK_BYTES * 9 // 8
-    assert (
-        main([f"{tmp_path}/text.txt", "--output", f"{tmp_path}/out", "--tokenizer", str(path), "--workers", "1"]) == 0
-    )
-    assert tokens(tmp_path / "out/train_000000.bin") == [*whole(content, raw), 0]
-    assert trained_on(tmp_path, path).count(0) == 2
-    assert prompted(path, raw, monkeypatch) == whole(content, raw)
-
-
-def at_every_cut(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of the parts of a text that is cut wherever it may be."""
-    rest, ids = bytearray(text.encode()), []
-    parts = []
-    while place := cuts_of(tokenizer).last(rest, 0):
-        parts.append(rest[place:].decode())
-        del rest[place:]
-    for part in [rest.decode(), *reversed(parts)]:
-        ids += tokenizer.encode(part, add_special_tokens=False).ids
-    return ids
 
 
 ATOMS = (
@@ -472,8 +397,10 @@ def drawn_tokenizer(seed: int) -> Tokenizer:
     return made
 
 
-def compare_drawn(seeds: range) -> int:
-    """Compare the tokens of cut texts for random tokenizers, and return how many of them allow a cut."""
+@pytest.mark.parametrize(
+    ("seeds", "least"), [(range(60), 3), pytest.param(range(60, 3000), 150, marks=pytest.mark.nightly)]
+)
+def test_random_tokenizers_give_the_same_tokens_cut(seeds: range, least: int) -> None:
     count = 0
     for seed in seeds:
         made = drawn_tokenizer(seed)
@@ -481,13 +408,4 @@ def compare_drawn(seeds: range) -> int:
             count += 1
             raw = text(300, seed)
             assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids, made.to_str()[:2000]
-    return count
-
-
-def test_random_tokenizers_give_the_same_tokens_cut() -> None:
-    assert compare_drawn(range(60)) > 3
-
-
-@pytest.mark.nightly
-def test_many_random_tokenizers_give_the_same_tokens_cut() -> None:
-    assert compare_drawn(range(60, 3000)) > 150
+    assert count > least

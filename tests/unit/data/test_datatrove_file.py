@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from reprise.errors import DataError
+from tests.messages import refused
 from trainer.data.batches import Samples
 from trainer.data.datatrove_file import open_datatrove_file
-from trainer.data.documents import BEGINS, DocumentMarks
+from trainer.data.documents import DocumentMarks
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import open_token_file
 
@@ -43,20 +44,9 @@ def test_tokens_and_documents_are_read(tmp_path: Path, token_bytes: int, describ
     assert file.documents.borders().tolist() == [0, 3, 3, 5, 6]
     assert file.documents.begins(0, 6) == [0, 3, 5]
     assert file.documents.begins(1, 5) == [3]
-
-
-def test_a_file_of_a_task_without_documents_is_read(tmp_path: Path) -> None:
-    file = open_datatrove_file(by_hand(tmp_path, []))
-    assert file.count == 0
-    assert file.documents is not None
-    assert file.documents.borders().tolist() == [0]
-
-
-def test_windows_keep_the_documents_of_the_index(tmp_path: Path) -> None:
-    file = open_datatrove_file(by_hand(tmp_path, DOCUMENTS))
-    windows = Samples([file], seq_length=5, marks=DocumentMarks(None)).windows(np.arange(1))
-    assert np.flatnonzero(windows[0] >= BEGINS).tolist() == [0, 3, 5]
-    assert Samples([file], seq_length=2, per_document=True).windows(np.arange(2))[:, 0].tolist() == [1, 3]
+    empty = open_datatrove_file(by_hand(tmp_path, []))
+    assert empty.documents is not None
+    assert (empty.count, empty.documents.borders().tolist()) == (0, [0])
 
 
 def test_samples_are_those_of_megatron_with_the_same_documents(tmp_path: Path) -> None:
@@ -77,28 +67,28 @@ def index_of(path: Path, *ends: int) -> None:
 
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: path.unlink(), "No such file"),
-    (lambda path: path.write_bytes(path.read_bytes()[:6]), "expected 6 tokens of 2 bytes.*found 6 bytes"),
+    (lambda path: path.unlink(), "00000_tokens.ds"),
+    (lambda path: path.write_bytes(path.read_bytes()[:6]), "found 6 bytes"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1]), "found 11 bytes"),
-    (lambda path: Path(f"{path}.index").unlink(), r"no index beside it.*00000_tokens\.ds\.index"),
-    (lambda path: Path(f"{path}.index").write_bytes(b"123"), "8 bytes for each document, found 3 bytes"),
-    (lambda path: index_of(path, 3, 7), "expected 7 tokens of 2 bytes"),
-    (lambda path: index_of(path, 2**64 - 1), "expected -1 tokens"),
+    (lambda path: Path(f"{path}.index").unlink(), "00000_tokens.ds.index"),
+    (lambda path: Path(f"{path}.index").write_bytes(b"123"), "found 3 bytes"),
+    (lambda path: index_of(path, 3, 7), "7 tokens of 2 bytes"),
+    (lambda path: index_of(path, 2**64 - 1), "-1 tokens"),
     (lambda path: index_of(path, 2**63 + 6), "found 12 bytes"),
-    (lambda path: index_of(path), "expected 0 tokens"),
-    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|4\n6\n6 T"), "expected 6 tokens of 4 bytes"),
-    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|3\n6\n6 T"), "description.*damaged.*found b'3'"),
-    (lambda path: Path(f"{path}.metadata").write_bytes(bytes(1 << 20)), "larger than"),
-    (lambda path: Path(f"{path}.loss").write_bytes(bytes(6)), "Loss masks lie beside"),
-    (lambda path: (Path(f"{path}.index").unlink(), os.mkfifo(f"{path}.index")), "cannot be read"),
+    (lambda path: index_of(path), "0 tokens"),
+    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|4\n6\n6 T"), "6 tokens of 4 bytes"),
+    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|3\n6\n6 T"), "b'3'"),
+    (lambda path: Path(f"{path}.metadata").write_bytes(bytes(1 << 20)), ".metadata"),
+    (lambda path: Path(f"{path}.loss").write_bytes(bytes(6)), ".loss"),
+    (lambda path: (Path(f"{path}.index").unlink(), os.mkfifo(f"{path}.index")), ".index"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+@pytest.mark.parametrize(("damage", "word"), DAMAGE, ids=range(len(DAMAGE)))
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Path], object], word: str) -> None:
     path = by_hand(tmp_path, DOCUMENTS)
     damage(path)
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, word):
         open_datatrove_file(path)
 
 
@@ -108,20 +98,11 @@ def test_an_index_that_does_not_increase_is_refused(tmp_path: Path, ends: tuple[
     index_of(path, *ends)
     documents = open_datatrove_file(path).documents
     assert documents is not None
-    with pytest.raises(DataError, match="index of documents is damaged"):
-        documents.borders()
-    with pytest.raises(DataError, match="index of documents is damaged"):
-        documents.begins(0, 6)
-
-
-def test_half_of_a_file_of_wide_tokens_is_no_file_of_narrow_ones(tmp_path: Path) -> None:
-    path = by_hand(tmp_path, DOCUMENTS, token_bytes=4)
-    path.write_bytes(path.read_bytes()[:12])
-    with pytest.raises(DataError, match="expected 6 tokens of 4 bytes"):
-        open_datatrove_file(path)
+    for look in (documents.borders, lambda: documents.begins(0, 6)):
+        with refused(DataError, ".index"):
+            look()
 
 
 def test_a_reader_of_token_files_names_the_kind_of_these(tmp_path: Path) -> None:
-    path = by_hand(tmp_path, [list(range(1024))])
-    with pytest.raises(DataError, match="data=datatrove"):
-        open_token_file(path)
+    with refused(DataError, "data=datatrove"):
+        open_token_file(by_hand(tmp_path, [list(range(1024))]))

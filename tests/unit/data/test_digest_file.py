@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import device
 from reprise.channel import single_rank_channel
 from reprise.errors import DataError
 from tests.harness import TINY, compose
+from tests.messages import refused
 from trainer.data.digest_file import SUFFIX, beside, digest_of, in_cache
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
@@ -68,15 +70,10 @@ def test_the_second_look_takes_what_the_first_has_found(path: Path, tmp_path: Pa
     assert look(path, tmp_path) == (expected, False)
     assert sorted(found.name for found in path.parent.iterdir()) == [".a.bin.digest", "a.bin"]
     assert not (tmp_path / "cache").exists()
-
-
-def test_full_reads_again_and_replaces_what_was_kept(path: Path, tmp_path: Path) -> None:
-    expected, _ = look(path, tmp_path)
     good = beside(path).read_bytes()
     beside(path).write_bytes(b"")
-    assert look(path, tmp_path, read_again=True) == (expected, True)
+    assert look(path, tmp_path, read_again=True) == look(path, tmp_path, read_again=True) == (expected, True)
     assert beside(path).read_bytes() == good
-    assert look(path, tmp_path, read_again=True) == (expected, True)
 
 
 def test_a_file_that_cannot_have_one_beside_has_it_in_the_cache(path: Path, tmp_path: Path) -> None:
@@ -86,12 +83,8 @@ def test_a_file_that_cannot_have_one_beside_has_it_in_the_cache(path: Path, tmp_
     assert look(path, tmp_path) == (expected, False)
     kept = in_cache(path, path.stat(), tmp_path / "cache/digests", SUFFIX)
     assert [found for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [kept]
-
-
-def test_where_nothing_can_be_kept_the_tokens_are_read_each_time(path: Path, tmp_path: Path) -> None:
-    beside(path).mkdir()
+    shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("no folder")
-    expected = scan(open_token_file(path))
     assert look(path, tmp_path) == look(path, tmp_path) == (expected, True)
 
 
@@ -163,7 +156,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(path: Path, tmp_p
 
     file = open_token_file(path)
     file.__class__ = Written
-    with pytest.raises(DataError, match=r"written to while it was read.*a\.bin"):
+    with refused(DataError, "a.bin"):
         digest_of(file, cache=tmp_path / "cache")
     assert not beside(path).exists()
 
@@ -184,21 +177,18 @@ def test_no_digest_is_kept_of_a_file_changed_in_the_same_tick(path: Path, tmp_pa
     assert not list(tmp_path.rglob("*.digest*"))
 
 
-@pytest.mark.parametrize(("verify", "is_read"), [("sidecar", False), ("full", True)])
-def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path, verify: str, is_read: bool) -> None:
+def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 256, 8 << 20)
     for number, name in enumerate(("train.bin", "valid.bin")):
         write_token_file(tmp_path / name, [tokens[number:]], dtype=np.uint16)
-    files = [f"data.train={tmp_path}/train.bin", f"data.valid={tmp_path}/valid.bin", "train.eval_interval=2"]
-    config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *files, f"data.verify={verify}"])
+    keys = [f"data.train={tmp_path}/train.bin", f"data.valid={tmp_path}/valid.bin", "train.eval_interval=2"]
     cluster = Cluster(0, 1, device("cpu"), 1, single_rank_channel(), "nonce")
-
-    def start() -> tuple[str, int]:
+    starts = []
+    for verify in ("sidecar", "sidecar", "full"):
+        config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *keys, f"data.verify={verify}"])
         before = bytes_read()
-        return open_data(config, cluster).fingerprint, bytes_read() - before
-
-    first, first_bytes = start()
-    second, second_bytes = start()
-    assert first == second
-    assert first_bytes > 32 << 20
-    assert (second_bytes > 32 << 20) if is_read else (second_bytes < 1 << 20)
+        starts.append((open_data(config, cluster).fingerprint, bytes_read() - before))
+    (first, first_bytes), (second, second_bytes), (third, third_bytes) = starts
+    assert first == second == third
+    assert min(first_bytes, third_bytes) > 32 << 20
+    assert second_bytes < 1 << 20

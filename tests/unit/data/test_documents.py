@@ -8,7 +8,6 @@ from torch import Tensor
 
 from models.build import build_model
 from models.config import Stage
-from models.layers import attention_mask
 from models.network import Model
 from tests.unit.model_samples import FAMILIES, fill, random_values
 from trainer.data.documents import BEGINS, ModelInputs, WindowForm
@@ -42,12 +41,6 @@ def test_windows_are_split_into_tokens_targets_and_starts() -> None:
     assert inputs.starts[0].tolist() == [0] * 13 + [13] + [14] * 16 + [30] * 10
     assert inputs.starts[1].tolist() == [0] * LENGTH
     assert WindowForm().split(windows()).keywords() == {}
-
-
-def test_a_token_attends_to_its_document_up_to_itself() -> None:
-    mask = attention_mask(torch.tensor([[0, 0, 2, 2]]))
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert mask[0, 0].int().tolist() == expected
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
+from tests.messages import refused
 from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import DataKind, DataSection
@@ -57,10 +58,7 @@ def test_any_tokens_decode_to_the_same_text(tokens: list[int]) -> None:
 def test_a_run_on_bytes_saves_the_tokenizer_of_bytes(section: DataSection) -> None:
     assert files(section)["tokenizer.json"] == bytes_tokenizer()
     assert (config(section)["eos_token"], config(section)["model_max_length"]) == ("<|endoftext|>", 32)
-
-
-def test_token_files_whose_tokenizer_is_not_named_save_none() -> None:
-    assert files(TOKENS) == {}
+    assert files(TOKENS) == {}, "no tokenizer is named"
 
 
 def test_nothing_that_is_saved_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,24 +68,31 @@ def test_nothing_that_is_saved_needs_the_package(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert files(section, eos=0)["tokenizer.json"] == Path(str(section.tokenizer)).read_bytes()
     assert open_encoder(saved).label == bytes_encoder().label
-    with pytest.raises(DataError, match="tokenizers package"):
+    with refused(DataError, "pip install tokenizers"):
         open_encoder(str(section.tokenizer))
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_a_copy_adds_no_token_that_the_run_does_not_train_on(tmp_path: Path, *, is_nested: bool) -> None:
+def test_a_copy_gives_the_tokens_that_the_run_trains_on(tmp_path: Path, *, is_nested: bool) -> None:
+    """It neither adds a token, nor truncates, pads or drops out."""
+    section = written(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(section.tokenizer))
+    ids = theirs.encode("so it is, and so it is").ids
     end = "<|endoftext|>"
-    single = [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    adds = {"type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}]}
-    adds["special_tokens"] = {end: {"id": end, "ids": [0], "tokens": [end]}}
-    level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    processor = {"type": "Sequence", "processors": [level, adds]} if is_nested else adds
-    section = written(tmp_path, {"post_processor": processor})
-    theirs, ours = Path(str(section.tokenizer)).read_bytes(), files(section, eos=0)["tokenizer.json"]
-    ids = prompt_tokens(open_encoder(section.tokenizer), "so", 300)
-    assert tokenizers.Tokenizer.from_buffer(theirs).encode("so").ids[0] == 0
-    assert tokenizers.Tokenizer.from_buffer(ours).encode("so").ids == ids
-    assert json.loads(ours) == {**json.loads(theirs), "post_processor": None}
+    adds = tokenizers.processors.TemplateProcessing(single=f"{end} $A", pair=f"{end} $A $B", special_tokens=[(end, 0)])
+    level = tokenizers.processors.ByteLevel()
+    theirs.post_processor = tokenizers.processors.Sequence([level, adds]) if is_nested else adds
+    assert theirs.encode("so").ids[0] == 0
+    theirs.enable_truncation(3)
+    theirs.enable_padding(length=40)
+    theirs.model.dropout = 0.9
+    theirs.save(str(section.tokenizer))
+    content = files(section, eos=0)["tokenizer.json"]
+    copy = tokenizers.Tokenizer.from_buffer(content)
+    assert [copy.encode("so it is, and so it is").ids for _ in range(9)] == [ids] * 9
+    assert prompt_tokens(open_encoder(section.tokenizer), "so it is, and so it is", 300) == ids
+    Path(str(section.tokenizer)).write_bytes(content)
+    assert files(section, eos=0)["tokenizer.json"] == content
 
 
 def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,21 +106,6 @@ def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest
     assert "model.eos_token_id=256" in caplog.text
     assert "0 (<|endoftext|>)" in caplog.text
     assert "set model.bos_token_id=0 model.eos_token_id=0" in caplog.text
-
-
-def test_a_copy_neither_truncates_nor_pads_nor_drops_out(tmp_path: Path) -> None:
-    section = written(tmp_path)
-    path = Path(str(section.tokenizer))
-    spoiled = tokenizers.Tokenizer.from_file(str(path))
-    ids = spoiled.encode("so it is, and so it is").ids
-    spoiled.enable_truncation(3)
-    spoiled.enable_padding(length=40)
-    spoiled.model.dropout = 0.9
-    spoiled.save(str(path))
-    copy = tokenizers.Tokenizer.from_buffer(files(section, eos=0)["tokenizer.json"])
-    assert [copy.encode("so it is, and so it is").ids for _ in range(9)] == [ids] * 9
-    path.write_bytes(copy.to_str().encode())
-    assert files(section, eos=0)["tokenizer.json"] == path.read_bytes()
 
 
 def vocabulary(folder: Path, *, special: str, eos: object = None) -> DataSection:
@@ -161,7 +151,7 @@ def test_a_text_ends_as_configured_or_with_a_special_token(
 def test_an_end_of_text_that_no_token_is_is_refused(tmp_path: Path, eos: object) -> None:
     section = vocabulary(tmp_path, special="<|endoftext|>", eos=eos)
     for open_it in (lambda: open_encoder(section.tokenizer), lambda: files(section)):
-        with pytest.raises(DataError, match=r"(?s)tokenizer_config\.json"):
+        with refused(DataError, "tokenizer_config.json"):
             open_it()
 
 
@@ -188,9 +178,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, kind:
     section = written(tmp_path, table)
     for data in (section, replace(TOKENS, tokenizer=section.tokenizer)):
         assert files(data, rows=300, eos=0)
-        with pytest.raises(
-            DataError, match=r"more tokens than the model .*model\.vocab_size of at least 300.*found 299"
-        ):
+        with refused(DataError, "model.vocab_size", "300", "299"):
             files(data, rows=299, eos=0)
 
 
@@ -198,7 +186,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path, kind:
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=r"(?s)cannot be saved beside the model \(.*tokenizer\.json\).*data\.tokenizer"):
+    with refused(DataError, "tokenizer.json", "data.tokenizer"):
         files(replace(TOKENS, tokenizer=str(path)))
 
 
@@ -206,8 +194,8 @@ def test_a_pipe_and_a_file_that_is_too_large_are_refused_unread(tmp_path: Path) 
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(65 << 20)
-    for name, found in (("pipe", "not a regular file"), ("large", "larger than"), ("none", "No such file")):
-        with pytest.raises(DataError, match=found):
-            files(replace(TOKENS, tokenizer=str(tmp_path / name)))
-        with pytest.raises(DataError, match=found):
-            open_encoder(tmp_path / name)
+    for path in (tmp_path / "pipe", tmp_path / "large", tmp_path / "none"):
+        with refused(DataError, path.name):
+            files(replace(TOKENS, tokenizer=str(path)))
+        with refused(DataError, path.name):
+            open_encoder(path)

@@ -1,0 +1,50 @@
+"""The two doors through which a text becomes tokens: `reprise prepare-data`, and `data=text` of a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.commands.prepare_data import main
+from trainer.data.corpus import Corpus, prepare
+from trainer.data.section import DataKind, DataSection
+from trainer.data.token_file import open_token_file
+
+WORDS = ["checkpoint", "wörter", "日本語。", "it's", "1234567", "...\n\n", "  ", "\t", "\r\n", "🙂", "x=y;", "Zeile\n"]
+
+
+def prose(count: int, seed: int = 0) -> str:
+    """Return text with white space, signs and characters of one to four bytes in any order."""
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(count))
+
+
+def tokens_of(paths: Iterable[Path]) -> list[int]:
+    return [token for path in paths for token in open_token_file(path).read().tolist()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def prepared(folder: Path, *words: object) -> list[int]:
+    """Return the tokens that the command makes, of training and then of validation."""
+    assert main([*map(str, words), "--output", str(folder), "--force", "--workers", "1"]) == 0
+    return tokens_of(sorted(folder.glob("*.bin")))
+
+
+def text_section(path: object, **keys: object) -> DataSection:
+    return replace(DataSection(kind=DataKind.text, path=str(path)), **keys)
+
+
+def corpus_of(folder: Path, path: object, **keys: object) -> Corpus:
+    """Return the corpus that a run makes of the texts at a path, in a cache of this folder."""
+    return prepare(text_section(path, **keys), cache=folder / "cache")
+
+
+def trained(folder: Path, path: object, **keys: object) -> list[int]:
+    """Return the tokens of a run, of training and then of validation."""
+    corpus = corpus_of(folder, path, **keys)
+    return tokens_of(corpus.train + corpus.valid)
