@@ -17,6 +17,7 @@ from reprise.errors import ConfigError, DataError, LockError
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, FolderLock, Hold
 from reprise.json_file import Json
+from tests.messages import refused
 from tests.unit.reprise.management.test_lightening import full_run
 from tests.unit.reprise.management.test_listing import save
 from trainer.commands.follow import Choice, CommandOutcome, Commands, Follower, FollowLog, main, number_at
@@ -93,33 +94,31 @@ def test_each_checkpoint_has_one_line_as_they_come(tmp_path: Path) -> None:
     assert no_hold_in(tmp_path)
 
 
+class KilledError(BaseException):
+    """Stands for a kill of the follower."""
+
+
 def test_a_follower_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
-    run_follower(tmp_path, FakeRunner(), once=True)
-    save(tmp_path, 3)
-    runner = FakeRunner()
-    assert run_follower(tmp_path, runner, once=True) == 0
-    assert runner.folders == ["iter_0000003"]
-    assert runner.now == 0.0
-    assert iterations(tmp_path) == [1, 2, 3]
-
-
-def test_a_checkpoint_whose_command_did_not_end_is_run_again(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
     def die(path: Path) -> CommandOutcome:
-        raise Killed
+        raise KilledError
 
     save(tmp_path, 1)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run_follower(tmp_path, FakeRunner(during=die))
     assert lines(tmp_path) == []
     run_follower(tmp_path, FakeRunner(), once=True)
-    assert iterations(tmp_path) == [1]
+    save(tmp_path, 2)
+    runner = FakeRunner()
+    assert run_follower(tmp_path, runner, once=True) == 0
+    assert (runner.folders, runner.now) == (["iter_0000002"], 0.0)
+    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.superseded-1")
+    save(tmp_path, 2)  # another checkpoint
+    run_follower(tmp_path, FakeRunner(), once=True)
+    assert iterations(tmp_path) == [1, 2, 2]
+    assert len({line["digest"] for line in lines(tmp_path)}) == 3
 
 
-def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_cut_and_no_other(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     run_follower(tmp_path, FakeRunner(), once=True)
     complete = (tmp_path / "follow.jsonl").read_bytes()
@@ -128,12 +127,8 @@ def test_a_torn_last_line_is_cut(tmp_path: Path) -> None:
     run_follower(tmp_path, runner, once=True)
     assert runner.folders == ["iter_0000002"]
     assert iterations(tmp_path) == [1, 2]
-
-
-def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 1)
     (tmp_path / "follow.jsonl").write_text("no\n")
-    with pytest.raises(DataError, match="line 1"):
+    with refused(DataError, "line 1"):
         run_follower(tmp_path, FakeRunner(), once=True)
 
 
@@ -154,18 +149,19 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytes
     assert no_hold_in(tmp_path)
 
 
-def test_the_choice_of_iterations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (Choice(every=2, first=4), ["iter_0000004", "iter_0000006", "iter_0000008"]),
+        (Choice(weights=True), ["weights/iter_0000002"]),
+    ],
+    ids=["iterations", "weights"],
+)
+def test_a_choice_selects_checkpoints(tmp_path: Path, choice: Choice, expected: list[str]) -> None:
     save(tmp_path, 1, 2, 3, 4, 6, 8)
-    runner = FakeRunner()
-    run_follower(tmp_path, runner, once=True, choice=Choice(every=2, first=4))
-    assert iterations(tmp_path) == [4, 6, 8]
-
-
-def test_light_saves_are_followed_in_their_folder(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", 1, 2)
-    save(tmp_path / "checkpoints" / "weights", 2)
-    run_follower(tmp_path, FakeRunner(), once=True, choice=Choice(weights=True))
-    assert [line["checkpoint"] for line in lines(tmp_path)] == ["weights/iter_0000002"]
+    save(tmp_path / "weights", 2)
+    run_follower(tmp_path, FakeRunner(), once=True, choice=choice)
+    assert [line["checkpoint"] for line in lines(tmp_path)] == expected
 
 
 def test_a_failed_command_has_its_line_and_the_rest_follows(tmp_path: Path) -> None:
@@ -211,16 +207,6 @@ def test_a_checkpoint_that_vanishes_is_passed_over(
     assert run_follower(tmp_path, FakeRunner(), once=True) == 0
     assert iterations(tmp_path) == [2]
     assert "iter_0000001 was deleted before it could be held" in caplog.text
-
-
-def test_an_iteration_that_is_saved_again_is_another_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
-    run_follower(tmp_path, FakeRunner(), once=True)
-    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.superseded-1")
-    save(tmp_path, 2)
-    run_follower(tmp_path, FakeRunner(), once=True)
-    assert iterations(tmp_path) == [1, 2, 2]
-    assert len({line["digest"] for line in lines(tmp_path)}) == 3
 
 
 @pytest.mark.parametrize("is_light_first", [False, True])
@@ -312,29 +298,17 @@ def test_light_saves_are_over_when_their_lock_is_released(tmp_path: Path) -> Non
 
 
 def test_a_metric_is_stored_by_its_dotted_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 1, 2)
+    save(tmp_path, 1)
     result = {"results": {"arc.easy": {"acc,none": 0.25, "nan": float("nan"), "flag": True}}}
-    run_follower(
-        tmp_path,
-        FakeRunner(during=lambda _: CommandOutcome(0, 1.0, result)),
-        once=True,
-        metric="results.arc.easy.acc,none",
-    )
-    assert [(line["metric"], line["value"]) for line in lines(tmp_path)] == [("results.arc.easy.acc,none", 0.25)] * 2
-    for name in (
-        "results",
-        "results.arc.easy.nan",
-        "results.arc.easy.flag",
-        "acc,none",
-        "",
-        "results.arc.easy.acc,none.x",
-    ):
-        assert number_at(result, name) is None
-    assert number_at(None, "a") is None
+    metric, runner = "results.arc.easy.acc,none", FakeRunner(during=lambda _: CommandOutcome(0, 1.0, result))
+    run_follower(tmp_path, runner, once=True, metric=metric)
+    assert [(line["metric"], line["value"]) for line in lines(tmp_path)] == [(metric, 0.25)]
+    others = ("results", "results.arc.easy.nan", "results.arc.easy.flag", "acc,none", "", f"{metric}.x")
+    assert {number_at(result, name) for name in others} | {number_at(None, "a")} == {None}
     save(tmp_path, 3)
     run_follower(tmp_path, FakeRunner(), once=True, metric="missing")
     assert lines(tmp_path)[-1]["value"] is None
-    assert "no number missing" in caplog.text
+    assert "missing" in caplog.text
 
 
 def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -351,18 +325,6 @@ def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1)
-    lock = FolderLock(tmp_path, "another", name="follow.lock")
-    lock.acquire()
-    try:
-        assert main([str(tmp_path), "--once", "--", *ECHO]) == 2
-        assert "This process writes to this follow.jsonl" in capsys.readouterr().err
-        assert main([str(tmp_path), "--once", "--name", "b", "--", *ECHO]) == 0
-    finally:
-        lock.release()
-
-
-def test_a_line_is_refused_where_another_follower_took_over(tmp_path: Path) -> None:
     def refuse() -> None:
         raise LockError("taken")
 
@@ -370,55 +332,60 @@ def test_a_line_is_refused_where_another_follower_took_over(tmp_path: Path) -> N
     with FollowLog.open(tmp_path / "follow.jsonl", check=refuse) as log, pytest.raises(LockError):
         Follower(tmp_path, ["c", "{}"], log, FakeRunner()).follow(once=True)
     assert lines(tmp_path) == []
+    lock = FolderLock(tmp_path, "another", name="follow.lock")
+    lock.acquire()
+    try:
+        assert main([str(tmp_path), "--once", "--", *ECHO]) == 2
+        assert "follow.jsonl" in capsys.readouterr().err
+        assert main([str(tmp_path), "--once", "--name", "b", "--", *ECHO]) == 0
+    finally:
+        lock.release()
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("words", "named"),
     [
-        (["none", "--once", "--", "true", "{}"], 2, "There is no run"),
-        (["https://bucket/run", "--", "true", "{}"], 2, "is a URL"),
-        ([".", "--", "true"], 2, "expected a command with {}"),
-        (["."], 2, "expected a command with {}"),
-        ([".", "--name", "a/b", "--", "true", "{}"], 2, "must be letters"),
-        ([".", "--every", "0", "--", "true", "{}"], 2, "must be 1 or more"),
-        (["run", "--once", "--", "./no-such-program", "{}"], 2, "A command cannot be started (./no-such-program)"),
+        ("none --once -- true {}", "none"),
+        ("https://bucket/run -- true {}", "https://bucket/run"),
+        ("run -- true", "{}"),
+        ("run", "{}"),
+        ("run --name a/b -- true {}", "--name"),
+        ("run --every 0 -- true {}", "--every"),
+        ("run --once -- ./no-such-program {}", "(./no-such-program)"),
     ],
 )
 def test_a_wrong_use_is_one_message(
-    words: list[str],
-    status: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", 1)
     try:
-        ended = main(words)
+        ended = main(words.split())
     except SystemExit as error:
         ended = int(str(error.code))
-    assert ended == status
-    assert message in capsys.readouterr().err
+    assert ended == 2
+    assert named in capsys.readouterr().err
 
 
-def test_a_signal_ends_the_command_and_the_follower(tmp_path: Path) -> None:
+KILL = f"import os, signal; kill = lambda number: os.kill({os.getpid()}, number); "
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        KILL + "kill(signal.SIGTERM); signal.pause()",
+        # The second signal kills a command that ignores the first.
+        KILL + "signal.signal(signal.SIGTERM, lambda *_: kill(signal.SIGINT)); kill(signal.SIGTERM)\n"
+        "while True: signal.pause()",
+    ],
+    ids=["once", "twice"],
+)
+def test_a_signal_ends_the_command_and_the_follower(tmp_path: Path, text: str) -> None:
     """The command sends the signal itself, and would then run for ever."""
     save(tmp_path, 1, 2)
-    text = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); signal.pause()"
     assert main([str(tmp_path), "--", sys.executable, "-S", "-c", text, "{}"]) == 0
     assert lines(tmp_path) == []
-    assert not list(tmp_path.rglob("hold*"))
-
-
-def test_a_second_signal_kills_a_command_that_ignores_the_first(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    text = (
-        "import os, signal; signal.signal(signal.SIGTERM, lambda *_: "
-        f"os.kill({os.getpid()}, signal.SIGINT)); os.kill({os.getpid()}, signal.SIGTERM)\nwhile True: signal.pause()"
-    )
-    assert main([str(tmp_path), "--", sys.executable, "-S", "-c", text, "{}"]) == 0
-    assert lines(tmp_path) == []
+    assert no_hold_in(tmp_path)
 
 
 def test_a_signal_ends_a_pause_and_the_handlers_come_back() -> None:
@@ -435,7 +402,7 @@ def test_a_command_has_its_status_and_its_last_object(capfd: pytest.CaptureFixtu
     text = "print('{\"a\": 1}'); print('{\"a\": 2}'); print('{torn'); print('[3]'); raise SystemExit(4)"
     with Commands(clock=ticks.__next__) as commands:
         assert commands.run([sys.executable, "-S", "-c", text]) == CommandOutcome(4, 2.5, {"a": 2})
-        with pytest.raises(ConfigError):
+        with refused(ConfigError, "./no-such-program"):
             commands.run(["./no-such-program"])
     assert "{torn" in capfd.readouterr().out
 

@@ -18,7 +18,6 @@ def test_all_keys_are_described(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "first", "others"),
     [
-        ("train.seed", "train.seed (integer; default 1234)", 0),
         ("train.seed=5", "train.seed (integer; default 1234)", 0),
         ("schedule", "schedule= one of constant, cosine, linear, wsd", 5),
         ("checkpoint.local", "checkpoint.local (the keys below; default below)", 5),

@@ -38,24 +38,14 @@ def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
     assert unpacked(level["x"]["iteration"]) == list(range(1, 200))
 
 
-def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
-    page = make_page([steady_run(tmp_path / "run", LOSSES)])
-    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?!data:)", page)
-    assert len(page) < 1_600_000
-
-
-def test_a_name_of_a_run_is_no_markup(tmp_path: Path) -> None:
-    page = make_page([steady_run(tmp_path / "<script>alert(1)<", LOSSES)])
-    assert "<script>alert" not in page
-
-
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
-    assert main([str(steady_run(tmp_path / "run", LOSSES)), "--output", str(output)]) == 0
-    assert output.read_text().startswith("<!doctype html>")
-    assert str(output) in capsys.readouterr().out
-
-
-def test_a_folder_without_a_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "--output", str(tmp_path / "page.html")]) == 2
+    assert main([str(tmp_path), "--output", str(output)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+    assert main([str(steady_run(tmp_path / "<script>alert(1)<", LOSSES)), "--output", str(output)]) == 0
+    assert str(output) in capsys.readouterr().out
+    page = output.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<script>alert" not in page, "a name is no markup"
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(?!data:)", page), "it needs no other file"
+    assert len(page) < 1_600_000
