@@ -13,24 +13,15 @@ def sections(folder: Path) -> dict[str, PageSection]:
     return {section.title: section for section in report_sections([(run.name, read_history(run)) for run in runs])}
 
 
-def test_a_report_has_every_part(tmp_path: Path) -> None:
-    assert list(sections(tmp_path)) == [
+def test_a_report_has_every_part_and_a_table_for_each_chart(tmp_path: Path) -> None:
+    found = sections(tmp_path)
+    assert list(found) == [
         "Runs", "Loss", "Differences from killed", "Gradient norm", "Life of killed", "Life of steady", "Goodput",
         "Speed", "What changed between launches of killed", "Machine and versions",
     ]  # fmt: skip
-
-
-def test_every_chart_has_a_table(tmp_path: Path) -> None:
-    charted = [section for section in sections(tmp_path).values() if section.chart is not None]
-    assert all(len(section.table) > 1 for section in charted)
-
-
-def test_changed_settings_stand_side_by_side(tmp_path: Path) -> None:
-    table = sections(tmp_path)["What changed between launches of killed"].table
+    assert all(len(section.table) > 1 for section in found.values() if section.chart is not None)
+    table = found["What changed between launches of killed"].table
     assert ["train.micro_batch_size", "8", "4", "8"] in table
     assert ["topology.world_size", "1", "2", "1"] in table
-
-
-def test_a_table_has_the_values_that_are_not_finite(tmp_path: Path) -> None:
-    (row,) = (row for row in sections(tmp_path)["Loss"].table if row[0] == "2")
+    (row,) = (row for row in found["Loss"].table if row[0] == "2")
     assert row[2] == "nan"

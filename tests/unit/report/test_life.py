@@ -29,17 +29,13 @@ def test_iterations_that_a_kill_took_are_a_course_of_their_own(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_a_save_of_a_branch_that_was_given_up_says_so(tmp_path: Path) -> None:
-    write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", [event("save", 2, 9.0, written_bytes=10)])
-    (save,) = (event for event in life_of(read_history(tmp_path)) if event.kind == "save")
-    assert save.state == "given up"
-
-
-def test_a_spike_stands_where_it_was(tmp_path: Path) -> None:
+def test_events_of_a_branch_given_up_stand_where_they_were(tmp_path: Path) -> None:
     spike = event("spike", 2, 9.0, figure="loss", value=9.5, limit=3.0)
-    write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", [spike])
-    (found,) = (event for event in life_of(read_history(tmp_path)) if event.kind == "spike")
-    assert (found.iteration, found.text) == (2, "loss 9.5")
+    lost = [event("save", 2, 9.0, written_bytes=10), spike]
+    write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", lost)
+    found = {event.kind: event for event in life_of(read_history(tmp_path))}
+    assert found["save"].state == "given up"
+    assert (found["spike"].iteration, found["spike"].text) == (2, "loss 9.5")
 
 
 def test_measurements_of_followers_stand_at_their_saves(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ def test_the_page_follows_the_run(server: ReportServer, tmp_path: Path) -> None:
     assert status == 200
     assert 'data-reload="5"' in page
     assert "<td>2</td>" in page
+    assert answer(server, host="example.org")[0] == answer(server, "/metrics.jsonl")[0] == 404
+    with pytest.raises(TrainerError, match=str(server.server_port)):
+        ReportServer([], str, server.server_port)
     steady_run(tmp_path, [2.0, 1.0, 0.5])
     assert "<td>3</td>" in answer(server)[1]
 
@@ -47,18 +50,8 @@ def test_an_unchanged_run_is_read_once(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
-def test_other_names_and_other_paths_get_nothing(server: ReportServer) -> None:
-    assert answer(server, host="example.org")[0] == 404
-    assert answer(server, "/metrics.jsonl")[0] == 404
-
-
 def test_a_run_that_is_gone_is_an_answer(server: ReportServer, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     status, text = answer(server)
     assert status == 503
     assert "metrics.jsonl" in text
-
-
-def test_a_port_that_is_taken_is_refused(server: ReportServer) -> None:
-    with pytest.raises(TrainerError, match="Cannot serve"):
-        ReportServer([], str, server.server_port)

@@ -22,18 +22,11 @@ def test_no_spike_and_no_gap_disappears_at_any_level() -> None:
     assert len(parts[0]) < 2 * COARSEST
 
 
-def test_a_short_curve_has_all_points_at_one_level() -> None:
-    (part,) = levels(numpy.arange(COARSEST, dtype=float), most=20_000)
-    assert part.tolist() == list(range(COARSEST))
-
-
-def test_the_finest_level_has_all_points_if_they_fit() -> None:
-    assert len(levels(numpy.arange(9_000, dtype=float), most=20_000)[-1]) == 9_000
-
-
 def test_a_curve_without_a_finite_value_keeps_its_marks() -> None:
     parts = levels(numpy.full(10_000, numpy.nan), most=5_000)
     assert all(len(part) >= COARSEST / 4 for part in parts)
+    assert len(levels(numpy.arange(9_000, dtype=float), most=20_000)[-1]) == 9_000
+    assert [part.tolist() for part in levels(numpy.arange(9.0), most=20_000)] == [list(range(9))]
 
 
 def test_a_running_mean_leaves_out_values_that_are_not_finite() -> None:
