@@ -20,6 +20,9 @@ import pytest
 from tests.published_runs import LoggedRun, MemoryTracker, losses, publish
 from tests.trackers.readers import READERS, Curves
 
+# `tests/unit/publish` has the same promises of a tracker in memory.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 500
 PACKAGES = {"mlflow": "mlflow.tracking"}

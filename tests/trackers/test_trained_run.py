@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import TINY, curve, launch, run_ok
 from tests.trackers.readers import read_tensorboard
 
@@ -23,6 +25,7 @@ WAIT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX)"
 DEADLINE_S = 300
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_is_published_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert launch(run, BASE, kill_after=6, saved=4).statuses == (-9,)

@@ -45,7 +45,12 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize(
     "words",
-    ["--help", "--version", "train --help", "compare-loss --help", "compare-speed --help", "compare-steps --help"],
+    [
+        "--help",
+        "train --help",
+        "compare-loss --help",
+        *(pytest.param(f"{name} --help", marks=pytest.mark.slow) for name in ("compare-speed", "compare-steps")),
+    ],
 )
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
     imported = imports_of("-m", "reprise", *words.split())
@@ -116,6 +121,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None:
     overrides = [
         *TINY,
