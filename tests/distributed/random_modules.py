@@ -8,15 +8,12 @@ ones. A case is a function of its number and the seed, so that `--first 17 --cas
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import json
 import os
 import random
 import sys
-import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from tests.distributed.odd_modules import MODULES, REFUSED, SIZE, Nested, Sparse
+from tests.distributed.random_cases import log, main_of
 from tests.distributed.random_states import differences, whole
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
@@ -291,13 +289,12 @@ def _answer(call: Callable[[], None], program: Program) -> dict[str, Any]:
     return {"outcome": "done", "text": ""}
 
 
-def try_cases(cases: Sequence[Case], folder: Path) -> tuple[list[str], Counter[str], list[str]]:
-    """Save all cases and load them again.
+def try_cases(cases: Sequence[Case], folder: Path) -> tuple[list[str], Counter[str]]:
+    """Save all cases and load them again; return the problems, and how often each outcome was seen.
 
-    Returns:
-        The problems, how often each outcome was seen, and what was said of each case without equal bits.
+    The log has what was said of each case without equal bits.
     """
-    problems, outcomes, said = [], Counter[str](), []
+    problems, outcomes = [], Counter[str]()
     for act in ("save", "load"):
         left = []
         for ranks in (1, 2):
@@ -310,10 +307,10 @@ def try_cases(cases: Sequence[Case], folder: Path) -> tuple[list[str], Counter[s
                     left.append(case)
                     continue
                 elif outcome != "done":
-                    said.append(f"{case}: {rows[0]['text']}")
+                    log.info(f"{case}: {rows[0]['text']}")
                 outcomes[{"done": "equal"}.get(outcome, outcome)] += 1
         cases = left
-    return problems, outcomes, said
+    return problems, outcomes
 
 
 def _acted(act: str, cases: Sequence[Case], folder: Path, *, ranks: int) -> Iterator[list[dict[str, Any]]]:
@@ -352,22 +349,7 @@ _ACTS = {"save": save_case, "load": load_case}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the cases, print what differs, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ranks", type=int, default=1, choices=[1, 2], help="most ranks of a case")
-    parser.add_argument("--verbose", action="store_true", help="print the refusals too")
-    options = parser.parse_args(arguments)
-    start = time.monotonic()
-    cases = [case_of(options.seed, options.first + n, ranks=options.ranks) for n in range(options.cases)]
-    with tempfile.TemporaryDirectory() as folder:
-        problems, outcomes, said = try_cases(cases, Path(folder))
-    for line in [*(said if options.verbose else ()), *problems]:
-        print(line)
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    print(f"{len(cases)} cases in {time.monotonic() - start:.0f} s: {counts}; {len(problems)} problems")
-    return 1 if problems else 0
+    return main_of(case_of, try_cases, arguments, about=__doc__, ranks=1, most_ranks=2)
 
 
 if __name__ == "__main__":

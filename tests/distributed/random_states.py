@@ -6,15 +6,12 @@ prints what differs. A case is a function of its number and the seed, so that `-
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import logging
 import os
 import random
 import struct
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,11 +25,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
+from tests.distributed.random_cases import log, main_of
 from tests.distributed.random_programs import Program, fill, mesh_of, program, tensors_of
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
-
-_log = logging.getLogger(__name__)
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict")
 LIMIT_S = 60.0  # of one call on a busy machine; a hang takes longer
@@ -111,7 +107,7 @@ def _verdict(case: Case, told: list[dict[str, Any]], problems: list[str]) -> str
         problems.append(f"{case}: {problem}")
         return "wrong"
     if told[0]["text"]:
-        _log.info(f"{case}: {told[0]['text']}")
+        log.info(f"{case}: {told[0]['text']}")
     return str(outcomes.pop())
 
 
@@ -274,23 +270,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the cases, print what differs, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a case")
-    parser.add_argument("--verbose", action="store_true", help="print the refusals too")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
-    start = time.monotonic()
-    cases = [case_of(options.seed, options.first + n, ranks=options.ranks) for n in range(options.cases)]
-    with tempfile.TemporaryDirectory() as folder:
-        problems, outcomes = try_cases(cases, Path(folder))
-    for problem in problems:
-        print(problem)
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    print(f"{len(cases)} cases in {time.monotonic() - start:.0f} s: {counts}; {len(problems)} problems")
-    return 1 if problems else 0
+    return main_of(case_of, try_cases, arguments, about=__doc__, ranks=4, most_ranks=4)
 
 
 if __name__ == "__main__":

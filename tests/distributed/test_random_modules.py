@@ -10,14 +10,14 @@ from tests.distributed.random_modules import Case, case_of, main, try_cases
 
 
 def test_fresh_ones_go_on_with_equal_bits_or_name_a_key(tmp_path: Path) -> None:
-    problems, outcomes, _ = try_cases([case_of(3, number) for number in range(30)], tmp_path)
+    problems, outcomes = try_cases([case_of(3, number) for number in range(30)], tmp_path)
     assert problems == []
     assert outcomes["equal"] >= 15, outcomes
 
 
 def test_shards_go_on_with_equal_bits_or_name_a_key(tmp_path: Path) -> None:
     sharded = [Case(f"4/{number}", "", ranks, is_sharded=True) for number, ranks in enumerate([(1, 2), (2, 1), (2, 2)])]
-    problems, outcomes, _ = try_cases([*sharded, *(case_of(5, number, ranks=2) for number in range(6))], tmp_path)
+    problems, outcomes = try_cases([*sharded, *(case_of(5, number, ranks=2) for number in range(6))], tmp_path)
     assert problems == []
     assert outcomes["equal"] >= 4, outcomes
 
