@@ -62,6 +62,24 @@ def test_the_tests_of_a_device_pass_on_it(tmp_path: Path, variables: dict[str, s
 
 
 @pytest.mark.slow
+def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Each rank has a device of its own. A CPU continues from its state, and saves the same bytes again."""
+    folder, cpu = tmp_path / "moved", "train.device=cpu"
+    ran([*TRAINER, cpu, f"run.dir={tmp_path / 'cpu'}", "train.train_iters=7"], variables)
+    for iterations, command, device in ((3, (), "cpu"), (5, TORCHRUN, "simulated"), (7, (), "cpu")):
+        overrides = [f"run.dir={folder}", f"train.train_iters={iterations}", f"train.device={device}"]
+        overrides += ["parallel.zero_stage=3", "checkpoint.reshard=true"]
+        ran([*command, *TRAINER, *overrides], variables)
+    losses = [[float.fromhex(row[1]) for row in curve(path)] for path in (folder, tmp_path / "cpu")]
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    saved = folder / "checkpoints/iter_0000005"
+    again = [*TRAINER, cpu, f"run.dir={tmp_path / 'again'}", f"checkpoint.load={saved}", "checkpoint.reshard=true"]
+    ran([*again, "train.train_iters=5"], variables)
+    assert tensor_files(tmp_path / "again/checkpoints/iter_0000005") == tensor_files(saved)
+
+
+@pytest.mark.slow
 def test_offloaded_averages_have_the_bits_of_those_on_the_device(tmp_path: Path, variables: dict[str, str]) -> None:
     overrides = ["parallel.zero_stage=3", "train.device=simulated", "train.train_iters=3", "train.ema_decay=0.9"]
     overrides += ["train.eval_interval=2", "train.eval_iters=1"]
