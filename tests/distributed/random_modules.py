@@ -1,23 +1,19 @@
 """Random modules and optimizers, saved and loaded into fresh ones: the next three steps have equal bits.
 
-Or the refusal names the key. `python -m tests.distributed.random_modules --cases 300 --seed 1` tries them in this
-process; with `--ranks 2` the saves and the loads run on one or two ranks, and some modules are sharded. Optimizers are
-those of `torch.optim`, of the packages `pytorch_optimizer` and `torch_optimizer` where they are installed, and made-up
-ones. A case is a function of its number and the seed, so that `--first 17 --cases 1` repeats one.
+Or the refusal names the key. With several ranks, saves and loads run on one or two, and some modules are sharded.
+Optimizers are those of `torch.optim`, of the packages `pytorch_optimizer` and `torch_optimizer` where they are
+installed, and made-up ones. A case is a function of its number and the seed.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import json
-import os
 import random
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,10 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from tests.distributed.odd_modules import MODULES, REFUSED, SIZE, Nested, Sparse
-from tests.distributed.random_cases import log, main_of
-from tests.distributed.random_states import differences, whole
-from tests.distributed.test_ranks_that_disagree import process_group
-from tests.harness import call_on_ranks
+from tests.distributed.random_states import answer, differences, each_case, on_ranks, whole
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict", "state")
 PACKAGES = ("torch.optim", "pytorch_optimizer", "torch_optimizer")
@@ -197,7 +190,7 @@ def _output(model: nn.Module) -> torch.Tensor:
     return found
 
 
-def save_case(case: Case, folder: Path) -> dict[str, Any]:
+def save_case(case: Case, folder: Path, _: int) -> dict[str, Any]:
     """Save a case, and note what its next steps are. A call of all ranks."""
     if case.optimizer and not _works(case):
         return {"outcome": "no use", "text": f"{case.optimizer} cannot be stepped so"}
@@ -220,7 +213,7 @@ def save_case(case: Case, folder: Path) -> dict[str, Any]:
                 with AsyncSaver(folder) as saver:
                     saver.save_state_dict(1, _given(program))
 
-    told = _answer(call, program)
+    told = answer(call, program.refusable)
     expected = program.run(200, STEPS)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
@@ -228,7 +221,7 @@ def save_case(case: Case, folder: Path) -> dict[str, Any]:
     return told
 
 
-def load_case(case: Case, folder: Path) -> dict[str, Any]:
+def load_case(case: Case, folder: Path, _: int) -> dict[str, Any]:
     """Load a case into a fresh program, and compare its next steps. A call of all ranks."""
     program = Program(case, fresh=True)
     expected = torch.load(folder / "expected.pt", weights_only=False)
@@ -242,7 +235,7 @@ def load_case(case: Case, folder: Path) -> dict[str, Any]:
             load(folder, program.model, program.optimizer)
 
     program.refusable &= {"informs"}  # what was saved can be loaded
-    told = _answer(call, program)
+    told = answer(call, program.refusable)
     if told["outcome"] != "done":
         return told
     found = differences(expected, program.run(200, STEPS), "")
@@ -279,78 +272,32 @@ def _resumes_by_torch(case: Case) -> bool:
     return not differences(program.run(200, STEPS), again.run(200, STEPS), "")
 
 
-def _answer(call: Callable[[], None], program: Program) -> dict[str, Any]:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - what it says is the outcome
-        text = f"{type(error).__name__}: {error}"
-        is_named = any(key in text for key in program.refusable)
-        return {"outcome": "refused" if is_named else "wrong", "text": text}
-    return {"outcome": "done", "text": ""}
+def save_cases(arguments: list[str]) -> None:
+    """Save the cases of a plan on this rank."""
+    warnings.simplefilter("ignore")
+    each_case(arguments, Case, save_case)
+
+
+def load_cases(arguments: list[str]) -> None:
+    """Load the cases of a plan on this rank."""
+    warnings.simplefilter("ignore")
+    each_case(arguments, Case, load_case)
 
 
 def try_cases(cases: Sequence[Case], folder: Path) -> tuple[list[str], Counter[str]]:
-    """Save all cases and load them again; return the problems, and how often each outcome was seen.
-
-    The log has what was said of each case without equal bits.
-    """
+    """Save all cases and load them again; return the problems, and how often each outcome was seen."""
     problems, outcomes = [], Counter[str]()
-    for act in ("save", "load"):
+    for place, act in enumerate((save_cases, load_cases)):
         left = []
         for ranks in (1, 2):
-            chosen = [case for case in cases if case.ranks[act == "load"] == ranks]
-            for case, rows in zip(chosen, _acted(act, chosen, folder, ranks=ranks), strict=True):
-                outcome = rows[0]["outcome"] if len({row["outcome"] for row in rows}) == 1 else "wrong"
+            chosen = [case for case in cases if case.ranks[place] == ranks]
+            for case, rows in zip(chosen, on_ranks(act, chosen, folder, ranks=ranks), strict=True):
+                outcome = rows[0]["outcome"] if rows and len({row["outcome"] for row in rows}) == 1 else "wrong"
                 if outcome == "wrong":
-                    problems.append(f"{case}, {case.way}, {act}: {rows}")
-                elif outcome == "done" and act == "save":
+                    problems.append(f"{case}, {case.way}, {act.__name__}: {rows}")
+                elif outcome == "done" and act is save_cases:
                     left.append(case)
                     continue
-                elif outcome != "done":
-                    log.info(f"{case}: {rows[0]['text']}")
                 outcomes[{"done": "equal"}.get(outcome, outcome)] += 1
         cases = left
     return problems, outcomes
-
-
-def _acted(act: str, cases: Sequence[Case], folder: Path, *, ranks: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield what each rank says of each case; one rank is this process."""
-    if ranks == 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for case in cases:
-                yield [_ACTS[act](case, folder / case.seed.replace("/", "-"))]
-        return
-    if not cases:
-        return
-    plan = folder / f"{act}.json"
-    plan.write_text(json.dumps([[case.seed, case.optimizer, case.ranks, case.is_sharded] for case in cases]))
-    ended = call_on_ranks(act_on_ranks, [str(plan)], folder=folder / act, ranks=ranks, timeout_s=60 + 2 * len(cases))
-    if not ended.ok:
-        print(ended.text[-3000:], flush=True)
-    told = [(folder / f"{act}.rank{rank}").read_text().splitlines() for rank in range(ranks)]
-    for number in range(len(cases)):
-        yield [json.loads(lines[number]) for lines in told]
-
-
-def act_on_ranks(arguments: list[str]) -> None:
-    """Save or load the cases of a plan on this rank, and write what became of each."""
-    plan = Path(arguments[0])
-    with process_group() if "RANK" in os.environ else nullcontext(0) as rank:
-        for seed, optimizer, ranks, is_sharded in json.loads(plan.read_text()):
-            case = Case(seed, optimizer, tuple(ranks), is_sharded)
-            told = _ACTS[plan.stem](case, plan.parent / seed.replace("/", "-"))
-            with plan.with_suffix(f".rank{rank}").open("a") as output:
-                output.write(json.dumps(told) + "\n")
-
-
-_ACTS = {"save": save_case, "load": load_case}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the cases, print what differs, and return the exit status."""
-    return main_of(case_of, try_cases, arguments, about=__doc__, ranks=1, most_ranks=2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """Random states of random programs: a load returns what was there at the save, or a refusal names the key.
 
-`python -m tests.distributed.random_states --cases 300 --seed 1` tries them on one to four ranks, by every call, and
-prints what differs. A case is a function of its number and the seed, so that `--first 17 --cases 1` repeats one.
+A case runs on one to four ranks, by one of the calls, and is a function of its number and the seed.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import json
 import os
 import random
 import struct
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
-from tests.distributed.random_cases import log, main_of
+from tests.distributed.programs import process_group
 from tests.distributed.random_programs import Program, fill, mesh_of, program, tensors_of
-from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict")
@@ -61,26 +58,26 @@ def try_cases(cases: Sequence[Case], folder: Path) -> tuple[list[str], Counter[s
     saved: list[Case] = []
     for ranks in range(1, 5):
         chosen = [case for case in cases if case.ranks[0] == ranks]
-        for case, told in zip(chosen, _on_ranks(save_cases, chosen, folder, ranks=ranks), strict=True):
+        for case, told in zip(chosen, on_ranks(save_cases, chosen, folder, ranks=ranks), strict=True):
             outcome = _verdict(case, told, problems)
             outcomes[f"{outcome} by {case.way}" if outcome == "refused" else outcome] += 1
             saved += [case] if outcome == "done" else []
     for ranks in range(1, 5):
         chosen = [case for case in saved if case.ranks[1] == ranks]
-        for case, told in zip(chosen, _on_ranks(load_cases, chosen, folder, ranks=ranks), strict=True):
+        for case, told in zip(chosen, on_ranks(load_cases, chosen, folder, ranks=ranks), strict=True):
             outcomes["equal" if _verdict(case, told, problems) == "done" else "refused by a load"] += 1
     return problems, outcomes
 
 
-def _on_ranks(
-    function: Callable[[list[str]], None], cases: Sequence[Case], folder: Path, *, ranks: int
+def on_ranks(
+    function: Callable[[list[str]], None], cases: Sequence[Any], folder: Path, *, ranks: int
 ) -> list[list[dict[str, Any]]]:
     """Return what each rank says of each case; a rank that died says nothing from its case on."""
     if not cases:
         return []
     name = f"{function.__name__}-{ranks}"
     plan = folder / f"{name}.json"
-    plan.write_text(json.dumps([[case.seed, case.way, case.ranks, case.meshes] for case in cases]))
+    plan.write_text(json.dumps([astuple(case) for case in cases]))
     limit_s = LIMIT_S + 2 * len(cases)
     ended = call_on_ranks(function, [str(plan)], folder=folder / name, ranks=ranks, timeout_s=limit_s)
     told = [[json.loads(line) for line in _lines(folder / f"{name}.rank{rank}")] for rank in range(ranks)]
@@ -106,28 +103,26 @@ def _verdict(case: Case, told: list[dict[str, Any]], problems: list[str]) -> str
     if problem is not None:
         problems.append(f"{case}: {problem}")
         return "wrong"
-    if told[0]["text"]:
-        log.info(f"{case}: {told[0]['text']}")
     return str(outcomes.pop())
 
 
 def save_cases(arguments: list[str]) -> None:
     """Save the cases of a plan on this rank, and write what became of each."""
-    _each_case(arguments, _save)
+    each_case(arguments, Case, _save)
 
 
 def load_cases(arguments: list[str]) -> None:
     """Load the cases of a plan on this rank, and write what became of each."""
-    _each_case(arguments, _load)
+    each_case(arguments, Case, _load)
 
 
-def _each_case(arguments: list[str], act: Callable[[Case, Path, int], dict[str, Any]]) -> None:
+def each_case(arguments: list[str], kind: type[Any], act: Callable[[Any, Path, int], dict[str, Any]]) -> None:
+    """Act on the cases of a plan on this rank, and write what became of each."""
     plan = Path(arguments[0])
     with process_group() if "RANK" in os.environ else nullcontext(0) as rank:
-        for seed, way, ranks, meshes in json.loads(plan.read_text()):
-            case = Case(seed, way, tuple(ranks), tuple(meshes))
-            start = time.monotonic()
-            told = act(case, plan.parent / seed.replace("/", "-"), rank)
+        for fields in json.loads(plan.read_text()):
+            case, start = kind(*fields), time.monotonic()
+            told = act(case, plan.parent / case.seed.replace("/", "-"), rank)
             with plan.with_suffix(f".rank{rank}").open("a") as output:
                 output.write(json.dumps({**told, "seconds": time.monotonic() - start}) + "\n")
 
@@ -147,7 +142,7 @@ def _save(case: Case, folder: Path, rank: int) -> dict[str, Any]:
         else:
             _save_behind(case, made, folder)
 
-    return _answer(call, made)
+    return answer(call, made.refusable)
 
 
 def _save_behind(case: Case, made: Program, folder: Path) -> None:
@@ -191,7 +186,7 @@ def _load(case: Case, folder: Path, rank: int) -> dict[str, Any]:
             load_state_dict(folder, loaded, model=made.model)
         difference.extend(differences(reference, whole(loaded), "state"))
 
-    told = _answer(call, made)
+    told = answer(call, made.refusable)
     if difference:
         return {"outcome": "wrong", "text": "; ".join(difference[:3])}
     return told
@@ -211,12 +206,13 @@ def _state(made: Program) -> dict[str, Any]:
     return values
 
 
-def _answer(call: Callable[[], None], made: Program) -> dict[str, Any]:
+def answer(call: Callable[[], None], refusable: Collection[str]) -> dict[str, Any]:
+    """Return what became of a call: done, refused by one of these names, or wrong."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - what it says is the outcome
         text = f"{type(error).__name__}: {error}"
-        is_named = any(key in text for key in made.refusable)
+        is_named = any(key in text for key in refusable)
         return {"outcome": "refused" if is_named else "wrong", "text": text}
     return {"outcome": "done", "text": ""}
 
@@ -266,12 +262,3 @@ def bits(tensor: torch.Tensor) -> bytes:
     plain = torch.empty(tensor.numel(), dtype=tensor.dtype)  # with a stride of 1, whatever that of the tensor is
     plain.copy_(tensor.detach().reshape(-1))
     return bytes(plain.view(torch.uint8).tolist())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the cases, print what differs, and return the exit status."""
-    return main_of(case_of, try_cases, arguments, about=__doc__, ranks=4, most_ranks=4)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

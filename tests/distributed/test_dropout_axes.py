@@ -27,7 +27,7 @@ BASE = (
 )
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tp2+sp" else pytest.mark.slow) for n in AXES])
 def test_a_resume_and_recomputation_keep_the_bits(tmp_path: Path, name: str) -> None:
     ranks, axes = AXES[name]
     run_ok(tmp_path / "plain", [*BASE, *axes], ranks=ranks)

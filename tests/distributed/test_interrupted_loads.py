@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from reprise import CheckpointError, PartialLoadError, load_state_dict, save_state_dict
 from reprise.savers import Restorer
 from tests.crash.interrupts import interrupt
-from tests.distributed.test_ranks_that_disagree import process_group
+from tests.distributed.programs import process_group
 from tests.harness import call_on_ranks
 
 FEW = 40

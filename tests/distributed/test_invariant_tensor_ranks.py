@@ -1,14 +1,28 @@
 """With `parallel.invariant_tensor_ranks` a run has the same bits at any tensor parallelism, sequence parallel or not.
 
 Every run starts afresh; its losses, norms, rates, evaluations and tensor files are compared with those of one process.
-Four virtual shards on one and two ranks: a rank adds shards before ranks do. The soak runs every topology of 8 ranks.
+Four virtual shards on one and two ranks: a rank adds shards before ranks do. The nightly run has every topology of 8.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.distributed.test_invariant_ranks import ALONE, PP, SP, TP, VPP, Case, Train, named, trainer_of, zero
+from tests.distributed.test_invariant_ranks import (
+    ALONE,
+    PP,
+    SP,
+    TP,
+    VPP,
+    Case,
+    Train,
+    killed_and_moved,
+    named,
+    trainer_of,
+    zero,
+)
 from tests.harness import TINY
 
 TP4 = "parallel.tensor_model_parallel_size=4"
@@ -78,7 +92,7 @@ def test_two_ranks_have_the_bits_of_one(train: Train) -> None:
     assert train(TP2_SP, *overrides) == train(ALONE, *overrides)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype", "case", "extra"),
     [
@@ -98,6 +112,12 @@ def test_any_tensor_parallelism_has_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
+def test_moved_over_tensor_ranks_it_equals_one_rank(train: Train, tmp_path: Path) -> None:
+    keys = overrides_of("gpt2", "float32", iterations=6)
+    topologies = [Case("tp4+sp", 4, (TP4, SP)), Case("tp2 pp2", 4, (TP, PP)), Case("dp2 zero3", 2, (zero(3),))]
+    assert killed_and_moved(tmp_path / "run", [*BASE, *keys], topologies) == train(ALONE, *keys)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", named(EVERY))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

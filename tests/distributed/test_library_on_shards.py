@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -14,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from reprise import load, load_state_dict, save, save_state_dict
-from tests.distributed.test_ranks_that_disagree import process_group, refused
-from tests.harness import call_on_ranks
+from tests.distributed.programs import refused, run_programs
 
 
 class Net(nn.Module):
@@ -48,40 +46,30 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _save_and_load(arguments: list[str]) -> None:
+def save_and_load(folder: Path, _: int) -> None:
     """Train two steps, save, spoil everything, run a forward without gradients, load, and save again."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     net, optimizer = _build()
     for _ in range(2):
         _step(net, optimizer)
     with torch.no_grad():
         net.eval()(torch.arange(7))
-    save(arguments[0], net, optimizer, iteration=2, state={"note": "ours"})
+    save(folder / "a", net, optimizer, iteration=2, state={"note": "ours"})
     _step(net.train(), optimizer)
     with torch.no_grad():
         net.eval()(torch.arange(7))
-    assert load(arguments[0], net, optimizer) == {"note": "ours", "iteration": 2}
-    save(arguments[1], net, optimizer, iteration=2)
-    dist.barrier()
-    dist.destroy_process_group()
+    assert load(folder / "a", net, optimizer) == {"note": "ours", "iteration": 2}
+    save(folder / "b", net, optimizer, iteration=2)
 
 
 def test_a_foreign_sharded_model_is_saved_and_loads_anywhere(tmp_path: Path) -> None:
-    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
-    ended = call_on_ranks(_save_and_load, folders, folder=tmp_path / "ranks", ranks=3, timeout_s=60.0)
-    assert ended.ok, ended.text
-    first, second = (load_file(Path(f, "iter_0000002/model.safetensors")) for f in folders)
-    assert set(first) == {"table.weight", "inner.weight", "inner.bias", "norm.weight", "norm.bias"} | {
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
+    folder = run_programs([save_and_load], tmp_path, ranks=3)["save_and_load"].folder
+    first, second = (load_file(folder / name / "iter_0000002/model.safetensors") for name in "ab")
+    linear, norm = {"table.weight", "inner.weight", "inner.bias"}, {"norm.weight", "norm.bias"}
+    assert set(first) == {*linear, *norm, "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert all(torch.equal(first[name], second[name]) for name in first)
 
     alone, optimizer = _build()
-    load(folders[0], alone, optimizer)
+    load(folder / "a", alone, optimizer)
     assert all(torch.equal(first[name], value) for name, value in alone.state_dict().items() if name in first)
     assert alone.out.weight is alone.table.weight
     assert all(optimizer.state[p]["step"] == 2 for p in alone.parameters())
@@ -93,31 +81,29 @@ def _fill(net: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-def _give_flat_shards(arguments: list[str]) -> None:
+def give_flat_shards(folder: Path, _: int) -> None:
     """Give a module of FSDP1 whose shards are equal on both ranks, and then its state dict of DTensors."""
-    folder = arguments[0]
-    with process_group():
-        net = nn.Sequential(nn.Linear(4, 4, bias=False))
-        mesh = init_device_mesh("cpu", (2,))
-        net[0] = FullyShardedDataParallel(net[0], use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
-        _fill(net, 1.0)
-        refused(lambda: save(folder, net, iteration=1))
-        refused(lambda: save_state_dict(folder, {"ema": net}, iteration=1))
-        given = get_model_state_dict(net)
-        save_state_dict(folder, {"model": given}, iteration=2)
-        refused(lambda: load(folder, net))
-        _fill(net, 0.0)
-        given = get_model_state_dict(net)
-        load_state_dict(folder, {"model": given})
-        set_model_state_dict(net, given)
-        with FullyShardedDataParallel.summon_full_params(net):
-            assert torch.equal(net[0].weight, torch.ones(4, 4))
+    net = nn.Sequential(nn.Linear(4, 4, bias=False))
+    mesh = init_device_mesh("cpu", (2,))
+    net[0] = FullyShardedDataParallel(net[0], use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+    _fill(net, 1.0)
+    refused(lambda: save(folder, net, iteration=1))
+    refused(lambda: save_state_dict(folder, {"ema": net}, iteration=1))
+    given = get_model_state_dict(net)
+    save_state_dict(folder, {"model": given}, iteration=2)
+    refused(lambda: load(folder, net))
+    _fill(net, 0.0)
+    given = get_model_state_dict(net)
+    load_state_dict(folder, {"model": given})
+    set_model_state_dict(net, given)
+    with FullyShardedDataParallel.summon_full_params(net):
+        assert torch.equal(net[0].weight, torch.ones(4, 4))
 
 
 def test_flat_shards_of_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
-    ended = call_on_ranks(_give_flat_shards, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2, timeout_s=60.0)
-    assert ended.ok, ended.text
-    assert ended.text.count("sharded by FSDP1") == 6, ended.text
-    assert ended.text.count("/model/0") == 4
-    assert ended.text.count("/ema/0") == 2
-    assert load_file(tmp_path / "iter_0000002" / "model.safetensors")["0.weight"].shape == (4, 4)
+    outcome = run_programs([give_flat_shards], tmp_path)["give_flat_shards"]
+    for lines in outcome.refusals():
+        assert all("FSDP1" in line for line in lines)
+        assert ["/model/0" in line for line in lines] == [True, False, True]
+        assert "/ema/0" in lines[1]
+    assert load_file(outcome.folder / "iter_0000002" / "model.safetensors")["0.weight"].shape == (4, 4)

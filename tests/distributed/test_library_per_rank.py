@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import MismatchError
 from reprise.nested.calls import _known
-from tests.distributed.test_ranks_that_disagree import process_group, refused
-from tests.harness import call_on_ranks
+from tests.distributed.programs import Outcome, refused, run_programs
 
 
 class Position:
@@ -32,39 +30,31 @@ class Position:
         self.state = state
 
 
-def run(function: Callable[[list[str]], None], folder: Path) -> str:
-    ended = call_on_ranks(function, [str(folder)], folder=folder / "ranks", ranks=2, timeout_s=60.0)
-    assert ended.ok, ended.text
-    return ended.text
-
-
 def draws() -> list[float]:
     return [random.random(), *torch.rand(2).tolist()]
 
 
-def go_on(arguments: list[str]) -> None:
+def go_on(folder: Path, rank: int) -> None:
     """Save twice in the background, load, and see that each rank has its own back."""
-    folder = Path(arguments[0])
-    with process_group() as rank:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 2)
-        torch.manual_seed(rank)
-        random.seed(rank)
-        position, expected = Position(10 + rank), {}
-        with AsyncSaver(folder / "saves") as saver:
-            for iteration in (1, 2):
-                position.state["at"] += 1
-                saver.save(iteration, model, per_rank={"position": position, "seen": [rank] * iteration}, rng=True)
-                expected = {"at": position.state["at"], "draws": draws()}
-        target, own = Position(0), {"seen": [0]}
-        load(folder / "saves", model, per_rank=own | {"position": target}, rng=True)
-        assert (target.state["at"], draws()) == (expected["at"], expected["draws"])
-        assert target.state["generator"].tolist() == [10 + rank] * 3
-        load(folder / "saves", model, per_rank=(given := {"seen": [0], "position": Position(0)}), strict=False)
-        assert given["seen"] == [rank, rank]
-        assert load(folder / "saves", model) == {"iteration": 2}
-        assert load(folder / "none", model, per_rank=own, missing_ok=True) == {"iteration": 0}
-        assert own == {"seen": [0]}
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    position, expected = Position(10 + rank), {}
+    with AsyncSaver(folder / "saves") as saver:
+        for iteration in (1, 2):
+            position.state["at"] += 1
+            saver.save(iteration, model, per_rank={"position": position, "seen": [rank] * iteration}, rng=True)
+            expected = {"at": position.state["at"], "draws": draws()}
+    target, own = Position(0), {"seen": [0]}
+    load(folder / "saves", model, per_rank=own | {"position": target}, rng=True)
+    assert (target.state["at"], draws()) == (expected["at"], expected["draws"])
+    assert target.state["generator"].tolist() == [10 + rank] * 3
+    load(folder / "saves", model, per_rank=(given := {"seen": [0], "position": Position(0)}), strict=False)
+    assert given["seen"] == [rank, rank]
+    assert load(folder / "saves", model) == {"iteration": 2}
+    assert load(folder / "none", model, per_rank=own, missing_ok=True) == {"iteration": 0}
+    assert own == {"seen": [0]}
 
 
 class Application:
@@ -84,50 +74,52 @@ class Application:
         self.plain = state["plain"]
 
 
-def shard(arguments: list[str]) -> None:
+def shard(folder: Path, _: int) -> None:
     """Save shards in an object and in modules of `state`, and load them into others."""
-    with process_group():
-        application, other = Application(1), Application(2)
-        save(arguments[0], application.model, iteration=1, state={"app": application, "ema": Application(3).model})
-        ema = Application(4)
-        load(arguments[0], other.model, state={"app": other, "ema": ema.model})
-        for loaded, saved in ((other, application), (ema, Application(3))):
-            for name, value in loaded.model.state_dict().items():
-                assert torch.equal(value.to_local(), saved.model.state_dict()[name].to_local()), name
-        assert other.plain.tolist() == [1.0, 1.0]
-        assert load(arguments[0], other.model) == {"iteration": 1}
-        save_state_dict(arguments[0], {"app": application}, iteration=2)
-        load_state_dict(arguments[0], {"app": ema})
-        assert torch.equal(ema.model.weight.to_local(), application.model.weight.to_local())
+    application, other = Application(1), Application(2)
+    save(folder, application.model, iteration=1, state={"app": application, "ema": Application(3).model})
+    ema = Application(4)
+    load(folder, other.model, state={"app": other, "ema": ema.model})
+    for loaded, saved in ((other, application), (ema, Application(3))):
+        for name, value in loaded.model.state_dict().items():
+            assert torch.equal(value.to_local(), saved.model.state_dict()[name].to_local()), name
+    assert other.plain.tolist() == [1.0, 1.0]
+    assert load(folder, other.model) == {"iteration": 1}
+    save_state_dict(folder, {"app": application}, iteration=2)
+    load_state_dict(folder, {"app": ema})
+    assert torch.equal(ema.model.weight.to_local(), application.model.weight.to_local())
 
 
-def disagree(arguments: list[str]) -> None:
-    with process_group() as rank:
-        model = nn.Linear(2, 2)
-        nn.init.ones_(model.weight)
-        nn.init.ones_(model.bias)
-        refused(lambda: save(arguments[0], model, iteration=1, state={"sampler": Position(rank)}))
-        refused(lambda: save(arguments[0], model, iteration=1, state={"long": [rank] * 1000}))
-        refused(lambda: save(arguments[0], model, iteration=1, state={"draw": torch.tensor(rank)}))
+def disagree(folder: Path, rank: int) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    refused(lambda: save(folder, model, iteration=1, state={"sampler": Position(rank)}))
+    refused(lambda: save(folder, model, iteration=1, state={"long": [rank] * 1000}))
+    refused(lambda: save(folder, model, iteration=1, state={"draw": torch.tensor(rank)}))
 
 
-def test_each_rank_has_its_own_back(tmp_path: Path) -> None:
-    run(go_on, tmp_path)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Return what became of each program; the programs themselves check what they load."""
+    return run_programs([go_on, shard, disagree], tmp_path_factory.mktemp("per_rank"))
+
+
+def test_each_rank_has_its_own_back(outcomes: dict[str, Outcome]) -> None:
+    saves = outcomes["go_on"].folder / "saves"
     _known.clear()
-    with pytest.raises(MismatchError, match=r"expected 1 rank, as those that load, found 2 ranks"):
-        load(tmp_path / "saves", nn.Linear(2, 2), rng=True)
-    assert load(tmp_path / "saves", nn.Linear(2, 2)) == {"iteration": 2}
+    with pytest.raises(MismatchError, match=r"expected 1 rank, .*found 2 ranks"):
+        load(saves, nn.Linear(2, 2), rng=True)
+    assert load(saves, nn.Linear(2, 2)) == {"iteration": 2}
 
 
-def test_shards_in_objects_are_filled_in_place(tmp_path: Path) -> None:
-    run(shard, tmp_path)
+def test_shards_in_objects_are_filled_in_place(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["shard"].committed == ["iter_0000001", "iter_0000002"]
 
 
-def test_objects_that_differ_by_rank_are_refused_by_name(tmp_path: Path) -> None:
-    lines = [line for line in run(disagree, tmp_path).splitlines() if line.startswith("[")]
-    for about in ("/sampler", "/long", "/draw"):
-        found = [line for line in lines if about in line]
-        assert len(found) == 2, lines
-        assert all(len(line) < 1200 for line in found)
-    assert sum("in `per_rank`" in line for line in lines) == 4
-    assert not list(tmp_path.glob("iter_*"))
+def test_objects_that_differ_by_rank_are_refused_by_name(outcomes: dict[str, Outcome]) -> None:
+    for lines in outcomes["disagree"].refusals():
+        assert [about in line for about, line in zip(("/sampler", "/long", "/draw"), lines, strict=True)] == [True] * 3
+        assert all(len(line) < 1200 for line in lines)
+        assert sum("`per_rank`" in line for line in lines) == 2
+    assert outcomes["disagree"].committed == []

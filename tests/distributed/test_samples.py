@@ -15,7 +15,10 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 import trainer.__main__
 import trainer.generate.during_training
-from tests.harness import TINY, call_on_ranks, curve, launch, run_ok, tensor_files
+from reprise.errors import TrainerError
+from tests.harness import TINY, call_on_ranks, compose, curve, launch, run_ok, tensor_files
+from tests.messages import refused
+from trainer.config.checks import validate
 from trainer.data.bpe import train_bpe
 from trainer.data.token_file import write_token_file
 from trainer.generate.sampling import Sampling, choose
@@ -31,18 +34,12 @@ TOPOLOGIES: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "zero 3": (2, ["parallel.zero_stage=3"]),
     "tp sp": (2, [_TP, _SP]),
-    "pp": (2, [_PP]),
-    "zero 0": (2, ["parallel.zero_stage=0"]),
-    "zero 1": (2, ["parallel.zero_stage=1"]),
-    "zero 2": (3, ["parallel.zero_stage=2"]),
-    "tp": (2, [_TP]),
     "pp vpp": (2, [_PP, _VPP]),
+    "zero 2": (3, ["parallel.zero_stage=2"]),
     "tp zero 3": (4, [_TP, "parallel.zero_stage=3"]),
     "tp sp pp dp": (8, [_TP, _SP, _PP]),
 }
-
-
-IN_CI = ("pp vpp",)
+GATE = ("zero 3", "pp vpp")
 
 
 def samples(text: str) -> list[tuple[str, str]]:
@@ -72,54 +69,36 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str
     return samples(run_ok(tmp_path_factory.mktemp("one") / "run", [*BASE, *LLAMA3, *SAMPLES]).text)
 
 
-@pytest.mark.parametrize("name", ["one rank", "zero 3"])
-def test_samples_change_no_bit_of_a_run_with_dropout(tmp_path: Path, name: str) -> None:
-    ranks, overrides = TOPOLOGIES[name]
-    compare(tmp_path, [*GPT2, *overrides], ranks)
+def marks(name: str) -> object:
+    return () if name in GATE else pytest.mark.nightly if TOPOLOGIES[name][0] > 3 else pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["tp sp", "pp"])
-def test_samples_are_those_of_one_rank(tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str) -> None:
-    ranks, overrides = TOPOLOGIES[name]
-    ended = run_ok(tmp_path / "run", [*BASE, *LLAMA3, *overrides, *SAMPLES], ranks=ranks)
-    assert samples(ended.text) == on_one_rank
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*IN_CI, *(pytest.param(n, marks=pytest.mark.nightly) for n in TOPOLOGIES if n not in IN_CI)]
-)
-def test_samples_change_no_bit_of_a_run_on_any_topology(
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in TOPOLOGIES])
+def test_samples_are_those_of_one_rank_and_change_no_bit(
     tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str
 ) -> None:
     ranks, overrides = TOPOLOGIES[name]
-    assert compare(tmp_path / "llama3", [*LLAMA3, *overrides], ranks) == on_one_rank
-    compare(tmp_path / "gpt2", [*GPT2, *overrides], ranks)
+    assert compare(tmp_path, [*LLAMA3, *overrides], ranks) == on_one_rank
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("options", "ranks"),
     [
-        ["train.dtype=bfloat16"],
-        ["train.activation_checkpointing=true"],
-        pytest.param(["train.compile=true"], marks=pytest.mark.nightly),
+        (["train.dtype=bfloat16"], 1),
+        (["train.activation_checkpointing=true", "parallel=zero3"], 2),
+        (["parallel=tp2_sp"], 2),
+        pytest.param(["train.compile=true"], 1, marks=pytest.mark.nightly),
     ],
 )
-def test_samples_change_no_bit_with_any_way_to_compute(tmp_path: Path, options: list[str]) -> None:
-    compare(tmp_path, [*GPT2, *options], ranks=1)
+def test_samples_change_no_bit_of_a_run_with_dropout(tmp_path: Path, options: list[str], ranks: int) -> None:
+    compare(tmp_path, [*GPT2, *options], ranks)
 
 
 def test_a_killed_and_resumed_run_shows_every_sample_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = [
-        *GPT2,
-        *TINY,
-        "logging.tensorboard=true",
-        *SAMPLES,
-        "train.train_iters=8",
-        "checkpoint.save_interval=3",
-    ]
+    keys = ["logging.tensorboard=true", "train.train_iters=8", "checkpoint.save_interval=3"]
+    overrides = [*GPT2, *TINY, *SAMPLES, *keys]
     assert launch(run, overrides, kill_after=5, saved=3).statuses == (-9,)
     text = run_ok(run, overrides).text
     assert [iteration for iteration, _ in samples(text)] == ["4", "6", "8"]
@@ -162,6 +141,7 @@ def test_a_signal_breaks_a_sample_off_on_all_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/iter_0000003/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(train_bpe(["if it is so, so be it: x = 1\n" * 50], 270))
@@ -171,6 +151,7 @@ def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
     assert [text[1:6] for _, text in samples(ended.text)] == ["if it"] * 2
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> None:
     data = ["data=token_file", f"data.train={tmp_path}/*.bin", "data.tokenizer=none.json"]
     write_token_file(tmp_path / "train.bin", [np.arange(257)] * 4, dtype=np.uint16)
@@ -180,7 +161,6 @@ def test_a_tokenizer_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> 
     assert "Traceback" not in ended.text
 
 
-def test_token_files_of_unknown_origin_are_refused_up_front(tmp_path: Path) -> None:
-    ended = launch(tmp_path / "run", [*GPT2, *BASE, "data=token_file", "data.train=a.bin", *SAMPLES])
-    assert ended.statuses == (1,)
-    assert "train.sample_interval=2: needs data.tokenizer" in ended.text
+def test_token_files_of_unknown_origin_are_refused_up_front() -> None:
+    with refused(TrainerError, "train.sample_interval=2", "data.tokenizer"):
+        validate(compose([*GPT2, *BASE, "data=token_file", "data.train=a.bin", *SAMPLES]), 1)

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from reprise import load_state_dict, save_state_dict
-from tests.distributed.test_ranks_that_disagree import process_group, refused
-from tests.harness import call_on_ranks
+from tests.distributed.programs import refused, run_programs
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
@@ -32,44 +31,41 @@ def columns(mesh: DeviceMesh, fill: torch.Tensor, rank: int, *, cut: int = 2) ->
     return DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False, shape=fill.shape, stride=fill.stride())
 
 
-def carry_tensors(arguments: list[str]) -> None:
-    with process_group() as rank:
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.complex(WHOLE, -WHOLE)
-        state = {
-            "pending": pending(mesh, WHOLE),
-            "columns": columns(mesh, WHOLE, rank),
-            "table": columns(mesh, WHOLE, rank, cut=0),
-            "complex": distribute_tensor(whole, mesh, [Shard(1)]),
+def carry_tensors(folder: Path, rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.complex(WHOLE, -WHOLE)
+    state = {
+        "pending": pending(mesh, WHOLE),
+        "columns": columns(mesh, WHOLE, rank),
+        "table": columns(mesh, WHOLE, rank, cut=0),
+        "complex": distribute_tensor(whole, mesh, [Shard(1)]),
+    }
+    path = save_state_dict(folder, state, iteration=1)
+    again = {
+        "pending": pending(mesh, torch.zeros(4, 6)),
+        "columns": columns(mesh, torch.zeros(4, 6), rank, cut=3),
+        "table": torch.zeros(4, 6),
+        "complex": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]).conj(),
+    }
+    load_state_dict(path, again)
+    assert torch.equal(again["pending"].to_local(), WHOLE)
+    assert torch.equal(again["table"], WHOLE)
+    assert torch.equal(again["complex"].full_tensor(), whole)
+    held = again["columns"]._local_tensor
+    for shard, (_, column) in zip(held.local_shards(), held.local_offsets(), strict=True):
+        assert torch.equal(shard, WHOLE[:, column : column + shard.shape[1]])
+    with torch.device("meta"):
+        meta = {
+            "pending": distribute_tensor(torch.empty(4, 6), mesh, [Shard(1)]),
+            "complex": distribute_tensor(torch.empty(4, 6, dtype=torch.complex64), mesh, [Shard(1)]),
         }
-        path = save_state_dict(arguments[0], state, iteration=1)
-        again = {
-            "pending": pending(mesh, torch.zeros(4, 6)),
-            "columns": columns(mesh, torch.zeros(4, 6), rank, cut=3),
-            "table": torch.zeros(4, 6),
-            "complex": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]).conj(),
-        }
-        load_state_dict(path, again)
-        assert torch.equal(again["pending"].to_local(), WHOLE)
-        assert torch.equal(again["table"], WHOLE)
-        assert torch.equal(again["complex"].full_tensor(), whole)
-        held = again["columns"]._local_tensor
-        for shard, (_, column) in zip(held.local_shards(), held.local_offsets(), strict=True):
-            assert torch.equal(shard, WHOLE[:, column : column + shard.shape[1]])
-        with torch.device("meta"):
-            meta = {
-                "pending": distribute_tensor(torch.empty(4, 6), mesh, [Shard(1)]),
-                "complex": distribute_tensor(torch.empty(4, 6, dtype=torch.complex64), mesh, [Shard(1)]),
-            }
-        load_state_dict(path, meta)
-        assert torch.equal(meta["pending"].full_tensor(), WHOLE)
-        assert torch.equal(meta["complex"].full_tensor(), whole)
-        shards = [torch.zeros(2, 2), torch.zeros(2, 2)]
-        gap = LocalShardsWrapper(shards, [(0, 0), (2, 2)])
-        refused(lambda: save_state_dict(arguments[0], {"gap": DTensor.from_local(gap, mesh, [Shard(0)])}, iteration=2))
+    load_state_dict(path, meta)
+    assert torch.equal(meta["pending"].full_tensor(), WHOLE)
+    assert torch.equal(meta["complex"].full_tensor(), whole)
+    shards = [torch.zeros(2, 2), torch.zeros(2, 2)]
+    gap = LocalShardsWrapper(shards, [(0, 0), (2, 2)])
+    refused(lambda: save_state_dict(folder, {"gap": DTensor.from_local(gap, mesh, [Shard(0)])}, iteration=2))
 
 
 def test_tensors_whose_memory_is_elsewhere_are_carried(tmp_path: Path) -> None:
-    ended = call_on_ranks(carry_tensors, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2, timeout_s=60.0)
-    assert ended.ok, ended.text
-    assert "The shards of a tensor on a rank are no box together (/gap)" in ended.text
+    assert "(/gap)" in run_programs([carry_tensors], tmp_path)["carry_tensors"].text
