@@ -1,22 +1,16 @@
 """Random configurations: a run that is interrupted at random moments leaves what the unbroken run leaves.
 
-`python -m tests.resume.differential --cases 300 --seed 1` tries them and prints what differs. A case is a function of
-its number and the seed, so that `--first 17 --cases 1` repeats one. With `--any-tensors`, runs have
-`parallel.invariant_tensor_ranks`: every start has another topology, and the unbroken run is that of one process.
+A case is a function of its number and the seed, so that a test's name and the seed repeat it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shutil
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -78,15 +72,6 @@ OF_DATA: list[Topology] = [
     (4, (_PP, _VPP, _zero(3))),
 ]
 OF_TENSORS: list[Topology] = [(2, (_TP,)), (2, (_TP, _SP)), (4, (_TP, _zero(3))), (4, (_TP, _SP, _PP))]
-_TP4 = "parallel.tensor_model_parallel_size=4"
-OF_MORE_TENSORS: list[Topology] = [
-    *((4, (_TP, *sequence, _zero(stage))) for sequence in ((), (_SP,)) for stage in range(4)),
-    (4, (_TP, _PP)),
-    (4, (_TP, _PP, _VPP)),
-    (4, (_TP, _SP, _PP, _VPP)),
-    (4, (_TP4,)),
-    (4, (_TP4, _SP)),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +94,6 @@ class Case:
     base: str | None = None
     has_local: bool = False
     is_bitwise: bool = True
-    unbroken: Topology | None = None  # of the run without interruptions; None is the first
 
     def of(self, name: str) -> str | None:
         """Return the value of a key of the configuration, None where it has its default."""
@@ -160,55 +144,6 @@ def case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
     )
 
 
-def tensor_case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
-    """Return the case of a number with `parallel.invariant_tensor_ranks`; a few of them are refused by name."""
-    draw = random.Random(f"tensors {seed}/{number}")
-    case, iterations, batch = case_of(seed, number, ranks=ranks), draw.randint(4, 7), 8
-    has_adapters = draw.random() < 0.1  # which are refused
-    shards, heads = draw.choice([2, 4, 4]), draw.choice([4, 4, 4, 8, 8, 2])
-    starts = tuple(draw.sample(_tensor_topologies(shards, ranks), draw.choice([2, 2, 2, 3])))
-    overrides = [
-        *(text for text in case.overrides if not text.startswith(_REDRAWN) or (has_adapters and "lora" in text)),
-        *_length(draw, iterations, batch=batch, by_samples=draw.random() < 0.3, ramps=False),
-        f"model.n_layer={4 if any(_VPP in axes for _, axes in starts) else draw.choice([2, 2, 3])}",
-        f"model.n_head={heads}",
-        f"model.n_embd={heads * draw.choice([4, 6, 8])}",
-        f"model.intermediate_size={draw.choice([12, 28, 44, 60])}",
-        f"model.pad_vocab_multiple={draw.choice([4, 8])}",
-        f"model.tie_word_embeddings={draw.choice(['true', 'false'])}",
-        f"train.seq_length={draw.choice([8, 12, 16, 20, 10])}",
-        f"train.micro_batch_size={draw.choice([1, 2])}",
-        f"train.global_batch_size={batch}",
-        f"train.clip_grad={draw.choice([0.0, 0.1, 1.0])}",
-        f"train.activation_checkpointing={draw.choice(['true', 'false', 'false'])}",
-        "parallel.invariant_ranks=4",
-        f"parallel.invariant_tensor_ranks={shards}",
-    ]
-    if case.of("model") != "gpt2_tiny":
-        overrides.append(f"model.n_kv_head={draw.choice([heads, heads, min(heads, 4)])}")
-    return replace(
-        case,
-        overrides=tuple(overrides),
-        topologies=starts,
-        unbroken=SINGLE,
-        interruptions=tuple(_interruptions(draw, len(starts) - 1, _events(case), iterations)),
-        base=None,
-        is_bitwise=True,
-    )
-
-
-def _tensor_topologies(shards: int, ranks: int) -> list[Topology]:
-    """Return the topologies with up to so many tensor-parallel ranks, and so many ranks in all."""
-    every = (*OF_DATA, *OF_TENSORS, *OF_MORE_TENSORS)
-    return [(count, axes) for count, axes in every if count <= ranks and (shards >= 4 or _TP4 not in axes)]
-
-
-def _events(case: Case) -> dict[str, int]:
-    """Return the intervals of what a run can be interrupted in."""
-    names = {"evaluation": "train.eval_interval", "save": "checkpoint.save_interval"}
-    return {event: int(case.of(name) or 0) for event, name in names.items()}
-
-
 _INTERVALS = {
     "train.eval_interval": [0, 1, 2, 2, 3],
     "train.sample_interval": [0, 0, 3],
@@ -233,10 +168,6 @@ _FURTHER = {
     "checkpoint.check_replicas": ["1", "1", "0", "2"],
 }
 _FURTHER_OF_THE_MODEL = {"model.tie_word_embeddings": ["true", "false"], "model.pad_vocab_multiple": ["1", "8"]}
-_REDRAWN = (
-    "parallel.", "model.lora.", "schedule.", "train.batch_schedule", "train.train_iters", "train.train_samples",
-    "train.activation_checkpointing", *_FURTHER_OF_THE_MODEL,
-)  # fmt: skip
 _BATCH = 16
 _FIXED = (
     "train.seq_length=16",
@@ -282,7 +213,7 @@ def _further(draw: random.Random, *, has_base: bool) -> list[str]:
     return [f"{name}={value}" for name, value in values.items()]
 
 
-def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool, batch: int = _BATCH) -> list[str]:
+def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool) -> list[str]:
     """Return a schedule that makes so many iterations, the first three of which are smaller if the batch ramps up."""
     ramp = ["train.batch_schedule=0:8 24:16"] if ramps else []
     if not by_samples:
@@ -293,7 +224,7 @@ def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bo
             "schedule.lr_warmup_iters=3",
             f"schedule.lr_decay_style={style}",
         ]
-    samples = 24 + 16 * (iterations - 3) if ramps else batch * iterations
+    samples = 24 + 16 * (iterations - 3) if ramps else _BATCH * iterations
     return [*ramp, f"train.train_samples={samples}", "schedule.lr_warmup_samples=20"]
 
 
@@ -321,10 +252,6 @@ def _base(family: str) -> Path:
 
 class Failed(Exception):
     """A start that did not end as it should."""
-
-
-class Refused(Exception):
-    """A start whose configuration was refused, with the name of the key that it is outside the promise of."""
 
 
 def arguments_of(case: Case, folder: Path) -> list[str]:
@@ -380,8 +307,7 @@ def train(case: Case, folder: Path, topology: Topology, interruption: Interrupti
 def _require(ended: Ended, statuses: set[int]) -> None:
     """Check the exit statuses of a start."""
     if set(ended.statuses) != statuses:
-        is_refused = "ConfigError" in ended.text and "parallel.invariant_tensor_ranks=" in ended.text
-        raise (Refused if is_refused else Failed)(ended.text)
+        raise Failed(ended.text)
 
 
 def rows_of(run: Path) -> list[dict[str, object]]:
@@ -447,7 +373,7 @@ def _between(case: Case, whole: Left, broken: Left) -> Iterator[str]:
     if whole.others != broken.others:
         yield f"{whole.others}, the interrupted run {broken.others}"
     inexact = set() if case.is_bitwise else {"best_loss", "valid_loss"}
-    moves = len({*case.topologies, case.unbroken or case.topologies[0]}) > 1
+    moves = len({*case.topologies}) > 1
     for iteration in sorted(whole.records.keys() & broken.records.keys()):
         a, b = whole.records[iteration], broken.records[iteration]
         for name in sorted(a.keys() | b.keys()):
@@ -478,50 +404,13 @@ def _beyond_rounding(
 
 
 def run_case(case: Case, folder: Path) -> list[str]:
-    """Run a case in a new folder, and return what differs; also that a start failed.
-
-    Raises:
-        Refused: its configuration is outside the promise, and a start said so.
-    """
+    """Run a case in a new folder, and return what differs; also that a start failed."""
     whole, broken = folder / "whole", folder / "broken"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        train(case, whole, case.unbroken or case.topologies[0], None)
+        train(case, whole, case.topologies[0], None)
         for topology, interruption in zip(case.topologies, (*case.interruptions, None), strict=True):
             train(case, broken, topology, interruption)
     except (AssertionError, Failed, TimeoutError) as error:
         return [f"a start failed: {str(error)[-1500:]}"]
     return differences(case, whole, broken)
-
-
-def main() -> int:
-    """Try cases and print what differs; return how many do, at most 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a case")
-    parser.add_argument("--any-tensors", action="store_true", help="with parallel.invariant_tensor_ranks")
-    options = parser.parse_args()
-    failed, refused, begun = list[str](), 0, time.monotonic()
-    for number in range(options.first, options.first + options.cases):
-        case = (tensor_case_of if options.any_tensors else case_of)(options.seed, number, ranks=options.ranks)
-        with tempfile.TemporaryDirectory(prefix="differential-") as folder:
-            try:
-                found = run_case(case, Path(folder))
-            except Refused:
-                refused += 1
-                continue
-        if found:
-            failed.append(case.seed)
-            print(f"{case}\n  " + "\n  ".join(found), flush=True)
-    seconds, differing = time.monotonic() - begun, " ".join(failed) or "none"
-    print(f"{options.cases} cases in {seconds:.0f} s, {refused} refused by name, {len(failed)} differ: {differing}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    status = main()
-    for path in [_base(family).parent for family in ("gpt2", "llama3")] if _base.cache_info().currsize else []:
-        shutil.rmtree(path)
-    sys.exit(status)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import trainer.__main__
-from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok
-from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
+from reprise.errors import TrainerError
+from tests.harness import TINY, call_on_ranks, curve, run_ok
+from tests.messages import refused
+from tests.resume.random_tokens import SEED, SIZES, state, train_and_note_windows, windows_read
+from tests.resume.starts import start
 from tests.sample_order import sample_ids
 from trainer.commands import checkpoint as look
-from trainer.run.build import Run
 
-SEED = 1234
 BASE = (
     *TINY,
     "model=gpt2_tiny",
@@ -27,47 +27,9 @@ BASE = (
 )
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    write_random_tokens(tmp_path)
-    return tmp_path
-
-
-def blend(data: Path, **weights: object) -> str:
-    entries = ", ".join(f"{{path: {data}/{name}.bin, weight: {weight}}}" for name, weight in weights.items())
+def blend(folder: Path, **weights: object) -> str:
+    entries = ", ".join(f"{{path: {folder}/{name}.bin, weight: {weight}}}" for name, weight in weights.items())
     return f"data.train=[{entries}]"
-
-
-def train_and_note_windows(arguments: list[str]) -> None:
-    """Train, and write the first tokens of every window that this rank reads into a file of its own."""
-
-    def note(run: Run, iteration: int) -> None:
-        batches = run.train_data.train_batch(run.state.progress.consumed_samples, SEED)
-        with Path(run.config.run.dir).with_name(f"windows.{run.cluster.rank}").open("a") as file:
-            for number, batch in zip(run.train_data.numbers, batches, strict=True):
-                print(json.dumps([iteration, number, batch[:, :-1].tolist()]), file=file)
-
-    around_iterations(before=note)
-    trainer.__main__.main([f"run.dir={arguments[0]}", *arguments[1:]])
-
-
-def windows_by_source(data: Path) -> dict[str, list[int]]:
-    """Return the samples that all ranks read of each source, in order of their global positions."""
-    known = {}
-    for name, tokens in random_tokens().items():
-        known |= {tuple(tokens[n * LENGTH : (n + 1) * LENGTH].tolist()): (name, n) for n in range(SIZES[name])}
-    lines = [json.loads(line) for path in data.glob("windows.*") for line in path.read_text().splitlines()]
-    found = defaultdict(list)
-    for _, _, windows in sorted(lines, key=lambda line: line[:2]):
-        for window in windows:
-            name, sample = known[tuple(window)]
-            found[name].append(sample)
-    return found
-
-
-def state(folder: Path, iteration: int) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / f"checkpoints/iter_{iteration:07d}/trainer_state.json").read_text())
-    return found
 
 
 def test_other_weights_and_ranks_repeat_no_sample(data: Path) -> None:
@@ -83,17 +45,17 @@ def test_other_weights_and_ranks_repeat_no_sample(data: Path) -> None:
         arguments = [str(run), *BASE, train, f"train.train_iters={3 * number}", *allow]
         ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=ranks)
         assert ended.ok, ended.text
-    found = windows_by_source(data)
+    read = defaultdict(list)
+    for _, name, sample in windows_read(data):
+        read[name].append(sample)
     # 36 samples a phase, each source on its own from one phase to the next.
     expected = {"a": 25.2 + 18 + 12, "b": 10.8 + 9 + 36, "c": 9 + 24}
-    assert sum(map(len, found.values())) == 144
+    assert sum(map(len, read.values())) == 144
     for name, size in SIZES.items():
-        assert abs(len(found[name]) - expected[name]) <= 3
-        assert found[name] == sample_ids(0, len(found[name]), epoch_size=size, seed=SEED).tolist()
-    record = state(run, 12)["blend"]
-    assert isinstance(record, dict)
-    assert record["position"] == 108
-    assert sum(record["consumed"].values()) == 108
+        assert abs(len(read[name]) - expected[name]) <= 3
+        assert read[name] == sample_ids(0, len(read[name]), epoch_size=size, seed=SEED).tolist()
+    record: Any = state(run, 12)["blend"]
+    assert record["position"] == sum(record["consumed"].values()) == 108
     assert len(record["consumed"]) == 3
 
 
@@ -101,21 +63,23 @@ def test_a_stopped_blend_resumes_bitwise(data: Path) -> None:
     weights = blend(data, a=0.6, b=0.4)
     run_ok(data / "whole", [*BASE, weights, "train.train_iters=4"])
     run_ok(data / "run", [*BASE, weights, "train.train_iters=2"])
+    with refused(TrainerError, "checkpoint.override_data=true", "saved 3/5  current 1/2"):
+        start(data / "run", *BASE, blend(data, a=0.5, b=0.5), "train.train_iters=4")
     run_ok(data / "run", [*BASE, blend(data, b=2, a=3), "train.train_iters=4"])  # the same shares
     assert curve(data / "run") == curve(data / "whole")
-    saved = state(data / "run", 4)
+    saved: Any = state(data / "run", 4)
     assert "blend" not in saved
-    assert sorted(saved["data"]["weights"].values()) == ["2/5", "3/5"]  # type: ignore[index]
+    assert sorted(saved["data"]["weights"].values()) == ["2/5", "3/5"]
 
 
+@pytest.mark.slow
 def test_a_new_run_from_its_weights_begins_every_source_again(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     growing = ["train.batch_schedule=0:4 8:12", "train.train_samples=32"]
     base = [override for override in BASE if not override.startswith("schedule")]
     run_ok(data / "run", [*base, *growing, blend(data, a=0.6, b=0.4)])
     changed = [*base, *growing, blend(data, a=0.5, c=0.5), "checkpoint.override_data=true"]
     run_ok(data / "run", [*changed, "train.train_samples=44", "schedule.lr_decay_samples=32"])
-    begun = [*changed, f"checkpoint.load={data}/run", "checkpoint.finetune=true"]
-    run_ok(data / "fine", begun)
+    run_ok(data / "fine", [*changed, f"checkpoint.load={data}/run", "checkpoint.finetune=true"])
     assert [row[4] for row in curve(data / "fine")] == [4, 8, 20, 32]
     assert "blend" not in state(data / "fine", 4)
     assert look.main(["show", str(data / "run")]) == 0
@@ -126,20 +90,13 @@ def test_a_new_run_from_its_weights_begins_every_source_again(data: Path, capsys
     assert [share for name, share in shown.items() if name.startswith("data.weights.")] == ["1/2", "1/2"]
 
 
-def test_another_blend_without_the_flag_is_refused(data: Path) -> None:
-    run_ok(data / "run", [*BASE, blend(data, a=0.6, b=0.4), "train.train_iters=1"])
-    ended = launch(data / "run", [*BASE, blend(data, a=0.5, b=0.5), "train.train_iters=2"])
-    assert not ended.ok
-    assert "saved 3/5  current 1/2  (checkpoint.override_data=true allows it)" in ended.text
-
-
 def test_two_copies_of_a_source_are_refused(data: Path) -> None:
     (data / "d.bin").write_bytes((data / "a.bin").read_bytes())
-    ended = launch(data / "run", [*BASE, blend(data, a=0.6, b=0.4, d=1), "train.train_iters=1"])
-    assert not ended.ok
-    assert "Two sources of a blend have the same tokens" in ended.text
+    with refused(TrainerError, "a.bin", "d.bin"):
+        start(data / "run", *BASE, blend(data, a=0.6, b=0.4, d=1), "train.train_iters=1")
 
 
+@pytest.mark.slow
 def test_texts_are_blended_and_held_out_too(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} text of {name}. " * 300)
@@ -149,6 +106,7 @@ def test_texts_are_blended_and_held_out_too(tmp_path: Path) -> None:
     assert len(curve(tmp_path / "run")) == 3
 
 
+@pytest.mark.slow
 def test_validation_data_of_a_list_are_read_in_order(data: Path) -> None:
     losses = []
     for name in "bc":

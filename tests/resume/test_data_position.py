@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from itertools import chain
+import logging
 from pathlib import Path
 
 import pytest
 
-import trainer.__main__
-from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, state_of, tensor_files
-from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
+from reprise.errors import TrainerError
+from tests.harness import TINY, call_on_ranks, curve, run_ok, state_of, tensor_files
+from tests.messages import refused
+from tests.resume.random_tokens import SEED, SIZES, state, train_and_note_windows, windows_read
+from tests.resume.starts import iteration, start
 from tests.sample_order import sample_ids
-from trainer.run.build import Run
 
-SEED = 1234
 BASE = (
     *TINY,
     "model=gpt2_tiny",
@@ -29,103 +28,73 @@ OTHER = "checkpoint.override_data=true"
 START = "data.position=start"
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    write_random_tokens(tmp_path)
-    return tmp_path
+def run_of(data: Path, name: str, iterations: int, *more: str) -> list[str]:
+    return [*BASE, f"data.train={data}/{name}.bin", f"train.train_iters={iterations}", *more]
 
 
-def run_of(data: Path, name: str, iterations: int) -> list[str]:
-    return [*BASE, f"data.train={data}/{name}.bin", f"train.train_iters={iterations}"]
+def train_noting(run: Path, overrides: list[str]) -> str:
+    """Train, note the windows that are read, and return what the run said."""
+    ended = call_on_ranks(train_and_note_windows, [str(run), *overrides], folder=run, ranks=1)
+    assert ended.ok, ended.text
+    return ended.text
 
 
-def train_and_note_windows(arguments: list[str]) -> None:
-    """Train, and write the windows of each iteration that this rank reads into a file."""
-
-    def note(run: Run, iteration: int) -> None:
-        progress = run.state.progress.consumed_samples
-        size = run.batch_schedule.at(progress)
-        batches = run.train_data.train_batch(progress, SEED, size)
-        with Path(run.config.run.dir).with_name("windows").open("a") as file:
-            print(json.dumps([iteration, [row for batch in batches for row in batch[:, :-1].tolist()]]), file=file)
-
-    around_iterations(before=note)
-    trainer.__main__.main([f"run.dir={arguments[0]}", *arguments[1:]])
+def ids(name: str, count: int) -> list[int]:
+    """Return the first samples of a source in the order of training."""
+    numbers: list[int] = sample_ids(0, count, epoch_size=SIZES[name], seed=SEED).tolist()
+    return numbers
 
 
 def test_a_new_source_begins_at_its_start_once(data: Path) -> None:
+    run, whole = data / "run", data / "whole"
+    for name, iterations, more in (("a", 3, []), ("b", 5, [OTHER, START]), ("b", 6, [START]), ("b", 7, [])):
+        text = train_noting(run, run_of(data, name, iterations, *more))
+        assert ("is new at sample 12 of the run and begins at its first sample" in text) == (OTHER in more)
+    read = windows_read(data)
+    assert [sample for _, name, sample in read if name == "a"] == ids("a", 12)
+    assert [sample for _, name, sample in read if name == "b"] == ids("b", 4 + 3 * 8)
+    run_ok(whole, run_of(data, "a", 3))
+    run_ok(whole, run_of(data, "b", 7, OTHER, START))
+    assert curve(run) == curve(whole)
+    assert tensor_files(iteration(run, 7)) == tensor_files(iteration(whole, 7))
+    assert state_of(iteration(run, 7)) == state_of(iteration(whole, 7))
+
+
+def test_a_new_source_goes_on_at_the_position_and_says_so(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     run = data / "run"
-    phases = [("a", 3, []), ("b", 5, [OTHER, START]), ("b", 6, [START]), ("b", 7, [])]
-    for name, iterations, more in phases:
-        arguments = [str(run), *run_of(data, name, iterations), *more]
-        ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
-        assert ended.ok, ended.text
-        is_change = OTHER in more
-        assert ("is new at sample 12 of the run and begins at its first sample" in ended.text) == is_change
-    windows = [json.loads(line)[1] for line in (data / "windows").read_text().splitlines()]
-    known = random_tokens()
-    read = {"a": list(chain(*windows[:3])), "b": list(chain(*windows[3:]))}
-    for name, rows in read.items():
-        ids = sample_ids(0, len(rows), epoch_size=SIZES[name], seed=SEED).tolist()
-        assert rows == [known[name][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
-    assert [len(rows) for rows in read.values()] == [12, 4 + 3 * 8]
-    run_ok(data / "whole", run_of(data, "a", 3))
-    run_ok(data / "whole", [*run_of(data, "b", 7), OTHER, START])
-    assert curve(run) == curve(data / "whole")
-    last = "checkpoints/iter_0000007"
-    assert tensor_files(run / last) == tensor_files(data / "whole" / last)
-    assert state_of(run / last) == state_of(data / "whole" / last)
-
-
-def test_a_new_source_goes_on_at_the_position_and_says_so(data: Path) -> None:
-    run_ok(data / "run", run_of(data, "a", 3))
-    refused = launch(data / "run", run_of(data, "c", 5))
-    assert not refused.ok
-    assert "data.position=start begins a new source at its first sample" in refused.text
-    ended = run_ok(data / "run", [*run_of(data, "c", 5), OTHER])
-    assert f"({data}/c.bin) is new at sample 12 of the run and begins at its sample 12 of 17 in epoch 1" in ended.text
-    assert "data.position=start begins a new source at its first sample" in ended.text
-    state = json.loads((data / "run/checkpoints/iter_0000005/trainer_state.json").read_text())
-    assert "blend" not in state
-
-
-def test_a_start_repeated_from_the_same_checkpoint_is_the_same(data: Path) -> None:
-    """As after a death before the first save, or a rewind."""
-    run_ok(data / "run", [*run_of(data, "a", 3), "checkpoint.max_checkpoint_keep=0"])
+    run_ok(run, run_of(data, "a", 3))
+    with refused(TrainerError, START):
+        start(run, *run_of(data, "c", 5))
+    start(run, *run_of(data, "c", 5, OTHER))
+    assert f"({data}/c.bin) is new at sample 12 of the run and begins at its sample 12 of 17 in epoch 1" in caplog.text
+    # A start that is repeated from the same checkpoint, as after a death before the first save, is the same.
     curves = []
     for _ in range(2):
-        run_ok(data / "run", [*run_of(data, "b", 4), OTHER, START, "checkpoint.ckpt_step=3"])
-        curves.append(curve(data / "run"))
+        run_ok(run, run_of(data, "b", 4, OTHER, START, "checkpoint.ckpt_step=3"))
+        curves.append(curve(run))
     assert curves[0] == curves[1]
 
 
 def test_skipped_samples_are_passed_over_once(data: Path) -> None:
     run = data / "run"
-    phases = [(3, ["2-5", "14-18"]), (5, ["14-18", "20-25", "40-41"]), (6, []), (7, ["3-4", "50-52"])]
+    phases = [(3, "2-5,14-18"), (5, "14-18,20-25,40-41"), (6, ""), (7, "3-4,50-52")]
     texts = []
     for iterations, ranges in phases:
-        skips = f"train.skip_samples=[{','.join(ranges)}]"
-        arguments = [str(run), *run_of(data, "a", iterations), skips]
-        ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
-        assert ended.ok, ended.text
-        texts.append("\n".join(line for line in ended.text.splitlines() if "train.skip_samples:" in line))
-    windows = [json.loads(line)[1] for line in (data / "windows").read_text().splitlines()]
+        text = train_noting(run, run_of(data, "a", iterations, f"train.skip_samples=[{ranges}]"))
+        texts.append([line for line in text.splitlines() if "train.skip_samples:" in line])
     passed = {2, 3, 4, 14, 15, 16, 17, 20, 21, 22, 23, 24, 50, 51}
-    taken = [position for position in range(100) if position not in passed][:40]
-    assert [len(rows) for rows in windows] == [4, 4, 4, 4, 8, 8, 8]
-    ids = [int(sample_ids(position, 1, epoch_size=SIZES["a"], seed=SEED)[0]) for position in taken]
-    assert list(chain(*windows)) == [random_tokens()["a"][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
+    order = ids("a", 60)
+    assert [sample for _, _, sample in windows_read(data)] == [order[n] for n in range(60) if n not in passed][:40]
     assert texts == [
-        "",
-        "train.skip_samples: from position 19 on 20-25, 40-41 is passed over, before it was none",
-        "train.skip_samples: from position 36 on none is passed over, before it was 40-41",
-        "train.skip_samples: from position 44 on 50-52 is passed over, before it was none",
+        [],
+        ["train.skip_samples: from position 19 on 20-25, 40-41 is passed over, before it was none"],
+        ["train.skip_samples: from position 36 on none is passed over, before it was 40-41"],
+        ["train.skip_samples: from position 44 on 50-52 is passed over, before it was none"],
     ]
-    arguments = [str(run), *run_of(data, "b", 8), OTHER, START, "train.skip_samples=[56-58]"]
-    ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
-    assert "is new at sample 54 of the run and begins at its first sample" in ended.text
-    ids = [int(sample_ids(n, 1, epoch_size=SIZES["b"], seed=SEED)[0]) for n in (0, 1, *range(4, 10))]
-    rows = json.loads((data / "windows").read_text().splitlines()[-1])[1]
-    assert rows == [random_tokens()["b"][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
-    state = json.loads((run / "checkpoints/iter_0000007/trainer_state.json").read_text())
-    assert (state["consumed_samples"], state["skipped"]) == (40, [[2, 5], [14, 18], [20, 25], [50, 52]])
+    text = train_noting(run, run_of(data, "b", 8, OTHER, START, "train.skip_samples=[56-58]"))
+    assert "is new at sample 54 of the run and begins at its first sample" in text
+    order = ids("b", 10)
+    assert [sample for number, _, sample in windows_read(data) if number == 8] == [*order[:2], *order[4:]]
+    saved = state(run, 7)
+    assert (saved["consumed_samples"], saved["skipped"]) == (40, [[2, 5], [14, 18], [20, 25], [50, 52]])

@@ -24,10 +24,8 @@ CASES = {
     "gpt2": (["model=gpt2_tiny", "model.dropout=0.1"], 1, 1),
     "gpt2-untied-padded-many-files": (
         [
-            "model=gpt2_tiny",
-            "model.tie_word_embeddings=false",
-            "model.pad_vocab_multiple=64",
-            "checkpoint.file_bytes=8192",
+            *("model=gpt2_tiny", "model.tie_word_embeddings=false"),
+            *("model.pad_vocab_multiple=64", "checkpoint.file_bytes=8192"),
         ],
         2,
         3,
@@ -63,7 +61,7 @@ def our_model(folder: Path, overrides: list[str]) -> Model:
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if "files" in c else pytest.mark.slow) for c in CASES])
 def test_transformers_opens_a_training_checkpoint_as_it_lies(tmp_path: Path, case: str) -> None:
     family, ranks, zero_stage = CASES[case]
     overrides = [*TINY, *family, "train.train_iters=3", f"parallel.zero_stage={zero_stage}"]

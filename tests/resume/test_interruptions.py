@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from reprise.files import Files
 from reprise.folder import CheckpointFolder
 from tests.crash.moments import DEADLINE_S, standing
-from tests.harness import TINY, curve, run_ok, state_of, tensor_files
+from tests.harness import TINY, run_ok, state_of, tensor_files
+from tests.resume.differential import rows_of
 
 BASE = (
     "model=gpt2_tiny",
@@ -35,19 +35,12 @@ def records(folder: Path) -> dict[int, dict[str, object]]:
     return {iteration: state_of(path) for iteration, path in paths.items()}
 
 
-def evaluations(run: Path) -> list[tuple[int, str]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = [row for row in rows if row.get("event") == "evaluation"]
-    return [(row["iteration"], row["valid_loss_hex"]) for row in events]
-
-
 def assert_same(run: Path, whole: Path) -> None:
     for folder in ("checkpoints", "checkpoints/weights"):
         assert records(run / folder) == records(whole / folder)
         for path in (run / folder).glob("iter_*"):
             assert tensor_files(path) == tensor_files(whole / folder / path.name)
-    assert curve(run) == curve(whole)
-    assert evaluations(run) == evaluations(whole)
+    assert rows_of(run) == rows_of(whole)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_what_interruptions_leave_goes_with_the_next_due_save(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ok(run, [*BASE, "train.exit_interval=5"])
@@ -70,7 +64,7 @@ def test_what_interruptions_leave_goes_with_the_next_due_save(whole: Path, tmp_p
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("iteration", [4, 6, 12])
+@pytest.mark.parametrize("iteration", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 12))])
 def test_an_interrupted_evaluation_leaves_the_record_of_none(whole: Path, tmp_path: Path, iteration: int) -> None:
     run = tmp_path / "run"
     with standing(run, BASE, moment="evaluation", iteration=iteration) as (running, gate):

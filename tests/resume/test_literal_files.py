@@ -13,32 +13,25 @@ import pytest
 
 from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM
-from tests.harness import TINY, run_ok
+from tests.resume.starts import iteration
 from tests.unit.reprise.format.test_document import reseal, rewrite
 from trainer.config.compose import compose_command, over_saved, resolve
 
 SECRET = "the-secret-of-this-machine"
 EXPRESSION = "${oc.env:REPRISE_TEST_SECRET}"
+Place = tuple[str | int, ...]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    run_ok(folder, [*TINY, "train.train_iters=1", "schedule.lr_warmup_iters=0"])
-    return folder / "checkpoints" / "iter_0000001"
-
-
-def leaves(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def leaves(value: Any, place: Place = ()) -> Iterator[Place]:
     """Yield the place of every text and number in a JSON value."""
-    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if members is None:
+    if not isinstance(value, dict | list):
         yield place
         return
-    for key, member in members:
+    for key, member in value.items() if isinstance(value, dict) else enumerate(value):
         yield from leaves(member, (*place, key))
 
 
-def with_expression(data: bytes, place: tuple[str | int, ...]) -> bytes:
+def with_expression(data: bytes, place: Place) -> bytes:
     """Return a JSON file with the expression at a place."""
     document = json.loads(data)
     node = document
@@ -58,8 +51,9 @@ def outcome(raw: Any) -> str:
 
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.nightly)])
 def test_no_field_of_a_checkpoint_is_resolved(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:
+    checkpoint = iteration(run, 2)
     monkeypatch.setenv("REPRISE_TEST_SECRET", SECRET)
     monkeypatch.setattr(sys, "argv", ["reprise train", f"checkpoint.load={checkpoint}"])
     raw, texts = compose_command(), []

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import TINY, curve, last_iteration, run_ok
-from tests.resume.test_torchrun import PYTHON, ROOT, await_iteration, started
+from tests.harness import DEADLINE_S, TINY, curve, last_iteration, run_ok
+from tests.resume.test_torchrun import PYTHON, ROOT, await_iteration, said, started
 
 JOB = ROOT / "scripts/train.sbatch"
 BASE = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=5", "train.train_iters=3000"]
-TIMEOUT_S = 300.0
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -68,7 +67,7 @@ def rank(folder: Path, override: str, *, job: str = "", is_installed: bool = Fal
 def first_signal(process: subprocess.Popen[str]) -> int:
     """Return SIGUSR1 where the process was sent it, and else the SIGTERM that is sent here."""
     process.terminate()
-    return process.wait(TIMEOUT_S)
+    return process.wait(DEADLINE_S)
 
 
 @needs_procps
@@ -82,7 +81,7 @@ def test_the_documented_command_signals_one_run_of_several(is_installed: bool, t
         rank(tmp_path, f"run.name={name}1", is_installed=is_installed) as longer,
         rank(tmp_path, "run.name=one", is_installed=is_installed) as other,
     ):
-        subprocess.run(["bash", "-c", command.replace("=two", f"={name}")], check=True, timeout=TIMEOUT_S)
+        subprocess.run(["bash", "-c", command.replace("=two", f"={name}")], check=True, timeout=DEADLINE_S)
         assert [first_signal(process) for process in (ours, longer, other)] == [
             signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM,
         ]  # fmt: skip
@@ -96,7 +95,7 @@ def test_the_job_signals_its_own_ranks_and_no_others_on_the_node(tmp_path: Path)
     job = secrets.token_hex(8)
     with rank(tmp_path, "run.name=a", job=job) as ours, rank(tmp_path, "run.name=a", job=f"{job}1") as other:
         environment = {**os.environ, "SLURM_JOB_ID": job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        subprocess.run(["bash", "-c", f"WORKERS={ask}ask"], env=environment, timeout=TIMEOUT_S, check=False)
+        subprocess.run(["bash", "-c", f"WORKERS={ask}ask"], env=environment, timeout=DEADLINE_S, check=False)
         assert (first_signal(ours), first_signal(other)) == (signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -115,50 +114,42 @@ def test_the_document_and_the_job_name_the_ranks_alike() -> None:
 @pytest.mark.slow
 @needs_procps
 def test_a_job_asked_to_stop_saves_and_requeues_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = tmp_path / "bin"
+    commands, requeued = tmp_path / "bin", tmp_path / "requeued"
     commands.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    requeued = tmp_path / f"requeued-{secrets.token_hex(4)}"
     monkeypatch.setenv("PATH", f"{commands}:{Path(sys.executable).parent}:/usr/bin:/bin")
     monkeypatch.setenv("REQUEUED", str(requeued))
     for name, value in {"NNODES": "1", "JOB_ID": secrets.token_hex(8), "JOB_NODELIST": "localhost"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    job = tmp_path / "job"
+    job, metrics = tmp_path / "job", tmp_path / "run/metrics.jsonl"
     text = JOB.read_text().replace("--nproc-per-node 8", "--nproc-per-node 2")
     job.write_text(text.replace('"$head:29500"', '"$head:0"'))
     with started(["bash", str(job), "run.dir=run", *BASE], tmp_path) as process:
-        await_iteration(process, tmp_path / "run/metrics.jsonl", 7, saved=5)
+        await_iteration(process, metrics, 7, saved=5)
         process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output
     assert requeued.exists()
-    stopped = last_iteration(tmp_path / "run/metrics.jsonl")
-    assert last_iteration(tmp_path / "run/metrics.jsonl", "save") == stopped < 3000
-    # The same job, when it is started again, goes on from there, and its curve is that of an unbroken run.
-    end = stopped + 5
-    again = [*BASE[:-1], f"train.train_iters={end}", "schedule.lr_decay_iters=3000"]
-    ended = run_ok(tmp_path / "run", again, ranks=2)
-    assert f"iteration {stopped} from" in ended.outputs[0]
-    run_ok(tmp_path / "unbroken", again, ranks=2)
-    assert curve(tmp_path / "run") == curve(tmp_path / "unbroken")
+    stopped = last_iteration(metrics)
+    assert last_iteration(metrics, "save") == stopped < 3000
+    # The same job, when it is started again, goes on from there.
+    again = [*BASE[:-1], f"train.train_iters={stopped + 2}", "schedule.lr_decay_iters=3000"]
+    assert f"iteration {stopped} from" in run_ok(tmp_path / "run", again, ranks=2).outputs[0]
+    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, stopped + 3))
 
 
 @pytest.mark.slow
 def test_a_requeued_job_resumes_whatever_its_command_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [*PYTHON, "run.dir=run", *BASE[:-1], "schedule.lr_decay_iters=10", "checkpoint.load=none"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    outputs = []
-    for count, iterations in (("", 3), ("1", 6), ("2", 8)):
+    for count, last, says in (("", 3, "starting fresh"), ("1", 6, "iteration 3 from"), ("2", 8, "iteration 6 from")):
         if count:
             monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-        with started([*command, f"train.train_iters={iterations}"], tmp_path) as process:
-            outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
-        assert process.returncode == 0, outputs[-1]
-    assert "starting fresh" in outputs[0]
-    assert "iteration 3 from" in outputs[1]
-    assert "iteration 6 from" in outputs[2]
+        status, text = said([*command, f"train.train_iters={last}"], tmp_path)
+        assert status == 0, text
+        assert says in text
     assert not list((tmp_path / "run/checkpoints").glob("*.superseded-*"))
     assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 9))
 

@@ -162,23 +162,19 @@ def test_the_library_leaves_a_users_modules_alone(plain: Path, project: Path) ->
     assert "whole" in run(plain, project, "checkpoint", "verify", "checkpoints")
 
 
-def test_a_plain_install_says_what_training_needs(plain: Path, tmp_path: Path) -> None:
+def test_a_plain_install_inspects_and_says_what_training_needs(plain: Path, tmp_path: Path) -> None:
     for words in (["train", "experiment=demo"], ["convert", "export", "dcp", "a", "b"], ["prepare-data", "a"]):
         ended = call([plain / "bin/reprise", *words], tmp_path)
         assert ended.returncode == 1
         (line,) = ended.stderr.splitlines()
-        assert line.startswith(f"reprise {words[0]} needs hydra and omegaconf")
-        assert line.endswith("install with: pip install 'torch-reprise[train]'")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plain_install_inspects_and_checks_the_machine(plain: Path, tmp_path: Path) -> None:
+        assert line.endswith("pip install 'torch-reprise[train]'")
     assert run(plain, tmp_path, "--version") == f"reprise {reprise.__version__}\n"
     assert "O_DIRECT" in run(plain, tmp_path, "doctor", ".")
     assert "train.seed" in run(plain, tmp_path, "options", "train.seed")
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_trains_beside_a_users_modules(training: Path, project: Path) -> None:
     assert "iteration" in run(training, project, *TRAIN, variables={"PYTHONPATH": str(project)})
     assert (project / "runs/default/checkpoints/iter_0000002/manifest.json").exists()
@@ -187,6 +183,7 @@ def test_the_command_trains_beside_a_users_modules(training: Path, project: Path
     assert (project / "runs/second/checkpoints/iter_0000002/manifest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("project", ["models is a folder"], indirect=True)
 def test_torchrun_starts_ranks_without_a_checkout(training: Path, project: Path) -> None:
     path = f"{training / 'bin'}{os.pathsep}{os.environ['PATH']}"
