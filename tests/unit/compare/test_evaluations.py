@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from reprise.errors import DataError
+from tests.messages import refused
 from trainer.compare.evaluations import evaluation_table, read_all_evaluations, read_evaluations
 
 A, B, C = ({"id": name, "began_at": began_at} for name, began_at in (("a", -1), ("b", 4), ("c", 2)))
@@ -57,7 +56,7 @@ def test_lines_of_an_abandoned_branch_are_left_out(tmp_path: Path) -> None:
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "follow.jsonl", {"metric": "acc", "value": 1.0})
-    with pytest.raises(DataError, match=r"follow\.jsonl, line 1"):
+    with refused(DataError, "follow.jsonl, line 1"):
         read_evaluations(tmp_path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import DataError
+from tests.messages import refused
 from trainer.compare.curves import Tolerance, compare, report
 from trainer.compare.read import Curve, parse_log, read_curve
 from trainer.compare.table import report_all, summarize
@@ -199,10 +200,10 @@ def test_a_log_is_read_as_its_program_means_it(
 ) -> None:
     curve = read(tmp_path, name, content)
     assert losses_of(curve) == losses
-    found = compare(curve, curve, tolerance=Tolerance(1e-5))
-    assert meaning in report(found)
-    assert meaning in report_all([found, found], ["a", "b", "c"])
-    assert meaning in summarize(found, "a")["losses"]
+    comparison = compare(curve, curve, tolerance=Tolerance(1e-5))
+    assert meaning in report(comparison)
+    assert meaning in report_all([comparison, comparison], ["a", "b", "c"])
+    assert meaning in summarize(comparison, "a")["losses"]
 
 
 REFUSED: dict[str, tuple[str, str]] = {
@@ -235,15 +236,13 @@ REFUSED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("last_wins", [False, True])
 @pytest.mark.parametrize(("content", "fix"), REFUSED.values(), ids=REFUSED)
 def test_a_log_that_cannot_be_read_says_what_to_do(tmp_path: Path, content: str, fix: str, last_wins: bool) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, "a.log") as caught:
         read(tmp_path, "a.log", content, last_wins=last_wins)
-    if not (caught.value.fix and "--last-wins" in caught.value.fix and not last_wins):
-        assert fix in str(caught.value)
-    assert "a.log" in str(caught.value)
+    assert fix in str(caught.value) or (not last_wins and "--last-wins" in str(caught.value.fix))
 
 
 def test_the_last_launch_replaces_all_that_an_earlier_one_logged(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--last-wins"):
+    with refused(DataError, "--last-wins"):
         read(tmp_path, "a.log", RESTARTED)
     curve = read(tmp_path, "a.log", RESTARTED, last_wins=True)
     assert losses_of(curve) == {1: 10.95, 2: 10.5, 3: 9.875}
@@ -257,10 +256,9 @@ def compared(base: str, test: str) -> Sequence[str]:
 
 def test_a_mean_of_ten_is_not_compared_with_one_iteration() -> None:
     single = dict.fromkeys(range(1, 31), 10.5)
-    with pytest.raises(DataError, match=r"means of 10 and 1 at iteration 30.*--log-interval 1"):
-        compared(megatron(MEANS), megatron(single))
-    with pytest.raises(DataError, match="--log-interval 1"):
-        compared(titan(single), megatron(MEANS))
+    for base, test in ((megatron(MEANS), megatron(single)), (titan(single), megatron(MEANS))):
+        with refused(DataError, "iteration 30", "--log-interval 1"):
+            compared(base, test)
     assert compared(megatron(MEANS), megatron(MEANS, label="lm_loss"))[-1] == "equal within 1e-05: 3/3 iterations"
     assert compared(megatron(MEANS), trainer_state(MEANS))[-1] == "equal within 1e-05: 3/3 iterations"
 

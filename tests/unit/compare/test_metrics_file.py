@@ -15,7 +15,6 @@ from reprise.errors import DataError
 from trainer.compare import metrics_file, read
 from trainer.compare.columns import Points
 from trainer.compare.read import parse_metrics, read_curves
-from trainer.compare.records import parse_records
 
 FLOATS = st.floats() | st.floats(1e-6, 20) | st.sampled_from([0.0, -0.0, 5e-324, math.nan, math.inf, 1e308])
 KEYS = st.sampled_from(["loss", "loss_hex", "grad_norm", "grad_norm_hex", "lr", "lr_hex", "seconds", "time", "event"])
@@ -62,17 +61,6 @@ def test_every_text_gives_what_json_gives(written: list[str], end: str, cut: int
         quick = outcome(text)
         patch.setattr(metrics_file, "_LINES", re.compile(rb"(?!)"))
         assert quick == outcome(text)
-
-
-def test_the_lines_of_a_run_need_no_json() -> None:
-    line = (
-        '{"iteration": 2, "loss": 4.99, "loss_hex": "0x1.3f75b90000000p+2", "grad_norm": 6.5, "grad_norm_hex": '
-        '"0x1.a031076093b2ep-12", "lr": 2e-05, "lr_hex": "0x0.0p+0", "consumed_samples": 16, "seconds": 1.5}\n'
-    )
-    _, points = metrics_file.read_points([line.encode()], read_line=lambda _, data: pytest.fail(data.decode()))
-    ((_, record),) = parse_records(line, source="m")[0]
-    hexes = [record[f"{name}_hex"] for name in ("loss", "grad_norm", "lr")]
-    assert [value.hex() for (value,) in points.values.tolist()] == hexes
 
 
 def test_only_lines_of_few_members_need_no_json() -> None:
