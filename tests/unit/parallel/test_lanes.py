@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -33,19 +34,6 @@ def numbered(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-@pytest.mark.parametrize("count", POWERS)
-def test_a_pairwise_sum_is_a_balanced_tree(count: int) -> None:
-    assert pairwise(numbered(count)) == tree(numbered(count))
-
-
-def test_a_pairwise_sum_starts_over_after_it_was_taken() -> None:
-    found = PairwiseSum[str](lambda first, second: f"({first}+{second})")
-    for _ in range(2):
-        for value in "abcd":
-            found.push(value)
-        assert found.take() == "((a+b)+(c+d))"
-
-
 @given(count=st.integers(1, 64))
 def test_a_partial_sum_waits_for_each_bit_of_the_number(count: int) -> None:
     alive: list[str] = []
@@ -71,22 +59,15 @@ def test_a_partial_sum_waits_for_each_bit_of_the_number(count: int) -> None:
 @given(power=st.integers(0, 6), seed=st.integers(0, 100))
 def test_a_pairwise_sum_in_place_has_the_bits_of_the_tree(power: int, seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal((1 << power, 5)).astype(np.float32)
-    found = PairwiseSum[np.ndarray](_add_in_place)
-    for row in values.copy():
-        found.push(row)
+    total = PairwiseSum[np.ndarray](operator.iadd)
+    sums = []
+    for _ in range(2):  # it starts over after it was taken
+        for row in values.copy():
+            total.push(row)
+        sums.append(total.take().tobytes())
     while len(values) > 1:
         values = values[::2] + values[1::2]
-    assert found.take().tobytes() == values[0].tobytes()
-
-
-def _add_in_place(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    first += second
-    return first
-
-
-lanes_on_ranks = pytest.mark.parametrize(
-    ("count", "ranks"), [(count, ranks) for count in POWERS[:6] for ranks in POWERS if ranks <= count]
-)
+    assert sums == [values[0].tobytes()] * 2
 
 
 def test_the_lanes_of_a_rank_are_a_block_or_every_so_many_of_one() -> None:
@@ -131,7 +112,9 @@ def ranks_last_sum(lanes: Lanes, ranks: int) -> str:
 
 
 @pytest.mark.parametrize("add", [ranks_first_sum, copies_last_sum, ranks_last_sum])
-@lanes_on_ranks
+@pytest.mark.parametrize(
+    ("count", "ranks"), [(count, ranks) for count in POWERS[:6] for ranks in POWERS if ranks <= count]
+)
 def test_the_tree_is_the_same_on_every_number_of_ranks(
     add: Callable[[Lanes, int], str], count: int, ranks: int
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import TINY, compose
+from tests.messages import refused
 from trainer.config.derived import batch_schedule_of, micro_batches_of, topology_of
 from trainer.config.schema import Config
 from trainer.data.batches import Samples
@@ -33,20 +34,10 @@ def test_a_text_is_read_with_its_suffixes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "must begin with the size at sample 0"),
-        ("4:8", "must begin with the size at sample 0"),
-        ("0:8 4000", "'4000' is not SAMPLES:SIZE"),
-        ("0:8 4K:16", "'4K:16' is not SAMPLES:SIZE"),
-        ("0:8 -1:16", "'-1:16' is not SAMPLES:SIZE"),
-        ("0:8 4k:16 4k:32", "ascending"),
-        ("0:8 8k:16 4k:32", "ascending"),
-        ("0:0", "at least 1"),
-    ],
+    "text", ["", "4:8", "0:8 4000", "0:8 4K:16", "0:8 -1:16", "0:8 4k:16 4k:32", "0:8 8k:16 4k:32", "0:0"]
 )
-def test_a_text_that_is_no_schedule_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+def test_a_text_that_is_no_schedule_is_refused(text: str) -> None:
+    with refused(ValueError):
         parse_batch_schedule(text)
 
 

@@ -12,6 +12,7 @@ from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError
 from reprise.layout import TensorKind
 from tests.harness import built
+from tests.messages import refused
 from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
 from trainer.start.decide import decide
@@ -70,9 +71,9 @@ def resumed(folder: Path, *overrides: str) -> Run:
 
 def test_a_finished_run_does_not_go_on_at_a_rate_of_zero(tmp_path: Path) -> None:
     trained(tmp_path / "run", *LINEAR)
-    with pytest.raises(MismatchError, match=r"schedule\.lr_decay_iters=6 checkpoint\.override_scheduler=true"):
+    with refused(MismatchError, "schedule.lr_decay_iters=6 checkpoint.override_scheduler=true"):
         resumed(tmp_path / "run", *LINEAR, "schedule.lr_decay_iters=2")
-    with pytest.raises(MismatchError, match=r"rate of 0"):
+    with refused(MismatchError):
         resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
 
 
@@ -120,10 +121,9 @@ def test_a_refused_resume_names_the_keys_that_one_sets(tmp_path: Path) -> None:
     text.write_text("abc\n" * 5000)
     changed = ["optimizer.lr=0.1", "train.global_batch_size=24", "train.seed=7", "optimizer.adam_eps=1e-3"]
     data = ["data=text", f"data.path={text}", f"data.cache={tmp_path}"]
-    with pytest.raises(MismatchError) as refused:
+    with refused(MismatchError, str(tmp_path / "run/checkpoints/iter_0000002")) as caught:
         resumed(tmp_path / "run", *changed, *data)
-    message = str(refused.value)
-    assert str(tmp_path / "run/checkpoints/iter_0000002") in message
+    message = str(caught.value)
     keys = {word.partition("=")[0] for word in changed} | {"train.train_iters", "data.path"}
     assert set(re.findall(r"^  ([\w.]+) +saved ", message, re.M)) == keys
     assert re.search(rf"data\.path +saved stdlib \(\w+\)  current {text} \(\w+\)", message)
