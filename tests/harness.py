@@ -1,6 +1,13 @@
 """Launches real ranks of the trainer as processes of their own, kills them, and reads what they left.
 
 Ranks are forked from a server that has torch imported; they are told of each other as torchrun tells them.
+That server is `preload.py`: a rank starts in a third of a second. Every launch has a deadline.
+
+`run_ok(folder, overrides, ranks=2)` runs the command and fails the test with its output; `launch(..., kill_after=11,
+saved=8)` kills all ranks with SIGKILL in the middle of iteration 12, when the save of iteration 8 is committed.
+`curve(folder)` and `tensor_files(checkpoint)` are what two runs are compared by: bits of loss, gradient norm and rate,
+and bytes of files. `TINY` is a model of odd sizes. `call_on_ranks` calls a function of a test module on ranks, and
+`around_iterations` calls one before and after each iteration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Ranks that stand still, are killed or hang at a chosen moment of a run.
 
 `python -m tests.crash.moments GATES OVERRIDE...` is the trainer's command with gates.
+
+A `Gate` holds, stops or kills ranks at a named moment: before the store is met, between two micro batches, before the
+manifest is written. The test waits until they stand there, sends its signal or kill, and opens the gate.
 """
 
 from __future__ import annotations
