@@ -29,13 +29,3 @@ def test_they_are_in_the_order_of_a_sorted_list(
     assert [*map(repr, found)] == [*map(repr, expected)]
     assert repr(found[1:3]) == repr(tuple(expected[1:3]))
     assert found.distinct_iterations() == tuple(sorted({d.iteration for d in expected}))
-
-
-def test_a_difference_is_built_when_it_is_asked_for() -> None:
-    count = 1_000_000
-    iterations, values = numpy.arange(count), numpy.zeros((3, count))
-    known = numpy.ones(values.shape, dtype=bool)
-    base, test = Points(iterations, values, known, known), Points(iterations, values + 1, known, known)
-    differences = Differences.of(base, test, known, [])
-    assert len(differences) == 3 * count
-    assert differences[-1] == CurveDifference(count - 1, "lr", Reading(0.0, True), Reading(1.0, True))

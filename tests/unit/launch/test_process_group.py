@@ -12,6 +12,7 @@ import pytest
 from reprise.errors import LaunchError
 from tests import ROOT
 from tests.harness import DEADLINE_S
+from tests.messages import refused
 from trainer.launch import process_group as launch
 
 _FAULTS = """
@@ -59,7 +60,7 @@ print(json.dumps([cluster.threads, torch.get_num_threads(), len(os.sched_getaffi
 """
 
 
-@pytest.mark.parametrize(("fixed", "text", "threads"), [(0, "3", 3), (0, None, None), (5, "3", 5), (5, None, 5)])
+@pytest.mark.parametrize(("fixed", "text", "threads"), [(0, "3", 3), (0, None, None), (5, "3", 5)])
 def test_a_process_computes_with_the_threads_it_is_given(fixed: int, text: str | None, threads: int | None) -> None:
     """Run in a process of its own, because torch reads the variable when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -96,5 +97,5 @@ def test_the_threads_of_a_rank(
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ",", "\u0663", "99999999999"])
 def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="OMP_NUM_THREADS is not valid"):
+    with refused(LaunchError, "OMP_NUM_THREADS"):
         launch.thread_count(0, {"OMP_NUM_THREADS": text})

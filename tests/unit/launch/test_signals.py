@@ -32,44 +32,43 @@ class Case:
         self.has_left.set()
 
 
+@pytest.fixture
+def training() -> Case:
+    """Return the handler of a run that trains."""
+    case = Case()
+    case.handler.await_iteration()
+    return case
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_wish(number: signal.Signals) -> None:
-    case = Case()
-    case.handler.await_iteration()
-    assert case.handler.name is None
-    case.handler.receive(number)
-    assert case.handler.name == number.name
-    assert case.statuses == []
+def test_the_first_signal_is_a_wish(number: signal.Signals, training: Case) -> None:
+    assert training.handler.name is None
+    for now in (100.0, 100.1, 101.9):  # within two seconds it is the same wish
+        training.now = now
+        training.handler.receive(number)
+    assert (training.handler.name, training.statuses, training.reports) == (number.name, [], [])
+    early = Case()
+    early.handler.receive(number)
+    assert early.statuses == [128 + number]
+    assert early.reports == [f"received {number.name} before the first iteration"]
 
 
-def test_another_signal_within_two_seconds_is_the_same_wish() -> None:
-    case = Case()
-    case.handler.await_iteration()
-    for now in (100.0, 100.1, 101.9):
-        case.now = now
-        case.handler.receive(TERM)
-    assert case.statuses == []
-    assert case.reports == []
+def test_terminals_and_schedulers_ask_to_stop(training: Case) -> None:
+    training.handler.receive(signal.SIGCHLD)
+    training.handler.receive(signal.SIGWINCH)  # which mean nothing
+    assert (training.handler.name, training.statuses) == (None, [])
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    assert {getattr(signal, name) for name in names} == {*SIGNALS}
 
 
 @pytest.mark.parametrize("second", SIGNALS)
-def test_a_signal_two_seconds_later_is_an_order(second: signal.Signals) -> None:
-    case = Case()
-    case.handler.await_iteration()
-    case.handler.receive(USR1)
-    case.now += 2.0
-    case.handler.receive(second)
-    assert case.statuses == [128 + second]
-    assert case.reports == [f"received {second.name} after SIGUSR1"]
-    assert case.handler.name == "SIGUSR1"
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_the_first_iteration_is_an_order(number: signal.Signals) -> None:
-    case = Case()
-    case.handler.receive(number)
-    assert case.statuses == [128 + number]
-    assert case.reports == [f"received {number.name} before the first iteration"]
+def test_a_signal_two_seconds_later_is_an_order(second: signal.Signals, training: Case) -> None:
+    training.handler.receive(USR1)
+    training.now += 2.0
+    training.handler.receive(second)
+    assert training.statuses == [128 + second]
+    assert training.reports == [f"received {second.name} after SIGUSR1"]
+    assert training.handler.name == "SIGUSR1"
 
 
 def test_a_signal_just_before_the_first_iteration_counts() -> None:
@@ -77,14 +76,6 @@ def test_a_signal_just_before_the_first_iteration_counts() -> None:
     case.handler._first = int(TERM), case.now  # taken, and not yet judged
     case.handler.await_iteration()
     assert case.statuses == [128 + TERM]
-
-
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2", "SIGXCPU"])
-def test_terminals_and_schedulers_ask_to_stop(name: str) -> None:
-    case = Case()
-    case.handler.await_iteration()
-    case.handler.receive(getattr(signal, name))
-    assert (case.handler.name, case.statuses) == (name, [])
 
 
 @pytest.fixture
@@ -120,13 +111,6 @@ def test_a_process_that_ends_by_an_error_is_silent_at_a_signal(capsys: pytest.Ca
     case.handler.receive(TERM)
     assert (case.statuses, case.reports) == ([1], [])
     assert capsys.readouterr() == ("", "")
-
-
-def test_other_signals_mean_nothing() -> None:
-    case = Case()
-    case.handler.receive(signal.SIGCHLD)
-    case.handler.receive(signal.SIGWINCH)
-    assert (case.handler.name, case.statuses) == (None, [])
 
 
 def test_a_process_not_done_within_the_notice_exits_with_1() -> None:

@@ -57,6 +57,8 @@ def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFi
     assert second.has_left.wait(JOIN_S)
     assert second.statuses == [1]
     assert "rank 1 exits: Rank 0 failed: the disk is gone" in capsys.readouterr().err
+    cause = second.watch.explain(LaunchError("No message from rank 0"), second.channel)
+    assert cause == "Rank 0 failed: the disk is gone"
 
 
 def test_a_rank_that_ends_by_itself_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +82,14 @@ def test_nobody_is_watched_in_a_world_of_one() -> None:
     assert threading.active_count() == before
 
 
-def test_an_error_of_ones_own_follows_from_nobody() -> None:
-    first, second = Rank(HashStore(), 0), Rank(HashStore(), 1)
-    assert first.watch.explain(CheckpointError("No"), second.channel) is None
-
-
 def test_an_error_of_all_ranks_has_no_cause_among_them() -> None:
     ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
+    assert ranks[0].watch.explain(CheckpointError("No"), ranks[1].channel) is None  # an error of its own
     problem = CheckpointError("The disk is full")
-    known = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
-    assert isinstance(known[0], CheckpointError)
-    assert isinstance(known[1], CheckpointError)
-    assert ranks[1].watch.explain(known[1], ranks[1].channel) is None
-    assert ranks[0].watch.explain(known[0], ranks[0].channel) is None
+    errors = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
+    for rank, error in zip(ranks, errors, strict=True):
+        assert isinstance(error, CheckpointError)
+        assert rank.watch.explain(error, rank.channel) is None
 
 
 def test_a_lost_connection_is_caused_by_the_silent_rank() -> None:
@@ -102,14 +99,6 @@ def test_a_lost_connection_is_caused_by_the_silent_rank() -> None:
     cause = ranks[2].watch.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed"), ranks[2].channel)
     assert cause == "Rank 1 does not answer: it was killed or is hung"
     ranks[0].watch.stop()
-
-
-def test_a_lost_message_follows_from_the_rank_that_gave_up_first() -> None:
-    store = HashStore()
-    ranks = [Rank(store, rank) for rank in range(2)]
-    ranks[0].channel.fail("no room")
-    cause = ranks[1].watch.explain(LaunchError("No message from rank 0"), ranks[1].channel)
-    assert cause == "Rank 0 failed: no room"
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(

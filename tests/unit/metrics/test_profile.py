@@ -16,6 +16,7 @@ from trainer.metrics.profile import Profiler
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_each_rank_traces_the_iterations_and_no_bit_moves(tmp_path: Path) -> None:
     arguments = ["model=gpt2_tiny", *TINY, "train.train_iters=5", "checkpoint.save=null"]
     run_ok(tmp_path / "plain", arguments, ranks=2)
@@ -24,7 +25,6 @@ def test_each_rank_traces_the_iterations_and_no_bit_moves(tmp_path: Path) -> Non
     assert f"rank 0: trace of iterations 2 to 3: {tmp_path / 'traced/profile'}" in ended.outputs[0]
     for rank in range(2):
         path = tmp_path / f"traced/profile/iterations_2-3.rank{rank}.json.gz"
-        assert path.exists(), ended.text
         names = [event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
         assert "aten::mm" in names or "aten::addmm" in names
         assert sum("step" in str(name).lower() and "AdamW" in str(name) for name in names) == 2

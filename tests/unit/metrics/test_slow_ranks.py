@@ -156,6 +156,7 @@ def _train_with_slow_data(arguments: list[str]) -> None:
     main()
 
 
+@pytest.mark.slow
 def test_the_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     arguments = ["model=gpt2_tiny", *TINY, "train.train_iters=8", "logging.log_interval=4", "data.kind=random"]
     arguments = [*arguments[:-1], f"run.dir={tmp_path / 'run'}", "checkpoint.save=null"]

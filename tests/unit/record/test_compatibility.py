@@ -6,6 +6,7 @@ import pytest
 
 from reprise.errors import MismatchError
 from reprise.json_file import Json
+from tests.messages import refused, says
 from trainer.record.resume_rules import Rule, Verdict, differences, settle
 
 TABLE = (
@@ -30,23 +31,53 @@ def changed(**fields: object) -> Json:
             for key, value in SAVED.items()}  # fmt: skip
 
 
-def test_equal_states_have_no_differences() -> None:
-    assert differences(SAVED, SAVED, TABLE) == []
+def test_a_field_without_a_rule_may_differ() -> None:
+    assert differences(SAVED, changed(modelling=2, seconds=6), TABLE) == []
     assert settle([], flags=(), where="x") == []
 
 
-def test_a_field_without_a_rule_may_differ() -> None:
-    assert differences(SAVED, changed(modelling=2, seconds=6), TABLE) == []
-
-
-def test_the_line_of_a_logged_difference_ends_with_the_hint() -> None:
-    table = (Rule("versions", Verdict.LOGGED, says="bits may differ", hint="version={saved} keeps them"),)
-    found = differences(SAVED, changed(versions={"torch": "3"}), table)
-    assert settle(found, flags=(), where="x") == [
-        "versions.torch: saved 2.11, now 3; bits may differ; version=2.11 keeps them"
+def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
+    current = changed(
+        topology={"tp": 2}, data={"digest": "bb"}, model={"vocab_size": 300, "dropout": 0.0, "experts": 8}
+    )
+    table = differences(SAVED, current, TABLE)
+    added = next(difference for difference in table if difference.field == "model.experts")
+    assert (added.saved, added.current) == (None, 8)
+    names = [
+        "runs/a/iter_0000010",
+        "model.vocab_size",
+        "257",
+        "300",
+        "model.experts",
+        "parallel.tensor_model_parallel_size",
     ]
-    found = differences(changed(versions={"torch": None}), SAVED, table)
-    assert settle(found, flags=(), where="x") == ["versions.torch: saved nothing, now 2.11; bits may differ"]
+    flags = ["checkpoint.reshard=true", "checkpoint.other_data=true"]
+    with refused(MismatchError, *names, *flags, "data.digest") as caught:
+        settle(table, flags=(), where="runs/a/iter_0000010")
+    assert "dropout" not in str(caught.value)
+    with refused(MismatchError, *names) as caught:
+        settle(table, flags=("checkpoint.other_data",), where="runs/a/iter_0000010")
+    assert "data.digest" not in str(caught.value)
+
+
+def test_what_is_allowed_or_logged_gives_a_line_each() -> None:
+    table = differences(SAVED, changed(topology={"tp": 2}, versions={"torch": "2.13"}), TABLE)
+    topology, versions = settle(table, flags=("checkpoint.reshard",), where="x")
+    assert topology.startswith("parallel.tensor_model_parallel_size: saved 1, now 2")
+    assert versions == "versions.torch: saved 2.11, now 2.13; bits may differ"
+
+
+@pytest.mark.parametrize("saved", [None, 0])
+def test_a_hint_without_a_saved_value_is_left_out(saved: int | None) -> None:
+    hint = "decay={saved} extends the run"
+    needs_flag = Rule("decay", Verdict.FLAG, flag="checkpoint.other", hint=hint)
+    with refused(MismatchError, "decay", "checkpoint.other=true") as caught:
+        settle(differences({"decay": saved}, {"decay": 40}, [needs_flag]), flags=(), where="x")
+    logged = Rule("decay", Verdict.LOGGED, says="rates differ", hint=hint)
+    (line,) = settle(differences({"decay": saved}, {"decay": 40}, [logged]), flags=(), where="x")
+    says(line)
+    for text in (line, str(caught.value)):
+        assert ("decay=0 extends the run" in text) == (saved == 0)
 
 
 def test_the_rule_of_the_longest_path_wins() -> None:
@@ -55,59 +86,6 @@ def test_the_rule_of_the_longest_path_wins() -> None:
         ("model.width", Verdict.REFUSED),
         ("model.dropout", Verdict.LOGGED),
     ]
-
-
-def test_a_field_that_only_one_side_has_is_a_difference() -> None:
-    (found,) = differences(SAVED, changed(model={"experts": 8}), TABLE)
-    assert (found.field, found.saved, found.current) == ("model.experts", None, 8)
-    with pytest.raises(MismatchError, match="saved nothing  current 8"):
-        settle([found], flags=(), where="x")
-
-
-def test_a_refusal_names_field_both_values_and_where() -> None:
-    found = differences(SAVED, changed(model={"vocab_size": 300}), TABLE)
-    with pytest.raises(MismatchError) as caught:
-        settle(found, flags=("checkpoint.reshard",), where="runs/a/iter_0000010")
-    assert "runs/a/iter_0000010" in str(caught.value)
-    assert "model.vocab_size  saved 257  current 300" in str(caught.value)
-    assert "=true" not in str(caught.value)
-
-
-def test_a_difference_that_a_flag_allows_names_the_flag() -> None:
-    found = differences(SAVED, changed(topology={"tp": 2}, data={"digest": "bb"}), TABLE)
-    with pytest.raises(MismatchError) as caught:
-        settle(found, flags=(), where="x")
-    assert "parallel.tensor_model_parallel_size" in str(caught.value)
-    assert "samples are others; checkpoint.other_data=true allows it" in str(caught.value)
-    assert "set checkpoint.other_data=true checkpoint.reshard=true." in str(caught.value)
-
-
-def test_all_problems_that_are_not_allowed_are_in_one_message() -> None:
-    current = changed(topology={"tp": 2}, data={"digest": "bb"}, model={"width": 1, "dropout": 0.0})
-    with pytest.raises(MismatchError) as caught:
-        settle(differences(SAVED, current, TABLE), flags=("checkpoint.other_data",), where="x")
-    text = str(caught.value)
-    assert "model.width" in text
-    assert "parallel.tensor_model_parallel_size" in text
-    assert "data.digest" not in text
-    assert "dropout" not in text
-    assert "Use the saved values" in text
-
-
-def test_what_is_allowed_or_said_gives_a_line_each() -> None:
-    found = differences(SAVED, changed(topology={"tp": 2}, versions={"torch": "2.13"}), TABLE)
-    lines = settle(found, flags=("checkpoint.reshard",), where="x")
-    assert lines[0].startswith("parallel.tensor_model_parallel_size: saved 1, now 2")
-    assert lines[1] == "versions.torch: saved 2.11, now 2.13; bits may differ"
-
-
-def test_a_hint_without_a_saved_value_is_left_out() -> None:
-    table = (Rule("decay", Verdict.FLAG, flag="checkpoint.other", hint="decay={saved} extends the run"),)
-    for saved, hint in ((None, ""), (0, "decay=0 extends the run; ")):
-        found = differences({"decay": saved}, {"decay": 40}, table)
-        with pytest.raises(MismatchError) as caught:
-            settle(found, flags=(), where="x")
-        assert f"current 40  ({hint}checkpoint.other=true allows it)" in str(caught.value)
 
 
 def test_an_optional_field_is_compared_only_if_both_have_it() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import CheckpointError
+from tests.messages import refused
 from trainer.data.blend import Blend
 from trainer.data.section import DataPosition
 from trainer.record.data_origin import DataOrigin, new_source_lines, origin_after
@@ -98,20 +99,19 @@ def test_nothing_is_known_of_imported_samples() -> None:
     assert after(saved, state(a="1/2", b="1/2"), 100) is None
 
 
+WEIGHTS = ({"a": "0"}, {"a": "1/0"}, {"a": "1e999999999"}, {"a": float("inf")}, [1])
+BLENDS: tuple[object, ...] = ({"position": -1, "consumed": {}}, {"position": 1, "consumed": [1]})
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"data": {"fingerprint": "all", "weights": {"a": "0"}}},
-        {"data": {"fingerprint": "all", "weights": {"a": "1/0"}}},
-        {"data": {"fingerprint": "all", "weights": {"a": "1e999999999"}}},
-        {"data": {"fingerprint": "all", "weights": {"a": float("inf")}}},
-        {"data": {"fingerprint": "all", "weights": [1]}},
-        {"blend": {"position": -1, "consumed": {}}},
-        {"blend": {"position": 1, "consumed": [1]}},
+        *({"data": {"fingerprint": "all", "weights": weights}} for weights in WEIGHTS),
+        *({"blend": blend} for blend in BLENDS),
         {"consumed_samples": None},
     ],
 )
 def test_a_malformed_record_is_refused(change: dict[str, object]) -> None:
     saved = {**state(100, a="1/4", b="3/4"), **change}
-    with pytest.raises(CheckpointError, match="no valid record of its data"):
+    with refused(CheckpointError, "here"):
         after(saved, state(a="1/2", b="1/2"), 100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -15,6 +14,7 @@ from models.config import LoraConfig
 from reprise.errors import CheckpointError
 from reprise.json_file import Json
 from tests.harness import TINY, compose
+from tests.messages import refused
 from tests.unit.model_samples import QWEN3
 from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
@@ -51,13 +51,6 @@ UNRECORDED = {
 VALUES = {"train.batch_schedule": "0:16 1k:32", "train.skip_samples": ["1-2"], "train.train_samples": 3200}
 
 
-@pytest.mark.parametrize("head_dim", [14.0, True, "14"])
-def test_a_head_dim_of_another_type_is_refused(head_dim: object) -> None:
-    state = {"model": {**run_record.model_record(QWEN3), "head_dim": head_dim}}
-    with pytest.raises(CheckpointError, match=f"head_dim is {head_dim!r}"):
-        run_record.saved_model(state, where="x")
-
-
 def test_a_saved_model_is_the_model_that_was_recorded() -> None:
     assert run_record.saved_model({"model": run_record.model_record(QWEN3)}, where="x") == QWEN3
     adapted = replace(QWEN3, lora=LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj"]))
@@ -66,17 +59,20 @@ def test_a_saved_model_is_the_model_that_was_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    "lora", [3, {"rank": "4"}, {"rank": 4, "other": 1}, {"rank": 4, "target_modules": [1]}, {"rank": -1}]
-)
-def test_malformed_adapters_in_a_record_are_refused(lora: object) -> None:
-    state = {"model": {**run_record.model_record(QWEN3), "lora": lora}}
-    with pytest.raises(CheckpointError, match="A state file has"):
-        run_record.saved_model(state, where="x")
+    ("key", "value"),
+    [
+        ("head_dim", 14.0), ("head_dim", True), ("head_dim", "14"), ("lora", 3), ("lora", {"rank": "4"}),
+        ("lora", {"rank": 4, "other": 1}), ("lora", {"rank": 4, "target_modules": [1]}), ("lora", {"rank": -1}),
+    ],
+)  # fmt: skip
+def test_a_malformed_model_of_a_record_is_refused(key: str, value: object) -> None:
+    with refused(CheckpointError, "x"):
+        run_record.saved_model({"model": {**run_record.model_record(QWEN3), key: value}}, where="x")
 
 
 @pytest.mark.parametrize("patterns", ["transformer.*", [1], {}])
 def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> None:
-    with pytest.raises(CheckpointError, match="no valid patterns"):
+    with refused(CheckpointError, "x"):
         run_record.saved_frozen({"freeze": patterns}, QWEN3, where="x")
 
 
@@ -108,7 +104,7 @@ def test_the_checkpoint_s_settings_of_muon_reach_every_group() -> None:
     ("key", "value"), [("ns_steps", 5.0), ("ns_steps", True), ("match_rms_adamw", 1), ("momentum", -0.1)]
 )
 def test_a_setting_of_muon_of_another_type_is_refused(key: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(repr(value))):
+    with refused(CheckpointError, repr(value)):
         run_record.saved_schedule(muon_state(**{key: value}), MUON, where="x")
 
 

@@ -1,13 +1,15 @@
-"""A failed allocation is named with the keys that need less memory."""
+"""The least memory of a run, and a failed allocation, named with the keys that need less."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from reprise.errors import LaunchError
+from reprise.errors import ConfigError, LaunchError
+from tests.messages import refused, says
 from trainer.config.compose import compose
-from trainer.run.memory_needs import out_of_memory
+from trainer.run.dry_run import report
+from trainer.run.memory_needs import host_bytes, least_bytes, out_of_memory, require_memory
 
 
 def cpu_error() -> RuntimeError:
@@ -17,33 +19,72 @@ def cpu_error() -> RuntimeError:
 
 
 @pytest.mark.parametrize(
-    ("error", "what"),
+    ("error", "place"),
     [
-        (
-            cpu_error(),
-            "The host has no memory left for this run (rank 1), found DefaultCPUAllocator: can't allocate mem",
-        ),
-        (MemoryError("Unable to allocate 9 TiB"), "The host has no memory left for this run (rank 1), found Unable to"),
-        (MemoryError(), "The host has no memory left for this run (rank 1), found MemoryError. Lower"),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
-            "The device has no memory left for this run (rank 1)",
-        ),
+        (cpu_error(), "host"),
+        (MemoryError("Unable to allocate 9 TiB"), "host"),
+        (MemoryError(), "host"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "device"),
     ],
+    ids=["torch", "text", "no text", "device"],
 )
-def test_a_failed_allocation_names_what_needs_less(error: BaseException, what: str) -> None:
+def test_a_failed_allocation_names_what_needs_less(error: BaseException, place: str) -> None:
     config = compose(["model=gpt2_tiny", "train.micro_batch_size=12", "train.seq_length=77"])
-    found = out_of_memory(error, config, where="rank 1")
-    assert str(found).startswith(what)
-    assert (
-        "Lower train.micro_batch_size=12 or train.seq_length=77, set train.activation_checkpointing=true, or use more "
-        "ranks. train.dry_run=true shows the memory of every rank."
-    ) in str(found)
+    refusal = out_of_memory(error, config, where="rank 1")
+    assert str(refusal).startswith(f"The {place} has no memory left for this run (rank 1)")
+    says(str(refusal))
     config.train.activation_checkpointing = True
     assert "activation_checkpointing" not in str(out_of_memory(error, config, where="rank 1"))
-    assert out_of_memory(found or error, config, where="rank 1") is None
+    assert out_of_memory(refusal or error, config, where="rank 1") is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape"), LaunchError("Rank 1 failed: x"), KeyboardInterrupt()])
 def test_any_other_error_is_left_alone(error: BaseException) -> None:
     assert out_of_memory(error, compose(["model=gpt2_tiny"]), where="rank 0") is None
+
+
+def test_a_host_s_memory_is_that_of_its_control_group_and_swap() -> None:
+    meminfo = "MemTotal:       2048 kB\nMemFree:  1 kB\nSwapTotal:      1024 kB\n"
+    assert host_bytes(meminfo) == 3 << 20
+    assert host_bytes(meminfo, "1048576\n") == 2 << 20
+    assert host_bytes(meminfo, "max\n") == 3 << 20
+    assert host_bytes("") is None
+
+
+PARAMETERS, TOKENS = 859_008, 8 * 8 * 129
+BATCH = ["train.micro_batch_size=1", "parallel=zero1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "on_host", "on_device"),
+    [
+        ([], 8, 8),
+        (["parallel.zero_stage=0"], 16, 16),
+        (["checkpoint.save_steps=[0]"], 9, 8),
+        (["checkpoint.save_steps=[0]", "checkpoint.save=null"], 8, 8),
+        (["train.ema_decay=0.9"], 10, 10),
+        (["train.ema_decay=0.9", "train.ema_offload=true"], 10, 8),
+    ],
+)
+def test_the_least_memory_of_two_ranks(words: list[str], on_host: int, on_device: int) -> None:
+    config = compose([*BATCH, *words])
+    assert least_bytes(config, 2) == on_host * PARAMETERS + TOKENS // 2
+    assert least_bytes(config, 2, is_host=False) == on_device * PARAMETERS + TOKENS // 2
+
+
+def test_a_host_with_less_than_the_least_memory_is_refused() -> None:
+    config = compose([*BATCH, "checkpoint.save_steps=[0]"])
+    needed = 2 * least_bytes(config, 2)
+    require_memory(config, 2, ranks=2, available_bytes=needed, where="here")
+    with refused(ConfigError, "here (2 of 2 ranks)"):
+        require_memory(config, 2, ranks=2, available_bytes=needed - 1, where="here")
+
+
+def test_a_dry_run_reports_what_stands_on_the_host() -> None:
+    large = ["model=llama3_1b", "data=stdlib", *BATCH, "train.ema_decay=0.9"]
+    on_device, on_host = (report(compose([*large, *more]), 2) for more in ([], ["train.ema_offload=true"]))
+    assert "9.21 GiB  9.21 GiB" in on_device  # state, working
+    assert "6.91 GiB  9.21 GiB" in on_host
+    assert ["2.30 GiB more on the host" in text for text in (on_device, on_host)] == [False, True]
+    light = report(compose([*BATCH, "checkpoint.save_steps=[0]"]), 2)
+    assert ["saves of the weights alone" in text for text in (light, on_host)] == [True, False]

@@ -11,6 +11,7 @@ import pytest
 
 from reprise.errors import DataError
 from tests.harness import TINY, compose
+from tests.messages import refused
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import write_token_file
 from trainer.run.run_data import open_data_alone
@@ -32,13 +33,12 @@ def open_with(*overrides: str, interval: int = 0) -> None:
     open_data_alone(compose(["model=gpt2_tiny", *TINY, f"train.eval_interval={interval}", *overrides]))
 
 
-@pytest.mark.parametrize("interval", [0, 2])
-@pytest.mark.parametrize("kind", ["token_file", "megatron"])
+@pytest.mark.parametrize(("kind", "interval"), [("token_file", 0), ("megatron", 2)])
 def test_the_validation_file_in_a_glob_is_refused(data: Path, kind: str, interval: int) -> None:
     folder = data if kind == "token_file" else data / "indexed"
     keys = [f"data={kind}", f"data.valid={folder}/valid_000000.bin", f"data.cache={data}/cache"]
     open_with(*keys, f"data.train={folder}/train_*.bin", interval=interval)
-    with pytest.raises(DataError, match=rf"validation data \({folder}/valid_000000.bin\).*in {folder}/valid_000000"):
+    with refused(DataError, f"{folder}/valid_000000.bin"):
         open_with(*keys, f"data.train={folder}/*.bin", interval=interval)
 
 
@@ -48,13 +48,13 @@ def test_a_copy_or_a_link_is_the_same_file(data: Path, place: object) -> None:
     (data / "other").mkdir()
     place(data / "train_000001.bin", data / "other/new.bin")
     keys = ["data=token_file", f"data.train={data}/train_*.bin"]
-    with pytest.raises(DataError, match=r"other/new.bin\).*in .*/train_000001.bin"):
+    with refused(DataError, "other/new.bin", "train_000001.bin"):
         open_with(*keys, f"data.valid=[{data}/valid_000000.bin, {data}/other/new.bin]")
 
 
 def test_every_source_of_a_blend_is_compared(data: Path) -> None:
     blend = ",".join(f"{{path: {data}/{name}.bin, weight: 1}}" for name in ("train_000000", "valid_000000"))
-    with pytest.raises(DataError, match="in the training data and in the validation data"):
+    with refused(DataError, "valid_000000.bin"):
         open_with("data=token_file", f"data.train=[{blend}]", f"data.valid={data}/valid_000000.bin")
 
 
@@ -66,12 +66,12 @@ def test_files_with_one_beginning_and_other_ends_are_two(data: Path) -> None:
     keys = ["data=token_file", f"data.valid={data}/c.bin"]
     open_with(*keys, f"data.train={data}/[ab].bin")
     shutil.copy(data / "c.bin", data / "b.bin")
-    with pytest.raises(DataError, match=r"in .*/b.bin"):
+    with refused(DataError, "b.bin"):
         open_with(*keys, f"data.train={data}/[ab].bin")
 
 
 def test_two_texts_of_one_content_are_not_split(data: Path) -> None:
     for number in range(2):
         (data / f"{number}.txt").write_text("one text, twice. " * 30)
-    with pytest.raises(DataError, match="in the training data and in the validation data"):
+    with refused(DataError, "valid.bin"):
         open_with("data=text", f"data.path={data}/*.txt", f"data.cache={data}/cache")
