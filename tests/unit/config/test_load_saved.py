@@ -78,7 +78,7 @@ def imported(folder: Path, run: Path, *words: str) -> Path:
     return run / "checkpoints/iter_0000000"
 
 
-@pytest.mark.parametrize("data", [[], TEXTS])
+@pytest.mark.parametrize("data", [TEXTS, pytest.param([], marks=pytest.mark.slow)])
 def test_texts_have_the_tokenizer_of_the_weights(
     folder: Path, tmp_path: Path, tokenizer: Callable[..., str | None], data: list[str]
 ) -> None:

@@ -352,9 +352,9 @@ def test_surrogates_in_an_override_are_refused() -> None:
     ("arguments", "variables", "words"),
     [
         ("=3", {"HYDRA_FULL_ERROR": "1"}, "ConfigError: The configuration cannot be composed (=3)"),
-        ("train.dry_run=true train.dry_run_ranks=0", {}, "ConfigError: "),
+        pytest.param("train.dry_run=true train.dry_run_ranks=0", {}, "ConfigError: ", marks=pytest.mark.slow),
         ("-m", {}, "found --multirun"),
-        ("--cfg job --resolve run.name=${x}", {}, "ConfigError: "),
+        pytest.param("--cfg job --resolve run.name=${x}", {}, "ConfigError: ", marks=pytest.mark.slow),
         ("", {"WORLD_SIZE": "0"}, "LaunchError: The environment variable WORLD_SIZE"),
         (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: The file system fails ({'x' * 300}"),
     ],

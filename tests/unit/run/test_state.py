@@ -27,7 +27,13 @@ ODD = {
     "llama3": replace(_EVERY["llama3"], n_embd=10),
     "qwen3": replace(_EVERY["qwen3"], n_embd=9, head_dim=6),
 }
-CASES = [(name, rank) for name in ODD for rank in (0, 1)]
+# Each family with and without adapters, in one dtype each; the others are slow.
+CASES = [
+    pytest.param(name, rank, dtype, marks=() if (dtype is torch.bfloat16) == bool(rank) else pytest.mark.slow)
+    for name in ODD
+    for rank in (0, 1)
+    for dtype in (torch.float32, torch.bfloat16)
+]
 LAYOUTS = (1 << 30, 3_000, 700)
 
 
@@ -69,8 +75,7 @@ def alignments(parameters: Iterable[torch.Tensor]) -> set[int]:
     return {parameter.data_ptr() % 64 for parameter in parameters}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("family", "rank"), CASES)
+@pytest.mark.parametrize(("family", "rank", "dtype"), CASES)
 def test_bits_depend_on_no_place_in_a_file(family: str, rank: int, dtype: torch.dtype) -> None:
     config = replace(ODD[family], lora=LoraConfig(rank=rank, alpha=2.0))
     for rows, length in ((1, 1), (1, 3), (2, 3), (3, 1)):

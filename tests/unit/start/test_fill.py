@@ -86,7 +86,12 @@ def test_a_run_whose_own_command_ends_at_zero_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "more", "line"),
     [
-        (["schedule.lr_decay_iters=2"], [], "1.0000e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule"),
+        pytest.param(
+            ["schedule.lr_decay_iters=2"],
+            [],
+            "1.0000e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule",
+            marks=pytest.mark.slow,
+        ),
         (["schedule.lr_decay_iters=4"], [], "3.2500e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule"),
         (
             [*LINEAR],
