@@ -295,6 +295,17 @@ def state(schedule: object, **batch: object) -> Any:
     return {"iteration": 3, "schedule": schedule, "batch": {"seq_length": 16, **batch}}
 
 
+def test_a_refusal_says_whether_the_bits_stay() -> None:
+    two, tensor_parallel = description(LANES, ranks=2), description(LANES, "parallel=tp2", ranks=2)
+    for saved, current, places in (
+        (description(LANES), two, ("topology.dp", "checkpoint.reshard=true")),
+        (description(), description(ranks=2), ("topology.dp", "checkpoint.reshard=true")),
+        (two, tensor_parallel, ("parallel.tensor_model_parallel_size", "checkpoint.reshard=true")),
+    ):
+        with refused(MismatchError, *places):
+            settle(list(effects(saved, current).values()), flags=(), where="x")
+
+
 def test_samples_are_converted_and_iterations_are_not() -> None:
     saved = state({"style": "cosine", "lr": 1.0, "warmup_samples": 5, "decay_samples": 60}, batch_schedule="0:4 13:8")
     found = in_samples_of(32, saved)
