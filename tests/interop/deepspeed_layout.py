@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.families import aliases, stored_tensors
+from trainer.interop.source import StateSource
+
 VERSION = "0.19.8"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Classes of DeepSpeed whose objects lie in its files.
@@ -47,14 +50,18 @@ class Way:
     aligns: bool = False
     deals_out: bool = False
     sub_group_size: int = 1 << 30
-    groups: tuple[tuple[str, ...], ...] | None = None  # of the optimizer's parameters; None for matrices and vectors
     is_named: bool = False  # whether the optimizer was made of named parameters
+
+
+def of_source(source: StateSource) -> State:
+    """Return everything of a source."""
+    weights = {name: source.read(name) for name in stored_tensors(source.model)}
+    moments = {key: {name: source.read(f"{key}.{name}") for name in weights} for key in MOMENTS}
+    return State(weights, moments, float(source.iteration), source.iteration, aliases(source.model))
 
 
 def groups_of(state: State, way: Way) -> list[list[str]]:
     """Return the names of the parameters of each group of the optimizer, in order."""
-    if way.groups is not None:
-        return [list(group) for group in way.groups]
     names = [name for name in state.weights if name in state.moments["exp_avg"]]
     return [[n for n in names if state.weights[n].dim() > 1], [n for n in names if state.weights[n].dim() < 2]]
 

@@ -30,9 +30,7 @@ def train(folder: Path) -> None:
     is_cut = job["config"]["zero_optimization"]["stage"] == 3
     with deepspeed.zero.Init(config_dict_or_path=job["config"]) if is_cut else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in job["frozen"])
-    named = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters() if p.requires_grad]
+    named = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters()]
     groups = [
         {"params": [p for dimensions, p in named if dimensions > 1], "weight_decay": 0.1},
         {"params": [p for dimensions, p in named if dimensions < 2], "weight_decay": 0.0},
@@ -40,8 +38,6 @@ def train(folder: Path) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     listed = [names[parameter] for group in groups for parameter in group["params"]]
     (folder / "names.txt").write_text("\n".join(listed))
-    if job["is_named"]:  # torch keeps such names in the groups
-        groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job["config"])
     losses = []

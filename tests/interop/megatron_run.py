@@ -4,9 +4,8 @@ The model is a `GPTModel`, or a `HybridModel` where the arguments name a `hybrid
 
 A command of its own, on each rank: `python megatron_run.py FOLDER...`, where every folder has `job.json` and
 `windows.npy` [iterations, samples, tokens]. It needs megatron-core, copied by `megatron_core.patched`, and nothing of
-ours. A folder gets `SHARDING/iter_.../` for every way to save, `losses.json`, and `rank_N.pt` with the parameters and
-moments of a rank as they are in its memory. With `"load": PATH` it loads a folder before it trains, saves what it has
-loaded, and also writes `logits.pt` of the first batch.
+ours. A folder gets `SHARDING/iter_.../` for every way to save, and `losses.json`. With `"load": PATH` it loads a folder
+before it trains, and saves what it has loaded.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class Trainer:
         )
         self.losses: list[float] = []
 
-    def forward(self, batch: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         length = batch.shape[1]
         positions = torch.arange(length)[None].expand(len(batch), -1)
         mask = torch.ones(length, length).triu(1).bool()[None, None]
@@ -195,11 +194,6 @@ class Trainer:
             loss = torch.stack([one["loss"] for one in found]).mean()
             dist.all_reduce(loss, group=mpu.get_data_parallel_group())
             self.losses.append(loss.item() / ranks)
-
-    def logits(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the logits of one rank that holds the whole model."""
-        with torch.no_grad():
-            return self.forward(batch, None)
 
     def metadata(self, sharding: str) -> dict[str, Any]:
         found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -277,27 +271,9 @@ class Trainer:
         for state in optimizer.optimizer.state.values():
             state["step"] = step.clone()
 
-    def in_memory(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's parameters and moments, by its own names; without data parallelism."""
-        optimizer = self.optimizer.chained_optimizers[0]
-        found = {}
-        for name, parameter in self.raw.named_parameters():
-            if self.job["distributed"]:
-                state = optimizer._get_main_param_and_optimizer_states(parameter)
-            else:
-                state = {"param": parameter, **optimizer.optimizer.state[parameter]}
-            kinds = ("param", "exp_avg", "exp_avg_sq")
-            found[name] = {key: state[key].detach().clone().reshape(parameter.shape) for key in kinds}
-        return found
-
 
 def save_all(trainer: Trainer, folder: Path) -> None:
-    """Save in every form that the job names, and what a rank has in memory."""
-    from megatron.core import parallel_state as mpu
-
-    if trainer.job["dp"] == 1:
-        rank = {"pp": mpu.get_pipeline_model_parallel_rank(), "tp": mpu.get_tensor_model_parallel_rank()}
-        torch.save({**rank, "state": trainer.in_memory()}, folder / f"rank_{dist.get_rank()}.pt")
+    """Save in every form that the job names."""
     for sharding in trainer.job["shardings"]:
         if sharding == "torch":
             trainer.save_torch(folder)
@@ -317,7 +293,6 @@ def work(folder: Path) -> None:
         trainer.losses.clear()
         trainer.load(job["load"])
         save_all(trainer, folder)
-        torch.save(trainer.logits(windows[0][:, :-1]), folder / "logits.pt")
     for number, batch in enumerate(windows):
         if number == job["saved"] and not job["load"]:
             save_all(trainer, folder)

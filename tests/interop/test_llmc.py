@@ -1,307 +1,162 @@
-"""Weight files of llm.c, against a writer, a reader and a forward pass made here from the description of the format.
-
-The description: https://github.com/karpathy/llm.c, `train_gpt2.py` and `train_llama3.py`, `write_model`. transformers
-says what the logits of the weights are.
-"""
+"""Weight files of llm.c, written from the description of the format, begin a run and come in with their logits."""
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM
 
-from reprise.errors import CheckpointError
-from tests.harness import TINY, compose, run_ok
-from trainer.commands import checkpoint as look
+from models.families import stored_tensors
+from reprise.channel import single_rank_channel
+from reprise.errors import CheckpointError, TrainerError
+from reprise.files import Files
+from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
+from reprise.live_tensors import LiveTensor
+from tests.harness import built, compose, curve, filled, run_ok, tensor_files
+from tests.interop.states import ALONE, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
+from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.formats import ImportOptions
-from trainer.interop.llmc import convert as llmc
+from trainer.interop.llmc.file import open_file, read_whole
+from trainer.interop.llmc.load import fill
+from trainer.launch.process_group import Cluster
 
-WIDTH, LAYERS, HEADS, GROUPS, INNER, ROWS = 24, 3, 4, 2, 40, 257
-ASKED = ImportOptions(compose([]))
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+BF16 = torch.bfloat16
+STILL = ["schedule.lr_warmup_iters=0", "train.train_iters=2", "checkpoint.finetune=true"]
+# The scaling of rotary positions that a file can say.
+SCALED = (
+    "model.rope_scaling={factor:8.0,low_freq_factor:1.0,high_freq_factor:4.0,original_max_position_embeddings:8192}"
+)
+OURS = {
+    "gpt2": [*overrides_of("gpt2"), *STILL],
+    "llama": [*overrides_of("llama"), *STILL, SCALED, "model.rope_theta=500000.0", "model.norm_eps=1e-5"],
 }
 
 
-def make_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(3)
-    sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_positions": 32, "vocab_size": ROWS}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=256, eos_token_id=256, initializer_range=0.2))
-    return shaken(model)
+def written(path: Path, family: str, *, dtype: torch.dtype = torch.float32) -> Path:
+    return write_llmc(path, random_state(compose(OURS[family]).model), dtype=dtype)
 
 
-def make_llama() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        vocab_size=ROWS,
-        max_position_embeddings=32,
-        rms_norm_eps=1e-5,
-        bos_token_id=256,
-        eos_token_id=256,
-        initializer_range=0.2,
-        rope_parameters=SCALED,
-    )
-    return shaken(LlamaForCausalLM(config))
-
-
-def shaken(model: PreTrainedModel) -> PreTrainedModel:
-    """Make biases and norms differ from each other, so that none can be taken for another."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape)
-    return model.eval()
-
-
-def rounded(model: PreTrainedModel) -> None:
-    """Round the weights, and nothing else that the model has, to bfloat16."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
-def gpt2_order(state: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what the description lists for GPT-2, in that order."""
-    yield F.pad(state["transformer.wte.weight"], (0, 0, 0, -ROWS % 128))
-    yield state["transformer.wpe.weight"]
-    kinds = "ln_1.weight ln_1.bias attn.c_attn.weight attn.c_attn.bias attn.c_proj.weight attn.c_proj.bias "
-    kinds += "ln_2.weight ln_2.bias mlp.c_fc.weight mlp.c_fc.bias mlp.c_proj.weight mlp.c_proj.bias"
-    for kind in kinds.split():
-        for layer in range(LAYERS):
-            value = state[f"transformer.h.{layer}.{kind}"]
-            yield value.t() if value.ndim == 2 else value
-    yield state["transformer.ln_f.weight"]
-    yield state["transformer.ln_f.bias"]
-
-
-def llama_order(state: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what the description lists for LLaMA-3, in that order."""
-
-    def interleave(value: torch.Tensor) -> torch.Tensor:
-        heads = value.split(WIDTH // HEADS)
-        return torch.cat([torch.stack(head.chunk(2), dim=1).reshape(head.shape) for head in heads])
-
-    def layers(make: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
-        return (make(f"model.layers.{layer}.") for layer in range(LAYERS))
-
-    def qkv(at: str) -> torch.Tensor:
-        q, k, v = (state[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
-        return torch.cat((interleave(q), interleave(k), v))
-
-    yield state["model.embed_tokens.weight"]
-    yield from layers(lambda at: state[f"{at}input_layernorm.weight"])
-    yield from layers(qkv)
-    for name in ("self_attn.o_proj", "post_attention_layernorm", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"):
-        yield from layers(lambda at, name=name: state[f"{at}{name}.weight"])
-    yield state["model.norm.weight"]
-    yield state["lm_head.weight"]
-
-
-def bits(number: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
-
-
-GPT2_HEADER = [20240326, 3, 32, ROWS, LAYERS, HEADS, WIDTH, 384]
-# As llm.c writes it: what is no integer is truncated to one.
-LLAMA_HEADER = [20240803, 3, 32, ROWS, LAYERS, HEADS, GROUPS, WIDTH, 1, 8, 0, 500000, 1, 4, 3, 1]
-
-
-def write_file(path: Path, header: list[int], tensors: Iterator[torch.Tensor], *, version: int = 3) -> Path:
-    dtype = {3: torch.float32, 5: torch.bfloat16}[version]
-    header = [header[0], version, *header[2:]]
-    with path.open("wb") as file:
-        file.write(struct.pack("<256i", *header, *[0] * (256 - len(header))))
-        for tensor in tensors:
-            file.write(bytes(tensor.detach().to(dtype).contiguous().view(torch.uint8).numpy().data))
-    return path
-
-
-def logits_of(model: PreTrainedModel) -> torch.Tensor:
-    tokens = torch.randint(ROWS, (2, 16), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model.eval()(tokens).logits
-
-
-def bring_in(path: Path, run: Path) -> PreTrainedModel:
-    """Import a file, and return what transformers makes of the checkpoint as it lies."""
-    assert convert.main(["import", "llmc", str(path), str(run / "checkpoints"), *TINY[5:]]) == 0
-    assert look.main(["verify", str(run)]) == 0
-    model, report = AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_0000000", output_loading_info=True)
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", BF16), ("llama", torch.float32)])
+def test_an_import_has_the_weights_and_opens_in_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    state = random_state(compose(OURS[family]).model)
+    path = written(tmp_path / "model.bin", family, dtype=dtype)
+    assert convert.main(["import", "llmc", str(path), str(tmp_path / "run"), *ALONE]) == 0
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "run/iter_0000000", output_loading_info=True)
     assert not any(report.values()), report
-    return model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, state.read(name).to(dtype).float()), name
+    assert opened("llmc", path, ALONE).model == state.model
 
 
-@pytest.mark.parametrize("version", [3, 5])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_an_imported_file_has_its_model_s_weights_and_logits(tmp_path: Path, family: str, version: int) -> None:
-    theirs = make_gpt2() if family == "gpt2" else make_llama()
-    if version == 5:
-        rounded(theirs)
-    order, header = (gpt2_order, GPT2_HEADER) if family == "gpt2" else (llama_order, LLAMA_HEADER)
-    path = write_file(tmp_path / "model.bin", header, order(theirs.state_dict()), version=version)
-    found = bring_in(path, tmp_path / "run")
-    expected = theirs.state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
-    assert torch.equal(logits_of(found), logits_of(theirs))
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("llama", BF16)])
+def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    file = open_file(written(tmp_path / "model.bin", family, dtype=dtype), Files())
+    config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
+    for name, stored in stored_tensors(config).items():
+        expected = read_whole(file, name).float().reshape(stored.view)
+        spec = TensorSpec(TensorKind.MODEL, name, stored.shape, StoredDtype.F32, stored.view)
+        for number in range(6):
+            lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
+            end = [
+                int(torch.randint(at, size + 1, (), generator=generator))
+                for at, size in zip(lo, stored.view, strict=True)
+            ]
+            if number == 0:
+                lo, end = [0] * len(lo), list(stored.view)
+            box = Box(tuple(lo), tuple(hi - at for at, hi in zip(lo, end, strict=True)))
+            local = torch.full(box.shape, torch.nan)
+            report = fill(file, [LiveTensor(spec, box, local, (0,))])
+            assert torch.equal(local, expected[box.slices]), (name, box)
+            assert report.filled_bytes == 4 * box.numel
+            assert report.read_bytes <= expected.numel() * file.dtype.itemsize * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_an_exported_file_is_byte_for_byte_as_described(tmp_path: Path, family: str, dtype: str) -> None:
-    run, sizes = tmp_path / "run", [f"model.n_embd={WIDTH}", "model.n_head=4", "train.train_iters=2"]
-    sizes += ["schedule.lr_warmup_iters=0", f"model.n_layer={LAYERS}"]
-    version = 3 if dtype == "float32" else 5
-    if family == "gpt2":
-        run_ok(run, ["model=gpt2_tiny", *TINY, *sizes, "model.intermediate_size=96", "model.pad_vocab_multiple=64"])
-        header, order = GPT2_HEADER, gpt2_order
-    else:
-        run_ok(run, ["model=llama3_tiny", *TINY, *sizes, "model.intermediate_size=40", "model.n_kv_head=2"])
-        multiplier = (40 + 0.25) / (8 * WIDTH // 3)
-        header = [*LLAMA_HEADER[:8], bits(multiplier), 8, bits(1e-5), bits(500000.0), 0, 4, 3, 0]
-        order = llama_order
-    assert convert.main(["export", "llmc", str(run), str(tmp_path / "out.bin"), "--dtype", dtype]) == 0
-    masters = AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_0000002")
-    expected = write_file(tmp_path / "expected.bin", header, order(masters.state_dict()), version=version)
-    assert (tmp_path / "out.bin").read_bytes() == expected.read_bytes()
-
-    found = bring_in(tmp_path / "out.bin", tmp_path / "back")
-    if dtype == "bfloat16":
-        rounded(masters)
-    assert torch.equal(logits_of(found), logits_of(masters))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
+def test_a_run_from_a_file_has_losses_and_bits_of_the_import(tmp_path: Path, family: str) -> None:
+    path, ours = written(tmp_path / "weights", family), OURS[family]
+    assert convert.main(["import", "llmc", str(path), str(tmp_path / "imported"), *ALONE]) == 0
+    layouts = {"tp2": ["parallel=tp2", "model.pad_vocab_multiple=2"], "zero3": ["parallel=zero3"]}
+    for name, layout in layouts.items():
+        runs = []
+        for kind, source in (("file", path), ("imported", tmp_path / "imported")):
+            runs.append(tmp_path / f"{name}-{kind}")
+            run_ok(runs[-1], [*ours, *layout, f"checkpoint.load={source}"], ranks=2)
+        direct, expected = (curve(run) for run in runs)
+        assert len(direct) == 2
+        assert direct == expected, name
+        last = [tensor_files(run / "checkpoints/iter_0000002") for run in runs]
+        assert last[0] == last[1], name
 
 
-def llama_forward(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a file of LLaMA-3, float32, whose rotation turns adjacent pairs as complex numbers.
-
-    Source: the reference code of LLaMA 3 (`apply_rotary_emb`), whose order of rows such files have.
-    """
-    numbers = torch.frombuffer(bytearray(path.read_bytes()[1024:]), dtype=torch.float32)
-    at = 0
-
-    def take(*shape: int) -> torch.Tensor:
-        nonlocal at
-        size = torch.Size(shape).numel()
-        at += size
-        return numbers[at - size : at].view(shape)
-
-    head = WIDTH // HEADS
-    table, first = take(ROWS, WIDTH), take(LAYERS, WIDTH)
-    fused, out = take(LAYERS, (HEADS + 2 * GROUPS) * head, WIDTH), take(LAYERS, WIDTH, WIDTH)
-    second, up, gate = take(LAYERS, WIDTH), take(LAYERS, INNER, WIDTH), take(LAYERS, INNER, WIDTH)
-    down, norm, output = take(LAYERS, WIDTH, INNER), take(WIDTH), take(ROWS, WIDTH)
-    assert at == len(numbers)
-    turns = torch.outer(torch.arange(tokens.shape[1]), 500000.0 ** (-torch.arange(0, head, 2) / head))
-    rotation = torch.polar(torch.ones_like(turns), turns)[:, None]
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * rotation).flatten(-2)
-
-    x = table[tokens]
-    for layer in range(LAYERS):
-        h = F.linear(F.rms_norm(x, (WIDTH,), first[layer], 1e-5), fused[layer]).unflatten(-1, (-1, head))
-        q, k, v = h.split((HEADS, GROUPS, GROUPS), dim=-2)
-        heads = [part.transpose(1, 2) for part in (rotated(q), rotated(k), v)]
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        x = x + F.linear(attended.transpose(1, 2).flatten(2), out[layer])
-        h = F.rms_norm(x, (WIDTH,), second[layer], 1e-5)
-        x = x + F.linear(F.silu(F.linear(h, gate[layer])) * F.linear(h, up[layer]), down[layer])
-    return F.linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), output)
+def begin(path: Path, *overrides: str, family: str = "gpt2") -> None:
+    """Begin a run of one process with a file."""
+    config = compose([*OURS[family], f"run.dir={path}.run", f"checkpoint.load={path}", *overrides])
+    run = built(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    try:
+        filled(run)
+    finally:
+        run.saves.close()
 
 
-def test_rotating_pairs_gives_the_logits_of_an_exported_file(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    config = make_llama().config
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
-    theirs = shaken(LlamaForCausalLM(config))
-    theirs.save_pretrained(tmp_path / "hf")
-    run, out = tmp_path / "run", tmp_path / "out.bin"
-    assert convert.main(["import", "hf", str(tmp_path / "hf"), str(run), *TINY[5:]]) == 0
-    assert convert.main(["export", "llmc", str(run), str(out)]) == 0
-    tokens = torch.randint(ROWS, (2, 16), generator=torch.Generator().manual_seed(1))
-    expected = logits_of(theirs)
-    # float32 sums in another order, on logits of up to 4.5.
-    assert (llama_forward(out, tokens) - expected).abs().max() <= 1e-5
-    assert expected.abs().max() > 1
+def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.bin", "gpt2")
+    begin(path)
+    with refused(TrainerError, "model.n_layer=4", "model.norm_eps"):
+        begin(path, "model.n_layer=2", "model.norm_eps=1e-6")
+    with refused(TrainerError, "llama3"):
+        begin(path, family="llama")
+    with refused(TrainerError, "checkpoint.finetune=true"):
+        begin(path, "checkpoint.finetune=false")
+    with refused(TrainerError, "checkpoint.ckpt_step=3"):
+        begin(path, "checkpoint.ckpt_step=3")
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        llmc.read_source(path, ASKED)
-    return str(caught.value)
+FOREIGN = {
+    "a zip": (b"PK\x03\x04rest", "zip"),
+    "tokens": (struct.pack("<256i", 20240520, 1, *[0] * 254), "data.train"),
+    "the optimizer of llm.c": (struct.pack("<i", 20240527), "optimizer"),
+    "safetensors": (struct.pack("<Q", 9) + json.dumps({"a": 1}).encode(), "safetensors"),
+    "JSON": (b'{"weight_map": {}}', "JSON"),
+    "text": (b"hello, world", "68 65 6c 6c 6f 2c 20 77"),
+    "nothing": (b"", "none"),
+}
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    for header, order, model in (
-        (GPT2_HEADER, gpt2_order, make_gpt2()),
-        (LLAMA_HEADER, llama_order, make_llama()),
-    ):
-        whole = write_file(path, header, order(model.state_dict())).read_bytes()
-        for wrong in (whole[:-4], whole[:-1], whole + b"\0", whole[:1024], whole[: len(whole) // 2]):
-            path.write_bytes(wrong)
-            assert "has another size" in refusal(path)
-        path.write_bytes(whole[:1000])
-        assert "too short for a header" in refusal(path)
-        path.write_bytes(b"PK\3\4" + whole[4:])
-        assert "not a weight file of llm.c" in refusal(path)
-        path.write_bytes(whole[:4] + struct.pack("<i", 1) + whole[8:])
-        assert "another version" in refusal(path)
-        for member in range(2, 8):
-            for number in (0, -5, 2**31 - 1):
-                path.write_bytes(whole[: 4 * member] + struct.pack("<i", number) + whole[4 * member + 4 :])
-                assert f"={number}: must be 1 to" in refusal(path)
-    assert "No such file" in refusal(tmp_path / "none.bin")
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_file_of_another_format_is_refused_with_those_accepted(tmp_path: Path, case: str) -> None:
+    content, named = FOREIGN[case]
+    (tmp_path / "model.bin").write_bytes(content)
+    with refused(TrainerError, "model.bin", "20240326", "20240803", named):
+        begin(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("family", OURS)
+def test_headers_and_sizes_that_cannot_be_are_refused(tmp_path: Path, family: str) -> None:
+    path = written(tmp_path / "model.bin", family)
+    content = path.read_bytes()
+    for cut in (content[:-1], content + b"\0", content[:1024]):
+        path.write_bytes(cut)
+        with refused(CheckpointError, "model.bin"):
+            opened("llmc", path, ALONE)
+    path.write_bytes(content[:4] + struct.pack("<i", 1) + content[8:])
+    with refused(CheckpointError, "model.bin"):
+        opened("llmc", path, ALONE)
+    for member in range(2, 8):
+        for number in (0, -5, 2**31 - 1):
+            path.write_bytes(content[: 4 * member] + struct.pack("<i", number) + content[4 * member + 4 :])
+            with pytest.raises(CheckpointError, match=f"={number}"):
+                opened("llmc", path, ALONE)
 
 
 def test_a_file_that_claims_a_size_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_file(tmp_path / "model.bin", [20240326, 3, 1 << 24, 1 << 24, 9999, 1, 1 << 24, 1 << 24], iter(()))
-    assert "has another size" in refusal(path)
-    assert convert.main(["import", "llmc", str(path), str(tmp_path / "never"), *TINY[5:]]) == 2
+    state = state_of("gpt2")
+    claimed = [*llmc_header(state.model)[:2], 1 << 24, 1 << 24, 9999, 1, 1 << 24, 1 << 24]
+    path = write_llmc(tmp_path / "model.bin", state, header=claimed)
+    assert convert.main(["import", "llmc", str(path), str(tmp_path / "never"), *ALONE]) == 2
     assert "CheckpointError: A file of weights has another size" in capsys.readouterr().err
     assert not (tmp_path / "never").exists()
-
-
-def test_models_that_a_file_cannot_say_are_refused_all_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, out = tmp_path / "run", tmp_path / "out.bin"
-    overrides = ["model=gpt2_tiny", *TINY, "model.norm_eps=1e-6", "model.tie_word_embeddings=false"]
-    overrides.append("model.activation=gelu")
-    run_ok(run, [*overrides, "train.train_iters=1", "schedule.lr_warmup_iters=0"])
-    assert convert.main(["export", "llmc", str(run), str(out), "--dtype", "float16"]) == 2
-    text = capsys.readouterr().err
-    for name in (
-        "activation=gelu",
-        "tie_word_embeddings",
-        "intermediate_size=44",
-        "norm_eps=1e-06",
-        "float32 or bfloat16",
-    ):
-        assert name in text
-    assert convert.main(["export", "llmc", str(run), str(out), "--tokenizer", str(run)]) == 2
-    assert "Leave --tokenizer out" in capsys.readouterr().err
-    assert not out.exists()

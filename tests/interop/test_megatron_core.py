@@ -25,22 +25,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.build import build_model
-from models.config import ModelConfig
-from models.families import stored_tensors
-from reprise.files import Files
-from reprise.reading import open_checkpoint
 from tests.harness import compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import TRAINING, batches
 from trainer.commands import convert
-from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.export import arguments_of
-from trainer.interop.megatron.source import read_source
-from trainer.interop.source import StateSource, of_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-NEXT, LATER, LOGITS = 1e-6, 1e-5, 1e-5
+NEXT, LATER = 1e-6, 1e-5
 SAVED, TOTAL = 3, 8
 SIZES = ["model.n_layer=4", "model.n_head=4", "model.n_embd=64", "model.intermediate_size=96", "model.vocab_size=264"]
 RUN = [*TRAINING, f"train.train_iters={TOTAL}", *SIZES, "model.bos_token_id=263", "model.eos_token_id=263"]
@@ -56,13 +48,9 @@ DISTRIBUTED, PLAIN = (FULLY, "dp_reshardable", "torch"), ("plain", "torch")
 JOBS: Mapping[str, tuple[str, int, int, int, tuple[str, ...]]] = {
     "gpt2 1": ("gpt2", 1, 1, 1, DISTRIBUTED),
     "gpt2 1 plain": ("gpt2", 1, 1, 1, PLAIN),
-    "llama 1": ("llama", 1, 1, 1, DISTRIBUTED),
     "gpt2 tp2": ("gpt2", 2, 1, 1, DISTRIBUTED),
-    "gpt2 pp2": ("gpt2", 1, 2, 1, DISTRIBUTED),
-    "llama tp2": ("llama", 2, 1, 1, DISTRIBUTED),
     "llama pp2": ("llama", 1, 2, 1, DISTRIBUTED),
     "llama dp2": ("llama", 1, 1, 2, DISTRIBUTED),
-    "gpt2 tp2 pp2": ("gpt2", 2, 2, 1, DISTRIBUTED),
     "llama tp2 pp2": ("llama", 2, 2, 1, DISTRIBUTED),
     "llama-tied tp2 pp2 plain": ("llama-tied", 2, 2, 1, PLAIN),
 }
@@ -186,102 +174,6 @@ def jobs(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def in_memory(folder: Path, kind: str, tp: int, pp: int, layers: int) -> dict[str, Tensor]:
-    """Return the tensors of a job as its ranks had them, by Megatron's names, joined by the dimension that is cut."""
-    ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
-    is_hybrid = "hybrid_layer_pattern" in json.loads((folder / "job.json").read_text())["args"]
-    found = dict[str, Tensor]()
-    for stage in range(pp):
-        own = sorted((rank for rank in ranks if rank["pp"] == stage), key=lambda rank: rank["tp"])
-        for name in own[0]["state"]:
-            parts = [rank["state"][name][kind] for rank in own]
-            if name.endswith(("linear_qkv.weight", "linear_qkv.bias", "embeddings.weight", "output_layer.weight")):
-                joined = torch.cat(parts) if "position" not in name else parts[0]
-            elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-                joined = torch.cat(parts, dim=1)
-            elif "linear_fc1" in name:
-                halves = [part.chunk(2) for part in parts] if parts[0].shape[0] * tp == 192 else [(p,) for p in parts]
-                joined = torch.cat([half[side] for side in range(len(halves[0])) for half in halves])
-            else:
-                joined = parts[0]
-            words = name.replace("final_norm", "final_layernorm").split(".")
-            if words[:2] == ["decoder", "layers"]:
-                number = int(words[2]) // (2 if is_hybrid else 1)
-                words[2] = str(number + stage * layers // pp)
-            found[".".join(words)] = joined
-    return found
-
-
-def ours(theirs: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Return the same tensors under our names, head by head."""
-    found = {}
-    head, groups, queries = 16, model.n_kv_head, model.n_head // model.n_kv_head
-    for name in stored_tensors(model):
-        if name in ENDS:
-            found[name] = theirs[ENDS[name]]
-            continue
-        layer, _, rest = name.removeprefix("transformer.h.").removeprefix("model.layers.").partition(".")
-        prefix = f"decoder.layers.{layer}."
-        if rest in PARTS:
-            tensor = theirs[prefix + PARTS[rest]]
-            found[name] = tensor.T if rest.startswith(("attn.", "mlp.c_")) and tensor.dim() == 2 else tensor
-        elif rest.startswith("mlp."):
-            found[name] = theirs[prefix + "mlp.linear_fc1.weight"].chunk(2)[rest == "mlp.up_proj.weight"]
-        else:
-            fused = theirs[prefix + f"self_attention.linear_qkv.{rest.rsplit('.', 1)[1]}"]
-            heads = list(fused.split(head))
-            rows: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
-            for _ in range(groups):
-                for letter, count in (("q", queries), ("k", 1), ("v", 1)):
-                    rows[letter] += heads[:count]
-                    del heads[:count]
-            if rest.startswith("attn."):
-                joined = torch.cat(rows["q"] + rows["k"] + rows["v"])
-                found[name] = joined.T if joined.dim() == 2 else joined
-            else:
-                found[name] = torch.cat(rows[rest.removeprefix("self_attn.")[0]])
-    return found
-
-
-ENDS = {
-    "transformer.wte.weight": "embedding.word_embeddings.weight",
-    "transformer.wpe.weight": "embedding.position_embeddings.weight",
-    "transformer.ln_f.weight": "decoder.final_layernorm.weight",
-    "transformer.ln_f.bias": "decoder.final_layernorm.bias",
-    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
-    "model.norm.weight": "decoder.final_layernorm.weight",
-    "lm_head.weight": "output_layer.weight",
-}
-PARTS = {
-    **{f"ln_1.{kind}": f"input_layernorm.{kind}" for kind in ("weight", "bias")},
-    **{f"ln_2.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")},
-    **{f"attn.c_proj.{kind}": f"self_attention.linear_proj.{kind}" for kind in ("weight", "bias")},
-    **{f"mlp.c_fc.{kind}": f"mlp.linear_fc1.{kind}" for kind in ("weight", "bias")},
-    **{f"mlp.c_proj.{kind}": f"mlp.linear_fc2.{kind}" for kind in ("weight", "bias")},
-    "input_layernorm.weight": "input_layernorm.weight",
-    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
-    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
-    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
-}
-
-
-def opened(path: Path) -> StateSource:
-    tokens = ["model.bos_token_id=263", "model.eos_token_id=263"]
-    return read_source(path, ImportOptions(compose(tokens), trusts_pickle=True, overrides=tokens))
-
-
-@pytest.mark.parametrize(("job", "form"), [case for case in CASES if "dp2" not in case[0]])
-def test_every_number_of_megatrons_memory_is_carried(jobs: Path, job: str, form: str) -> None:
-    family, tp, pp, *_ = ALL_JOBS[job]
-    source, model = opened(saved_by(jobs, job) / form), compose(MODELS[family]).model
-    assert (source.model, source.iteration, source.has_optimizer) == (model, SAVED, True)
-    for prefix, kind in (("", "param"), ("exp_avg.", "exp_avg"), ("exp_avg_sq.", "exp_avg_sq")):
-        expected = ours(in_memory(jobs / job, kind, tp, pp, model.n_layer), model)
-        for name, tensor in expected.items():
-            assert torch.equal(source.read(prefix + name), tensor), prefix + name
-            assert source.read(f"step.{name}") == SAVED
-
-
 @pytest.mark.parametrize(("job", "form"), CASES)
 def test_an_import_goes_on_with_megatrons_losses(jobs: Path, tmp_path: Path, job: str, form: str) -> None:
     overrides = MODELS[ALL_JOBS[job][0]]
@@ -324,17 +216,3 @@ def test_megatron_loads_an_export_and_goes_on(site: Path, tmp_path: Path, family
         assert tensor_files(tmp_path / f"back{tp}/iter_{SAVED:07d}") == tensor_files(saved)
         found = [float.fromhex(row[1]) for row in curve(tmp_path / "run")][SAVED:]
         assert_same(json.loads((tmp_path / f"tp{tp}/losses.json").read_text()), found)
-    logits = torch.load(tmp_path / "tp1/logits.pt", weights_only=True)
-    difference = (logits - logits_of(saved, windows[SAVED][:, :-1])).abs().max().item()
-    print("logits", difference, "of", logits.abs().max().item())
-    assert difference <= LOGITS
-
-
-def logits_of(saved: Path, tokens: Tensor) -> Tensor:
-    source = of_checkpoint(open_checkpoint(saved, Files()))
-    model = build_model(source.model)
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for name in stored_tensors(source.model):
-            named[name].copy_(source.read(name).view(named[name].shape))
-        return model(tokens)

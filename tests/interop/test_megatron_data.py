@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from models.layers import attention_mask, document_positions
-from scripts.faults.run_files import curve_of
-from tests.harness import TINY, launch, run_ok
 from trainer.data.batches import Samples
 from trainer.data.documents import DocumentMarks, WindowForm
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
-from trainer.data.token_file import write_token_file
 
-VOCABULARY, END = 257, 256
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+END = 256
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,6 @@ def documents() -> list[np.ndarray]:
     return [np.append(rng.integers(0, 256, size), END) for size in (700, 0, 33, 1500, 1, 900)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_tokens_are_those_of_megatrons_reader(tmp_path: Path, megatron: Any, dtype: type) -> None:
     prefix = str(tmp_path / "data_text_document")
@@ -48,16 +46,6 @@ def test_tokens_are_those_of_megatrons_reader(tmp_path: Path, megatron: Any, dty
     assert ours.read().tolist() == np.concatenate([theirs[n] for n in range(len(theirs))]).tolist()
 
 
-@pytest.mark.slow
-def test_megatron_reads_the_documents_we_write(tmp_path: Path, megatron: Any) -> None:
-    write_indexed_file(tmp_path / "ours.bin", documents(), dtype=np.dtype(np.uint16), end_of_text=END)
-    theirs = megatron.IndexedDataset(str(tmp_path / "ours"), mmap=True)
-    assert [theirs[n].tolist() for n in range(len(theirs))] == [document.tolist() for document in documents()]
-    assert theirs.document_indices.tolist() == list(range(len(documents()) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("seq_length", [7, 64, 1000])
 def test_samples_are_those_of_gpt_dataset(
     tmp_path: Path, megatron: Any, monkeypatch: pytest.MonkeyPatch, seq_length: int
@@ -95,30 +83,3 @@ def test_samples_are_those_of_gpt_dataset(
         assert sample["labels"].tolist() == inputs.targets[number].tolist()
         assert sample["position_ids"].tolist() == document_positions(inputs.starts)[number].tolist()
         assert torch.equal(~sample["attention_mask"], mask[number])  # theirs is True where it hides
-
-
-def test_a_run_trains_by_document(tmp_path: Path) -> None:
-    for name, chunks in (("ours", documents()), ("held_out", documents()[:-1])):
-        write_indexed_file(tmp_path / f"{name}.bin", chunks, dtype=np.dtype(np.uint16), end_of_text=END)
-    data = ["data=megatron", f"data.train={tmp_path}/ours", "data.samples=per_document"]
-    options = [*TINY, *data, f"data.valid={tmp_path}/held_out", "train.eval_interval=3", "train.eval_iters=1"]
-    run_ok(tmp_path / "whole", [*options, "train.train_iters=6"])
-    run_ok(tmp_path / "run", [*options, "train.train_iters=6", "train.exit_interval=3"])
-    refused = launch(tmp_path / "run", [*options, "train.train_iters=6", "train.micro_batch_size=4"])
-    assert "train.micro_batch_size  saved 2  current 4" in refused.text
-    run_ok(tmp_path / "run", [*options, "train.train_iters=6"])
-    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
-
-
-def test_a_run_trains_as_on_a_token_file(tmp_path: Path) -> None:
-    write_indexed_file(tmp_path / "ours.bin", documents(), dtype=np.dtype(np.uint16), end_of_text=END)
-    write_token_file(tmp_path / "flat.tokens", documents(), dtype=np.uint16)
-    curves = []
-    for name, data in {
-        "indexed": ["data=megatron", f"data.train={tmp_path}/ours"],
-        "flat": ["data=token_file", f"data.train={tmp_path}/flat.tokens"],
-    }.items():
-        run_ok(tmp_path / name, [*TINY, *data, "train.train_iters=3", "train.eval_interval=0"])
-        curves.append(curve_of(tmp_path / name))
-    assert curves[0] == curves[1]
-    assert len(curves[0]) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import weakref
 from dataclasses import replace
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from reprise.errors import CheckpointError, ConfigError, LockError, MismatchError
+from reprise.errors import CheckpointError, LockError, TrainerError
 from reprise.files import Files
 from reprise.folder import FolderLock
 from reprise.reading import open_checkpoint
-from tests.harness import TINY, all_files, compose, curve, launch, run_ok, tensor_files
+from tests.harness import TINY, all_files, compose, curve, run_ok, tensor_files
+from tests.messages import refused
 from trainer.commands import checkpoint as look
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource, of_checkpoint
@@ -26,6 +26,7 @@ OVERRIDES = [*TINY, "train.train_iters=4", "checkpoint.save_interval=2", "checkp
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with checkpoints at iterations 2 and 4."""
     folder = tmp_path_factory.mktemp("output") / "run"
     run_ok(folder, OVERRIDES)
     return folder
@@ -59,16 +60,6 @@ def test_a_checkpoint_written_again_has_its_bytes_and_resumes(run: Path, tmp_pat
     assert tensor_files(folder / "iter_0000004") == tensor_files(run / "checkpoints/iter_0000004")
 
 
-def test_another_topology_goes_on_from_what_was_written(run: Path, tmp_path: Path) -> None:
-    write_checkpoint(source_of(run), tmp_path / "again/checkpoints", compose([*OVERRIDES, "parallel=zero3"]))
-    command = [*OVERRIDES, "parallel=zero3"]
-    assert "checkpoint.reshard=true allows it" in launch(tmp_path / "again", command, ranks=2).text
-    run_ok(tmp_path / "again", [*command, "checkpoint.reshard=true"], ranks=2)
-    expected, found = (float.fromhex(curve(folder)[at][1]) for folder, at in ((run, 2), (tmp_path / "again", 0)))
-    # The resume contract: float32 sums in another order.
-    assert abs(found - expected) <= 1e-6 * expected
-
-
 def test_tensors_of_other_dtypes_become_float32(run: Path, tmp_path: Path) -> None:
     source = source_of(run)
     narrow = replace(source, read=lambda name: source.read(name).to(torch.bfloat16), has_optimizer=False)
@@ -79,46 +70,38 @@ def test_tensors_of_other_dtypes_become_float32(run: Path, tmp_path: Path) -> No
     assert torch.equal(found.read(name), source.read(name).to(torch.bfloat16).float())
 
 
-def test_samples_are_counted_as_they_are_told(run: Path, tmp_path: Path) -> None:
+def test_samples_are_counted_or_told(run: Path, tmp_path: Path) -> None:
+    growing = ["train.batch_schedule=0:4 4:12", "schedule.lr_decay_samples=100", "schedule.lr_warmup_samples=8"]
+    growing = [*(word for word in OVERRIDES if not word.startswith("schedule")), *growing]
+    state = open_checkpoint(write_checkpoint(source_of(run), tmp_path / "c", compose(growing)), Files()).state
+    assert (state["consumed_samples"], state["batch"]["batch_schedule"]) == (16, "0:4 4:12")
     path = write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES), consumed_samples=77)
     state = open_checkpoint(path, Files()).state
     assert (state["consumed_samples"], state["consumed_tokens"]) == (77, 77 * 16)
 
 
-def test_samples_of_a_batch_that_grows_are_counted(run: Path, tmp_path: Path) -> None:
-    growing = ["train.batch_schedule=0:4 4:12", "schedule.lr_decay_samples=100", "schedule.lr_warmup_samples=8"]
-    growing = [*(word for word in OVERRIDES if not word.startswith("schedule")), *growing]
-    state = open_checkpoint(write_checkpoint(source_of(run), tmp_path / "c", compose(growing)), Files()).state
-    assert (state["consumed_samples"], state["batch"]["batch_schedule"]) == (16, "0:4 4:12")
-    run_ok(tmp_path / "run", [*growing, f"checkpoint.load={tmp_path}/c"])
-    assert [row[4] for row in curve(tmp_path / "run")] == [28, 40]
-
-
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "samples"),
     [
-        (["train.batch_schedule=0:4 x"], "train.batch_schedule=0:4 x: 'x' is not SAMPLES:SIZE"),
-        (["data=megatron", "data.train=[{path: a}]"], "data.train[0]={'path': 'a'}: must be {path: PATH, weight"),
-        (["data=megatron", "data.train=[{path: a, weight: 0}]"], "data.train[0].weight=0: must be a number above 0"),
+        (["train.batch_schedule=0:4 x"], None),
+        (["data=megatron", "data.train=[{path: a}]"], None),
+        (["data=megatron", "data.train=[{path: a, weight: 0}]"], None),
+        ([], -1),
+        ([], 1 << 62),
+        (["model.n_layer=1"], None),
     ],
 )
-def test_a_schedule_or_blend_that_cannot_be_is_named(run: Path, tmp_path: Path, words: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(problem)):
-        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, *words]))
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("samples", [-1, 1 << 62])
-def test_samples_that_no_run_can_come_to_are_refused(run: Path, tmp_path: Path, samples: int) -> None:
-    with pytest.raises(ConfigError, match=f"found {samples}"):
-        write_checkpoint(source_of(run), tmp_path / "new", compose(OVERRIDES), consumed_samples=samples)
+def test_what_no_run_can_come_to_is_refused(run: Path, tmp_path: Path, words: list[str], samples: int | None) -> None:
+    named = [str(samples)] if samples else [words[-1].split("=")[0]]
+    with refused(TrainerError, *named):
+        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, *words]), consumed_samples=samples)
     assert not (tmp_path / "new").exists()
 
 
 def test_an_iteration_that_is_there_is_never_overwritten(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints/iter_0000002", tmp_path / "iter_0000002")
     before = all_files(tmp_path / "iter_0000002")
-    with pytest.raises(CheckpointError, match="there already"):
+    with refused(CheckpointError, "iter_0000002"):
         write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES))
     assert all_files(tmp_path / "iter_0000002") == before
     assert not list(tmp_path.glob(".*partial"))
@@ -128,19 +111,11 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
     lock = FolderLock(tmp_path, "nonce")
     lock.acquire()
     try:
-        with pytest.raises(LockError, match="This process writes"):
+        with pytest.raises(LockError, match="This process"):
             write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES))
     finally:
         lock.release()
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
-
-
-def test_a_source_of_another_model_is_refused_before_writing(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
-        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
-    with pytest.raises(MismatchError, match="The source names these fields"):
-        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_source_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
@@ -150,7 +125,7 @@ def test_a_source_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
         found = source.read(name)
         return found[:-1] if name == "exp_avg.transformer.wpe.weight" else found
 
-    with pytest.raises(CheckpointError, match=r"another shape .*exp_avg\.transformer\.wpe\.weight"):
+    with refused(CheckpointError, "exp_avg.transformer.wpe.weight"):
         write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, pipeline
 
 from reprise.channel import single_rank_channel
-from tests.harness import TINY, built, compose, filled, launch, run_ok
+from tests.harness import TINY, built, compose, filled, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
 from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
-from trainer.data.token_file import write_token_file
 from trainer.launch.process_group import Cluster
 from trainer.training.loop import train
 
@@ -80,24 +78,7 @@ def test_a_pipeline_over_a_checkpoint_says_what_generate_says(
     assert look.main(["verify", str(folder)]) == 1
 
 
-def test_an_export_and_an_import_carry_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = bpe(tmp_path, adds_begin=False)
-    sizes = [*TINY, "model=gpt2_tiny", "model.vocab_size=300", "model.eos_token_id=0", "train.train_iters=3"]
-    (tmp_path / "text.txt").write_text(TEXT)
-    data = ["data=text", f"data.path={tmp_path}/text.txt", f"data.tokenizer={tokenizer}"]
-    run_ok(tmp_path / "run", [*sizes, *data, f"data.cache={tmp_path}/cache"])
-    folder, slim = tmp_path / "run/checkpoints/iter_0000003", tmp_path / "slim"
-    assert (folder / NAMES[0]).read_bytes() == tokenizer.read_bytes()
-    assert convert.main(["export", "hf", str(folder), str(slim)]) == 0
-    # Nothing is said of the data: the tokenizer is the folder's, not the bytes of the default data.
-    assert convert.main(["import", "hf", str(slim), str(tmp_path / "back"), *TINY[5:]]) == 0
-    for name in NAMES:
-        written = (folder / name).read_bytes()
-        assert (slim / name).read_bytes() == written
-        assert (tmp_path / "back/iter_0000000" / name).read_bytes() == written
-
-
-def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_once_and_carried(tmp_path: Path) -> None:
     tokenizer = bpe(tmp_path, adds_begin=False)
     content = tokenizer.read_bytes()
     (tmp_path / "text.txt").write_text(TEXT)
@@ -106,23 +87,16 @@ def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> Non
     overrides += [f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run", "checkpoint.save_interval=2"]
     run = built(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
-        tokenizer.unlink()
-        run = filled(run)
-        train(run)
+        tokenizer.unlink()  # before the first step
+        train(filled(run))
     finally:
         run.saves.close()
     saved = sorted((tmp_path / "run/checkpoints").glob("iter_*"))
     assert [path.name for path in saved] == ["iter_0000002", "iter_0000003"]
     assert [(path / NAMES[0]).read_bytes() for path in saved] == [content, content]
-
-
-def test_token_files_without_a_tokenizer_save_none(tmp_path: Path) -> None:
-    write_token_file(tmp_path / "tokens.bin", [np.arange(2000) % 257], dtype=np.uint16)
-    run_ok(tmp_path / "run", [*TINY, "data=token_file", f"data.train={tmp_path}/tokens.bin", "train.train_iters=3"])
-    names = {path.name for path in (tmp_path / "run/checkpoints/iter_0000003").iterdir()}
-    assert "config.json" in names
-    assert not names & set(NAMES)
-    command = [*TINY, "data=token_file", f"data.train={tmp_path}/tokens.bin", "data.tokenizer=none.json"]
-    ended = launch(tmp_path / "other", [*command, "train.train_iters=3"])
-    assert "DataError: a file cannot be read (none.json)" in ended.text
-    assert not (tmp_path / "other/checkpoints").exists()
+    # Nothing is said of the data: the tokenizer is the folder's, not the bytes of the default data.
+    slim, back = tmp_path / "slim", tmp_path / "back"
+    assert convert.main(["export", "hf", str(saved[1]), str(slim)]) == 0
+    assert convert.main(["import", "hf", str(slim), str(back), *TINY[5:]]) == 0
+    for folder in (slim, back / "iter_0000000"):
+        assert [(folder / name).read_bytes() for name in NAMES] == [(saved[1] / name).read_bytes() for name in NAMES]
