@@ -10,15 +10,10 @@ from models.adapters import (
     adapted_modules,
     adapter_initial_values,
     adapter_problems,
-    adapter_tensors,
-    base_of,
     peft_config,
-    saved_tensors,
     scale_of,
-    stored_name,
 )
-from models.config import Family, InitialKind, LoraConfig, ModelConfig, StoredTensor
-from models.families import stored_tensors
+from models.config import Family, InitialKind, LoraConfig, ModelConfig
 
 GPT2 = ModelConfig(
     family=Family.gpt2, n_layer=2, n_head=2, n_kv_head=2, n_embd=20, intermediate_size=44, vocab_size=257,
@@ -44,33 +39,10 @@ def test_targets_are_ends_of_module_names() -> None:
     assert adapted_modules(with_lora(GPT2, target_modules=["1.mlp.c_fc"])) == ("transformer.h.1.mlp.c_fc",)
 
 
-def test_shapes_are_those_of_peft() -> None:
-    fused = adapter_tensors(GPT2)
-    assert fused[f"base_model.model.{ATTN}.lora_A.weight"] == StoredTensor.plain(4, 20)
-    assert fused[f"base_model.model.{ATTN}.lora_B.weight"] == StoredTensor((60, 4), (3, 20, 4))
-    grouped = adapter_tensors(LLAMA)
-    value = "base_model.model.model.layers.0.self_attn.v_proj"
-    assert grouped[f"{value}.lora_A.weight"] == StoredTensor.plain(4, 20)
-    assert grouped[f"{value}.lora_B.weight"] == StoredTensor.plain(10, 4)
-    down = adapter_tensors(with_lora(GPT2, target_modules=["mlp.c_proj"]))
-    assert next(iter(down.values())) == StoredTensor.plain(4, 44)
-
-
-def test_a_checkpoint_has_the_adapters_or_the_whole_model() -> None:
-    assert saved_tensors(GPT2) == adapter_tensors(GPT2)
-    assert saved_tensors(base_of(GPT2)) == stored_tensors(GPT2)
-    assert adapter_tensors(base_of(GPT2)) == {}
-
-
 def test_a_model_begins_as_its_base() -> None:
     first, second = list(adapter_initial_values(GPT2).values())[:2]
     assert (first.kind, first.bound) == (InitialKind.uniform, 20**-0.5)
     assert second.kind is InitialKind.zeros
-
-
-def test_names_of_parameters_become_those_of_peft() -> None:
-    assert stored_name(f"{ATTN}.lora_A.weight") == f"base_model.model.{ATTN}.lora_A.weight"
-    assert stored_name(f"{ATTN}.weight") == f"{ATTN}.weight"
 
 
 def test_the_configuration_of_peft_names_no_base() -> None:

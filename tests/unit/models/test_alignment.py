@@ -96,21 +96,3 @@ def test_a_layer_has_its_bits_at_every_multiple_of_64(name: str, dtype: torch.dt
             moved = [at(values, begin) for values in everything]
             moved_gradient = None if gradient is None else moved[-1]
             assert bits(operation, moved[: len(operands)], moved_gradient) == expected, (size, begin)
-
-
-@pytest.mark.parametrize("name", ["linear", "conv1d", "adapter of rank 1"])
-def test_products_with_a_vector_differ_at_other_addresses(name: str) -> None:
-    """Why the parameters of a run are aligned: the first rows of SIZES show it with MKL."""
-    generator = torch.Generator().manual_seed(0)
-    differ = set()
-    for size in SIZES:
-        operation, shapes = cases(*size)[name]
-        operands = [torch.randn(shape, generator=generator) for shape in shapes]
-        gradient = torch.randn(operation(*operands).shape, generator=generator)
-        expected = bits(operation, operands, gradient)
-        moved = ([operands[0], *(at(values, 4 * step) for values in operands[1:])] for step in range(1, 16))
-        if any(bits(operation, each, gradient) != expected for each in moved):
-            differ.add(size)
-    if not differ:
-        pytest.skip("the kernels of this machine have the same bits at every address")
-    assert min(rows for rows, _, _ in differ) == 1
