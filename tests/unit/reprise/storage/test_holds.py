@@ -112,7 +112,11 @@ ELSEWHERE = [replace(THIS, boot="another"), replace(THIS, boot=""), replace(THIS
 TORN = ["", '{"host": "a", "pid"', "[1]", '{"pid": 3}', "\xff"]
 
 
-@pytest.mark.parametrize("content", [*(json.dumps(asdict(holder)) for holder in ELSEWHERE), *TORN])
+@pytest.mark.parametrize(
+    "content",
+    [*(json.dumps(asdict(holder)) for holder in ELSEWHERE), *TORN],
+    ids=["another boot", "no boot", "another namespace", *map(repr, TORN)],
+)
 def test_elsewhere_or_torn_a_hold_lasts_as_long_as_its_heartbeat(tmp_path: Path, content: str) -> None:
     (tmp_path / "hold.7").write_text(content, encoding="latin-1")
     os.utime(tmp_path / "hold.7", (5000.0, 5000.0))
