@@ -196,6 +196,34 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
     assert_carried(opened(layout.kind, path, layout.overrides), state)
 
 
+def drop_moments(path: Path) -> None:
+    """Remove what has the optimizer's state, and leave what tells that there was one."""
+    for file in [*path.rglob("distrib_optim.pt"), *path.rglob("optim.pt")]:
+        file.unlink()
+        if not any(file.parent.iterdir()):
+            file.parent.rmdir()
+    for file in [*path.rglob("model*rng.pt"), *path.rglob("mp_rank_*_model_states.pt")]:
+        states.replace_file(file, lambda table: table.update(optimizer=None))
+
+
+LOST = {name: LAYOUTS[name] for name in ("zero 0", "ranks", "ranks of 2023")}
+LOST["fully"] = dist("llama", Way(), Form("weights"))
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_an_import_without_its_moments_is_asked_for(tmp_path: Path, name: str) -> None:
+    layout = LOST[name]
+    state = state_of(layout.family)
+    path = layout.write(tmp_path / "theirs", state)
+    drop_moments(path)
+    with refused(TrainerError, "--weights-only"):
+        opened(layout.kind, path, layout.overrides)
+    found = opened(layout.kind, path, layout.overrides, weights_only=True)
+    weights = states.weights_of(state)
+    dtype = BF16 if name == "ranks of 2023" else torch.float32
+    assert all(torch.equal(found.read(name).float(), weights[name].to(dtype).float()) for name in weights)
+
+
 # ---- code in pickles
 
 PICKLED = cases("nanogpt, dcp, zero 2, ranks, fully", "zero 0, stages, ranks of 2023, buckets")

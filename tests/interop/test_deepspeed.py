@@ -12,20 +12,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from models.families import hf_config
-from reprise.errors import MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from scripts.faults.ranks import free_port
 from tests import ROOT
 from tests.harness import TINY, compose, curve, run_ok
 from tests.interop.dcp_producers import batches
 from tests.interop.deepspeed_build import built_extensions
-from tests.interop.deepspeed_layout import Way, groups_of, of_source, write
-from tests.interop.states import assert_carried, opened, overrides_of, state_of
+from tests.interop.deepspeed_layout import Way, deepspeed_classes, groups_of, of_source, write
+from tests.interop.states import assert_carried, opened, overrides_of, replace_file, state_of
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.run.build import describe_alone
@@ -45,6 +46,21 @@ def test_moments_that_only_shapes_could_name_need_a_list(tmp_path: Path) -> None
     alone = opened("deepspeed", tmp_path, OURS, weights_only=True)
     assert not alone.has_optimizer
     assert_carried(alone, SOURCE)
+
+
+def test_buffers_longer_than_their_parameters_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, STATE, Way(3, 2))
+
+    def lengthen(table: dict[str, Any]) -> None:
+        saved = table["optimizer_state_dict"]
+        saved["fp32_flat_groups"] = [torch.cat([torch.zeros(2), buffer]) for buffer in saved["fp32_flat_groups"]]
+        for entry in saved["optimizer_state_dict"]["state"].values():
+            entry |= {key: torch.cat([torch.zeros(2), entry[key]]) for key in ("exp_avg", "exp_avg_sq")}
+
+    with deepspeed_classes():
+        replace_file(next(tmp_path.rglob("zero_pp_rank_0*optim_states.pt")), lengthen)
+    with pytest.raises(CheckpointError, match="numbers"):
+        opened("deepspeed", tmp_path, OURS)
 
 
 # ---- DeepSpeed itself
