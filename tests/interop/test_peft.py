@@ -103,6 +103,17 @@ def test_merged_weights_have_the_bits_of_peft(trained: Trained, tmp_path: Path) 
     assert all(torch.equal(value, theirs[name]) for name, value in merged.items())
 
 
+@pytest.mark.slow
+def test_adapters_saved_alone_merge_with_the_bits_of_peft(trained: Trained, tmp_path: Path) -> None:
+    run_ok(tmp_path / "run", [*trained.overrides, "checkpoint.save_weights_interval=4"])
+    (light,) = (tmp_path / "run/checkpoints/weights").glob("iter_*")
+    assert all(value.dtype is torch.bfloat16 for value in load_file(light / "adapter_model.safetensors").values())
+    assert convert.main(["export", "hf", "--merge", str(trained.base), str(light), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(trained.base), light)
+    assert all(torch.equal(merged[name], value) for name, value in theirs.merge_and_unload().state_dict().items())
+
+
 @pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
 def test_other_bases_and_bare_adapters_begin_no_run(
     trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
