@@ -30,6 +30,8 @@ WRITTEN = "REPRISE_WRITE_MESSAGES"
 
 _TITLE = "# What each refusal says\n\nWritten by `make messages` from the tests, and read by a person.\n"
 _VARIABLE = [
+    (re.compile(r"(?:file://)?(?:/[^\s/'\",:;]+)+/(?:pytest-\d+|popen-gw\d+)/[^\s/'\",:;()]+"), "TMP"),
+    (re.compile(re.escape(str(PAGE.parents[2])) + r"(?=[/\s'\",:;.)]|$)"), "CHECKOUT"),
     (re.compile(r"(?:file://)?(?:/[^\s/'\",:;]+)+/(?:test_\w{1,30}?\d+)(?=[/\s'\",:;.)]|$)"), "TMP"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\b"), "DATE"),
     (re.compile(r"\bpid \d+"), "pid PID"),
@@ -102,7 +104,7 @@ def main() -> int:
     messages: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for line in Path(sys.argv[1]).read_text().splitlines():
         test, number, text = json.loads(line)
-        messages[test][number] = text
+        messages[test][number] = steady(text)
     PAGE.write_text(page_of({test: [texts[n] for n in sorted(texts)] for test, texts in messages.items()}))
     return 0
 
