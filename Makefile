@@ -55,7 +55,7 @@ test-all: setup
 # What takes hours: a hundred times the examples, every line and call, and the programs and servers of others.
 test-nightly: setup
 	@echo "SEED=$(SEED)"
-	REPRISE_TESTS=nightly REPRISE_SEED=$(SEED) $(BIN)/python -m pytest -m nightly --hypothesis-seed=$(SEED) $(SIDE_BY_SIDE)
+	REPRISE_TESTS=nightly REPRISE_SEED=$(SEED) $(BIN)/python -m pytest -m "nightly or hypothesis" --hypothesis-seed=$(SEED) $(SIDE_BY_SIDE)
 	$(MAKE) test-interop test-engines test-trackers test-stores test-report
 
 # The page of what each refusal says, by the tests themselves.

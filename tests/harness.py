@@ -34,6 +34,7 @@ import trainer.__main__
 import trainer.config.compose
 import trainer.training.loop
 from reprise.files import FILE_SYSTEM
+from reprise.folder import iteration_name
 from scripts.faults.ranks import become_rank, free_port
 from tests.composed import answer_with, composed
 from trainer.config.schema import Config
@@ -227,6 +228,11 @@ def run_ok(folder: Path, overrides: Sequence[str], *, ranks: int = 1, cores: Col
     ended = launch(folder, overrides, ranks=ranks, cores=cores)
     assert ended.ok, ended.text
     return ended
+
+
+def checkpoint(run: Path, iteration: int) -> Path:
+    """Return the folder of an iteration of a run."""
+    return run / "checkpoints" / iteration_name(iteration)
 
 
 def tensor_files(iteration: Path) -> dict[str, bytes]:

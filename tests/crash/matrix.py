@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -26,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,12 @@ from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN
 from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
+from tests.profiles import SEED
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
 _WRITES = ("write", "pwrite", "pwritev")
 TIMEOUT_S = 300.0
-# The date, by which the kills of the gate are drawn; another one repeats those of its day.
-SEED = os.environ.get("REPRISE_SEED") or f"{date.today():%Y%m%d}"
 
 Tensors = dict[str, bytes]
 Case = tuple[int, int, str]  # the rank that dies, at which call, and when
@@ -317,14 +314,6 @@ def drawn(trial: Trial, part: int = 0, parts: int = 1) -> list[Case]:
         kinds.setdefault((trial.calls[case[0]][case[1]], case[2]), []).append(case)
     draw = random.Random(SEED)
     return [draw.choice(kinds[kind]) for kind in sorted(kinds)[part % parts :: parts]]
-
-
-def day() -> int:
-    """Return the number of the day of SEED."""
-    try:
-        return datetime.strptime(SEED, "%Y%m%d").toordinal()
-    except ValueError:
-        return int(SEED)
 
 
 def _main() -> int:

@@ -6,22 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from reprise.folder import iteration_name
-from tests.harness import curve, tensor_files
-
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
-
-
-def slow(*values: Any, id: str | None = None) -> Any:
-    """Return a case that the gate leaves out."""
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
-
-
-def nightly(*values: Any, id: str | None = None) -> Any:
-    """Return a case of the nightly run alone."""
-    return pytest.param(*values, marks=NIGHTLY, id=id)
+from tests.harness import checkpoint, curve, tensor_files
 
 
 def saved(run: Path, folder: str = "checkpoints") -> list[int]:
@@ -30,11 +16,6 @@ def saved(run: Path, folder: str = "checkpoints") -> list[int]:
     iterations = [int(name[-7:]) if name[-7:].isdigit() else -1 for name in names]
     assert names == [iteration_name(iteration) for iteration in iterations], names
     return iterations
-
-
-def checkpoint(run: Path, iteration: int) -> Path:
-    """Return the folder of an iteration of a run."""
-    return run / "checkpoints" / iteration_name(iteration)
 
 
 def rows(run: Path, *events: str | None, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -19,9 +19,8 @@ from reprise.layout import TensorKind, whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Checkpoint, LoadSource, check_tensors, find_accessory, open_checkpoint, read_places
 from reprise.savers import Restorer
-from tests.crash.outcomes import slow
 from tests.harness import TINY, compose, launch, run_ok
-from tests.profiles import scaled
+from tests.profiles import scaled, slow
 from trainer.config.optimizer import OptimizerName
 from trainer.run.state import checkpoint_specs
 

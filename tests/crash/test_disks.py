@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.crash import troubles
-from tests.crash.outcomes import checkpoint, nightly, saved, slow
-from tests.harness import TINY, all_files, curve, launch, run_ok, tensor_files
+from tests.crash.outcomes import saved
+from tests.harness import TINY, all_files, checkpoint, curve, launch, run_ok, tensor_files
+from tests.profiles import nightly, slow
 
 # Saves at 2, 4, 6 and 8, and 10 at the end; the trouble begins before 5 and ends before 9.
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=10", "checkpoint.save_interval=2")

@@ -20,8 +20,9 @@ from reprise.folder import CheckpointFolder, iteration_name
 from reprise.json_file import Json
 from reprise.storage.holds import EXPIRY_S, is_held
 from tests.crash.killing import AFTER, BEFORE, TORN, Killer
-from tests.crash.outcomes import checkpoint, saved, slow
-from tests.harness import DEADLINE_S, TINY, Ended, call_on_ranks, run_ok, started
+from tests.crash.outcomes import saved
+from tests.harness import DEADLINE_S, TINY, Ended, call_on_ranks, checkpoint, run_ok, started
+from tests.profiles import slow
 from tests.stores.saving import content
 
 BASE = (

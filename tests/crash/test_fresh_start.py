@@ -13,8 +13,9 @@ import pytest
 
 from reprise.folder import iteration_name
 from tests.crash.killing import AFTER, BEFORE, trained_until_killed
-from tests.crash.outcomes import checkpoint, rows, slow
-from tests.harness import TINY, curve, launch, run_ok, tensor_files
+from tests.crash.outcomes import rows
+from tests.harness import TINY, checkpoint, curve, launch, run_ok, tensor_files
+from tests.profiles import slow
 
 BASE = (
     "model=gpt2_tiny",

@@ -11,8 +11,9 @@ import pytest
 
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import standing
-from tests.crash.outcomes import assert_ends_as, nightly, saved
+from tests.crash.outcomes import assert_ends_as, saved
 from tests.harness import DEADLINE_S, TINY, Ended, all_files, call_on_ranks, run_ok
+from tests.profiles import nightly
 from trainer.data.fingerprint import fingerprint, scan
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import open_token_file, write_token_file

@@ -10,8 +10,9 @@ import pytest
 
 from reprise.folder import HOLD, TRACKER
 from tests.crash import troubles
-from tests.crash.outcomes import checkpoint, saved, slow
-from tests.harness import TINY, Ended, curve
+from tests.crash.outcomes import saved
+from tests.harness import TINY, Ended, checkpoint, curve
+from tests.profiles import slow
 from trainer.launch.control import SAVE_NOW
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "schedule.lr_decay_iters=12", "checkpoint.save_interval=1")

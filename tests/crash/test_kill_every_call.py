@@ -15,7 +15,8 @@ import pytest
 
 from reprise.folder import TRACKER, iteration_name
 from tests.crash.hosts import require_mounts
-from tests.crash.matrix import SEED, Case, Trial, day, drawn, scenarios, trial_of
+from tests.crash.matrix import Case, Trial, drawn, scenarios, trial_of
+from tests.profiles import SEED, day
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
 DAYS = 7

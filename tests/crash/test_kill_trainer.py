@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.crash.killing import AFTER, BEFORE, trained_until_killed
-from tests.crash.outcomes import assert_ends_as, nightly
+from tests.crash.outcomes import assert_ends_as
 from tests.harness import TINY, run_ok, tensor_files
+from tests.profiles import nightly
 
 BASE = (
     "model=gpt2_tiny",

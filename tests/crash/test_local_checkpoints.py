@@ -17,8 +17,9 @@ from reprise.loading.blocks import blocks_of
 from reprise.reading import open_checkpoint, read_places
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly, saved
-from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
+from tests.crash.outcomes import assert_ends_as, saved
+from tests.harness import TINY, Ended, all_files, call_on_ranks, checkpoint, curve, run_ok, started, tensor_files
+from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly
+from tests.crash.outcomes import assert_ends_as
 from tests.crash.test_local_checkpoints import BASE, EVERY_2, LOCAL, TP2_PP2, ZERO3, Fleet, copies_on, exit_after
-from tests.harness import run_ok, tensor_files
+from tests.harness import checkpoint, run_ok, tensor_files
+from tests.profiles import nightly
 from tests.stores.saving import committed, content
 
 pytestmark = pytest.mark.slow

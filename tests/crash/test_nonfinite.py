@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.crash import troubles
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly, saved, slow
-from tests.harness import TINY, Ended, curve, last_iteration, launch, run_ok, tensor_files
+from tests.crash.outcomes import assert_ends_as, saved
+from tests.harness import TINY, Ended, checkpoint, curve, last_iteration, launch, run_ok, tensor_files
+from tests.profiles import nightly, slow
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=6", "model.dropout=0.1")
 SKIP = "train.on_nonfinite=skip"

@@ -21,9 +21,10 @@ from reprise.storage import lock
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing
-from tests.crash.outcomes import checkpoint, saved, slow
+from tests.crash.outcomes import saved
 from tests.crash.small_run import Plan
-from tests.harness import TINY, Ended, Running, all_files, call_on_ranks, started
+from tests.harness import TINY, Ended, Running, all_files, call_on_ranks, checkpoint, started
+from tests.profiles import slow
 
 DEADLINE_S = 240.0
 FIRST = 2  # iterations that are saved before; in the save of the next one a process is stopped

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.crash.outcomes import checkpoint
 from tests.crash.test_local_checkpoints import BASE, EVERY_2, LOCAL, ZERO3, Fleet, copies_on, exit_after
-from tests.harness import all_files, curve, launch, run_ok, tensor_files
+from tests.harness import all_files, checkpoint, curve, launch, run_ok, tensor_files
 from trainer.commands import checkpoint as checkpoint_command
 from trainer.commands import convert, generate
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.crash.moments import DEADLINE_S, await_true, standing
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly, rows, saved
-from tests.harness import TINY, Ended, all_files, last_iteration, launch, run_ok
+from tests.crash.outcomes import assert_ends_as, rows, saved
+from tests.harness import TINY, Ended, all_files, checkpoint, last_iteration, launch, run_ok
+from tests.profiles import nightly
 
 BASE = (
     "model=gpt2_tiny",

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.crash import troubles
-from tests.crash.outcomes import nightly, saved
+from tests.crash.outcomes import saved
 from tests.harness import TINY, run_ok
+from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,10 @@ import pytest
 
 from scripts.faults.ranks import free_port
 from tests.crash.moments import KILLED, Gate
-from tests.crash.outcomes import assert_ends_as, nightly
+from tests.crash.outcomes import assert_ends_as
 from tests.crash.torchrun import TWO_RANKS, torchrun
 from tests.harness import TINY, curve, run_ok
+from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 
 from scripts.faults.soak_kill import Launch, Soak, SoakJob, Torchrun, main, soak
 from tests.crash.hosts import Mount, on_hosts, run_trainer
-from tests.crash.outcomes import nightly
 from tests.harness import Running, started
+from tests.profiles import nightly
 
 
 class Forked:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.crash import troubles
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly, rows, slow
-from tests.harness import TINY, Ended, state_of
+from tests.crash.outcomes import assert_ends_as, rows
+from tests.harness import TINY, Ended, checkpoint, state_of
+from tests.profiles import nightly, slow
 from trainer.data.token_file import write_token_file
 
 BASE = (

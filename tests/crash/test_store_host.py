@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.crash.moments import Gate, await_true, standing
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly, slow
+from tests.crash.outcomes import assert_ends_as
 from tests.crash.torchrun import TWO_RANKS, torchrun
-from tests.harness import TINY, all_files, run_ok
+from tests.harness import TINY, all_files, checkpoint, run_ok
+from tests.profiles import nightly, slow
 from tests.resume.test_torchrun import workers
 
 BASE = (

@@ -16,9 +16,9 @@ import pytest
 
 from reprise.folder import iteration_of
 from tests.crash.hosts import run_trainer
-from tests.crash.outcomes import slow
 from tests.crash.tracing import Tracer
 from tests.harness import TINY, call_on_ranks
+from tests.profiles import slow
 from trainer.metrics.run_log import RunLog
 
 KEEP = 2

@@ -15,8 +15,9 @@ from reprise.folder import iteration_name
 from reprise.reading import open_checkpoint
 from tests.crash.hosts import FIRST_HOST, Link, Mount
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
-from tests.crash.outcomes import assert_ends_as, checkpoint, nightly
-from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started
+from tests.crash.outcomes import assert_ends_as
+from tests.harness import TINY, all_files, call_on_ranks, checkpoint, curve, run_ok, started
+from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import pytest
 from reprise.files import Files
 from reprise.storage import patience
 from tests.crash.hosts import Mount, on_hosts, run_trainer
-from tests.crash.outcomes import nightly
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
+from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
 

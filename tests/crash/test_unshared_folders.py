@@ -17,8 +17,9 @@ from reprise.format.manifest import digest_of
 from reprise.reading import open_checkpoint, read_places, verify_share
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
-from tests.crash.outcomes import NIGHTLY, assert_ends_as, checkpoint
-from tests.harness import TINY, Ended, all_files, call_on_ranks, run_ok, started
+from tests.crash.outcomes import assert_ends_as
+from tests.harness import TINY, Ended, all_files, call_on_ranks, checkpoint, run_ok, started
+from tests.profiles import NIGHTLY
 
 pytestmark = NIGHTLY
 

@@ -5,7 +5,6 @@ Sizes are odd on purpose: products with a vector and tensors at every offset of 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,9 +13,9 @@ import pytest
 
 from tests.distributed.test_invariant_ranks import PP, SP, TP, VPP, outcome, zero
 from tests.harness import launch
+from tests.profiles import SEED
 
 SEEDS = 60
-SEED = int(os.environ.get("REPRISE_SEED", "0"))
 # Families with the widths of a head; those of rotary embeddings are even.
 FAMILIES = {"gpt2": (3, 5, 6, 7), "llama3": (2, 6, 10), "qwen3": (2, 6, 10)}
 BASE = (

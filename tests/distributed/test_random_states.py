@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from tests.distributed import random_modules, random_states
 from tests.distributed.random_states import differences
-
-SEED = int(os.environ.get("REPRISE_SEED", "1"))
+from tests.profiles import SEED
 
 
 def test_a_state_comes_back_or_its_key_is_named(tmp_path: Path) -> None:

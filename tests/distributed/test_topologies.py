@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import trainer.__main__
 from scripts.faults.ranks import free_port
-from tests.harness import TINY, call_on_ranks, curve, launch, run_ok, tensor_files
+from tests.harness import TINY, call_on_ranks, checkpoint, curve, launch, run_ok, tensor_files
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
 _PP, _VPP = "parallel.pipeline_model_parallel_size=2", "parallel.num_virtual_stages_per_pipeline_rank=2"
@@ -92,10 +92,6 @@ def overrides_of(family: str) -> list[str]:
     return [*TINY, "model.n_layer=5", *schedule, "checkpoint.reshard=true", *FAMILIES[family][0]]
 
 
-def iteration(run: Path, number: int) -> Path:
-    return run / f"checkpoints/iter_{number:07d}"
-
-
 class Visits:
     """The topologies visited of each family, each from the checkpoint of the one before."""
 
@@ -114,18 +110,18 @@ class Visits:
         """Return the run of a topology from START to its end, and that which resumed it at SAVED."""
         origin, (ranks, axes) = self.origin(family, end), TOPOLOGIES[name]
         run, again = (self._root / family / f"{name}{suffix}".replace(" ", "_") for suffix in ("", " again"))
-        source = self._source.get(family, iteration(origin, START))
+        source = self._source.get(family, checkpoint(origin, START))
         words = [*overrides_of(family), *axes]
         go_on = [*words, f"train.train_iters={end}", f"checkpoint.save_interval={SAVED}"]
         commands = [
             [f"run.dir={run}", *words, f"train.train_iters={START}", f"checkpoint.load={source}"],
             [f"run.dir={run}", *go_on, "train.eval_interval=2", "train.eval_iters=1"],
-            [f"run.dir={again}", *go_on, RECOMPUTE, f"checkpoint.load={iteration(run, SAVED)}"],
+            [f"run.dir={again}", *go_on, RECOMPUTE, f"checkpoint.load={checkpoint(run, SAVED)}"],
         ]
         turns = [(free_port(), command) for command in commands]
         ended = call_on_ranks(_run_in_turn, [json.dumps(turns)], folder=run, ranks=ranks, timeout_s=240.0)
         assert ended.ok, f"{name}\n{ended.text[-4000:]}"
-        self._source[family] = iteration(run, START)
+        self._source[family] = checkpoint(run, START)
         return run, again
 
 
@@ -148,10 +144,10 @@ def test_a_topology_has_the_bytes_and_the_curve_of_one_rank(visits: Visits, fami
     origin = visits.origin(family, end)
     run, again = visits.visit(family, name, end)
     # The same state, the same bytes.
-    assert tensor_files(iteration(run, START)) == tensor_files(iteration(origin, START))
+    assert tensor_files(checkpoint(run, START)) == tensor_files(checkpoint(origin, START))
     # A resume at the same topology is bitwise.
     assert curve(again) == [row for row in curve(run) if row[0] > SAVED]
-    assert tensor_files(iteration(again, end)) == tensor_files(iteration(run, end))
+    assert tensor_files(checkpoint(again, end)) == tensor_files(checkpoint(run, end))
     # And the curve goes on.
     rows, expected = ([row for row in curve(folder) if row[0] > START] for folder in (run, origin))
     assert [(row[0], row[3], row[4]) for row in rows] == [(row[0], row[3], row[4]) for row in expected]
@@ -169,14 +165,14 @@ def test_a_topology_has_the_bytes_and_the_curve_of_one_rank(visits: Visits, fami
 )
 def test_files_and_padding_are_left_behind(visits: Visits, tmp_path: Path, source: str, target: str) -> None:
     origin = visits.origin(source, 6)
-    load = ["model.dropout=0.0", f"train.train_iters={START}", f"checkpoint.load={iteration(origin, START)}"]
+    load = ["model.dropout=0.0", f"train.train_iters={START}", f"checkpoint.load={checkpoint(origin, START)}"]
     run_ok(tmp_path / "run", [*overrides_of(target), *load, "checkpoint.override_dropout=true", _zero(2)], ranks=2)
     tensors, expected = {}, {}
     for values, folder in ((tensors, tmp_path / "run"), (expected, origin)):
-        for path in iteration(folder, START).rglob("*.safetensors"):
+        for path in checkpoint(folder, START).rglob("*.safetensors"):
             values |= {name: value.numpy().tobytes() for name, value in load_file(path).items()}
     assert tensors == expected
-    assert len(tensor_files(iteration(tmp_path / "run", START))) == 2
+    assert len(tensor_files(checkpoint(tmp_path / "run", START))) == 2
     assert len(tensors["transformer.wte.weight"]) == 257 * 20 * 4  # without padding
 
 

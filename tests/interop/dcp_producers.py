@@ -31,6 +31,7 @@ from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.loader import BatchLoader
 from trainer.data.token_file import open_token_file
+from trainer.interop.source import StateSource
 
 SAVED, TOTAL = 3, 6  # iterations when the producer saves, and to which both sides go on
 
@@ -84,6 +85,21 @@ def make_adamw(model: nn.Module, config: Config, *, groups: int = 2, lr: float |
         eps=section.adam_eps,
         weight_decay=section.weight_decay,
     )
+
+
+def trained(config: Config, data: list[torch.Tensor]) -> tuple[StateSource, list[float]]:
+    """Return the state that torch itself has trained from the first batches, and its losses on the others."""
+    model = make(config.model)
+    optimizer = make_adamw(model, config)
+    for batch in data[:SAVED]:
+        step(model, optimizer, batch)
+    tensors = {
+        f"{key}.{name}" if key else name: value.clone()
+        for name, parameter in model.named_parameters()
+        for key, value in {"": parameter.detach(), **optimizer.state[parameter]}.items()
+    }
+    state = StateSource(config.model, SAVED, has_optimizer=True, read=tensors.__getitem__)
+    return state, [step(model, optimizer, batch) for batch in data[SAVED:]]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:

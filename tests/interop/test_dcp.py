@@ -45,6 +45,7 @@ from tests.interop.dcp_producers import (
     overrides_of,
     state_of,
     step,
+    trained,
 )
 from tests.interop.states import assert_carried, opened, save_dcp, weights_of
 from tests.messages import refused
@@ -52,7 +53,6 @@ from trainer.commands import convert
 from trainer.interop.dcp.metadata import read_metadata
 from trainer.interop.dcp.names import halves_from_pairs
 from trainer.interop.output import write_checkpoint
-from trainer.interop.source import StateSource
 from trainer.interop.torch_file import PlainObject, open_torch_file
 from trainer.launch.process_group import Cluster
 from trainer.record.resume_rules import RULES, compared, differences
@@ -91,20 +91,11 @@ def assert_same(found: list[float], expected: list[float]) -> None:
 def test_an_import_goes_on_with_the_losses_of_its_producer(tmp_path: Path) -> None:
     overrides = overrides_of("llama")
     config = compose(overrides)
-    data, model = batches(config), make(config.model)
-    optimizer = make_adamw(model, config)
-    for batch in data[:SAVED]:
-        step(model, optimizer, batch)
-    trained = {
-        f"{key}.{name}" if key else name: value.clone()
-        for name, p in model.named_parameters()
-        for key, value in {"": p.detach(), **optimizer.state[p]}.items()
-    }
-    state = StateSource(config.model, SAVED, has_optimizer=True, read=trained.__getitem__)
+    state, expected = trained(config, batches(config))
     save_dcp(tmp_path / "saved", states.as_torchtitan(state))
     bring_in(tmp_path / "saved", tmp_path, overrides)
     run_ok(tmp_path, overrides)
-    assert_same(losses_of(tmp_path), [step(model, optimizer, batch) for batch in data[SAVED:]])
+    assert_same(losses_of(tmp_path), expected)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from reprise.errors import TrainerError
 from tests.harness import compose, curve, run_ok
-from tests.interop.dcp_producers import SAVED, TOTAL, TRAINING, batches, make, make_adamw, step
+from tests.interop.dcp_producers import SAVED, TOTAL, TRAINING, batches, trained
 from tests.interop.states import ALONE, assert_carried, opened, random_state, replace_file, write_nanogpt
 from tests.messages import refused
 from trainer.commands import convert
@@ -53,17 +53,8 @@ def test_a_run_continues_with_the_losses_of_nanogpt(tmp_path: Path) -> None:
     """Transformers' GPT-2 with an exact GELU is nanoGPT's model, which that program itself fills from it."""
     overrides = [*TRAINING, *MODEL[:2], "model.intermediate_size=80"]
     config = compose(overrides)
-    data, model = batches(config), make(config.model)
-    optimizer = make_adamw(model, config)
-    for batch in data[:SAVED]:
-        step(model, optimizer, batch)
-    trained = {
-        f"{key}.{name}" if key else name: value.clone()
-        for name, p in model.named_parameters()
-        for key, value in {"": p.detach(), **optimizer.state[p]}.items()
-    }
-    write_nanogpt(tmp_path / "in", StateSource(config.model, SAVED, has_optimizer=True, read=trained.__getitem__))
-    expected = [step(model, optimizer, batch) for batch in data[SAVED:]]
+    state, expected = trained(config, batches(config))
+    write_nanogpt(tmp_path / "in", state)
     command = ["import", "nanogpt", str(tmp_path / "in"), str(tmp_path / "run/checkpoints"), "--trust-pickle"]
     # The model is that of the file.
     assert convert.main([*command, *(o for o in overrides if not o.startswith("model"))]) == 0

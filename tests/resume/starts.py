@@ -33,8 +33,3 @@ def start(folder: Path, *overrides: str, threads: int = 1) -> Run:
         return filled(run)
     finally:
         run.saves.close()
-
-
-def iteration(run: Path, number: int) -> Path:
-    """Return the folder of a checkpoint of a run."""
-    return run / "checkpoints" / f"iter_{number:07d}"

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.harness import TINY, curve, run_ok, tensor_files
+from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
 from tests.resume.differential import rows_of
-from tests.resume.starts import iteration
 from trainer.commands import convert, generate
 from trainer.interop.open_model import open_model
 
@@ -20,7 +19,7 @@ EMA = (*BASE, f"train.ema_decay={DECAY}", "train.eval_interval=3", "train.eval_i
 
 
 def state(run: Path, number: int) -> dict[str, torch.Tensor]:
-    files = sorted(iteration(run, number).rglob("*.safetensors"))
+    files = sorted(checkpoint(run, number).rglob("*.safetensors"))
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 
@@ -78,7 +77,7 @@ def test_both_are_evaluated_exported_and_sampled(
 def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path) -> None:
     run_ok(tmp_path / "run", [*EMA, "train.ema_offload=true"])
     assert rows_of(tmp_path / "run") == rows_of(averaged)
-    assert tensor_files(iteration(tmp_path / "run", 6)) == tensor_files(iteration(averaged, 6))
+    assert tensor_files(checkpoint(tmp_path / "run", 6)) == tensor_files(checkpoint(averaged, 6))
 
 
 @pytest.mark.slow
@@ -86,10 +85,10 @@ def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path) -
 def test_invariant_ranks_keep_their_bits_and_moves_too(tmp_path: Path, topology: str) -> None:
     run = [*EMA, "parallel.invariant_ranks=2"]
     run_ok(tmp_path / "one", run)
-    load = f"checkpoint.load={iteration(tmp_path / 'one', 4)}"
+    load = f"checkpoint.load={checkpoint(tmp_path / 'one', 4)}"
     for name, more in (("many", []), ("moved", ["checkpoint.reshard=true", load])):
         run_ok(tmp_path / name, [*run, topology, *more], ranks=2)
-        assert tensor_files(iteration(tmp_path / name, 6)) == tensor_files(iteration(tmp_path / "one", 6))
+        assert tensor_files(checkpoint(tmp_path / name, 6)) == tensor_files(checkpoint(tmp_path / "one", 6))
 
 
 @pytest.mark.slow
@@ -100,5 +99,5 @@ def test_averages_begin_with_the_weights_and_may_end(averaged: Path, tmp_path: P
     for name in (name for name in after if name.startswith("ema.")):
         old, new = before[name.removeprefix("ema.")], after[name.removeprefix("ema.")]
         assert torch.equal(after[name], old + (new - old) * (1 - DECAY))
-    run_ok(tmp_path / "off", [*BASE, f"checkpoint.load={iteration(averaged, 4)}"])
+    run_ok(tmp_path / "off", [*BASE, f"checkpoint.load={checkpoint(averaged, 4)}"])
     assert curve(tmp_path / "off") == curve(averaged)[4:]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import TrainerError
-from tests.harness import TINY, curve, launch, run_ok
+from tests.harness import TINY, checkpoint, curve, launch, run_ok
 from tests.messages import refused
-from tests.resume.starts import iteration, start
+from tests.resume.starts import start
 
 # Iterations of 4, 4, 4 | 8, 8 | 12, 12, 12 samples: no border is a multiple of a size before it but the first.
 RAMP = ["train.batch_schedule=0:4 12:8 27:12", "train.global_batch_size=12"]
@@ -115,7 +115,7 @@ def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path, caplog: py
     counts = ["train.train_samples=60", "schedule.lr_warmup_samples=10", "schedule.lr_decay_samples=60"]
     run_ok(tmp_path / "whole", [*WITHOUT_WARM_UP, *counts])
     longer = [*WITHOUT_WARM_UP, "train.seq_length=32", "checkpoint.override_batch_size=true"]
-    longer.append(f"checkpoint.load={iteration(tmp_path / 'whole', 5)}")
+    longer.append(f"checkpoint.load={checkpoint(tmp_path / 'whole', 5)}")
     with pytest.raises(TrainerError, match=r"lr_decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30"):
         start(tmp_path / "1", *longer, *counts)
     halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]

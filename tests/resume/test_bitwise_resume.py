@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ALL_CORES, TINY, launch, run_ok, tensor_files
+from tests.harness import ALL_CORES, TINY, checkpoint, launch, run_ok, tensor_files
 from tests.resume.differential import rows_of
-from tests.resume.starts import iteration
 
 # Killed between two saves, so that two iterations are trained twice; evaluations lie before and after them.
 SAVED, KILLED, END = 4, 6, 8
@@ -60,7 +59,7 @@ def test_killed_and_resumed_equals_unbroken(reference: Path, tmp_path: Path, nam
     ranks, overrides = CASES[name]
     run = [*BASE, *overrides]
     if "adapters" in name:
-        run += [f"checkpoint.load={iteration(reference, 4)}", "checkpoint.finetune=true"]
+        run += [f"checkpoint.load={checkpoint(reference, 4)}", "checkpoint.finetune=true"]
     cores = ALL_CORES if name == "several threads" else None
     whole, again = tmp_path / "whole", tmp_path / "again"
     run_ok(whole, run, ranks=ranks, cores=cores)
@@ -75,4 +74,4 @@ def test_killed_and_resumed_equals_unbroken(reference: Path, tmp_path: Path, nam
     rows = rows_of(whole)
     assert [row["iteration"] for row in rows if "loss" in row] == list(range(1, END + 1))
     assert rows_of(again) == rows
-    assert tensor_files(iteration(again, END)) == tensor_files(iteration(whole, END))
+    assert tensor_files(checkpoint(again, END)) == tensor_files(checkpoint(whole, END))

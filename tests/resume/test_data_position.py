@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import TrainerError
-from tests.harness import TINY, call_on_ranks, curve, run_ok, state_of, tensor_files
+from tests.harness import TINY, call_on_ranks, checkpoint, curve, run_ok, state_of, tensor_files
 from tests.messages import refused
 from tests.resume.random_tokens import SEED, SIZES, state, train_and_note_windows, windows_read
-from tests.resume.starts import iteration, start
+from tests.resume.starts import start
 from tests.sample_order import sample_ids
 
 BASE = (
@@ -56,8 +56,8 @@ def test_a_new_source_begins_at_its_start_once(data: Path) -> None:
     run_ok(whole, run_of(data, "a", 3))
     run_ok(whole, run_of(data, "b", 7, OTHER, START))
     assert curve(run) == curve(whole)
-    assert tensor_files(iteration(run, 7)) == tensor_files(iteration(whole, 7))
-    assert state_of(iteration(run, 7)) == state_of(iteration(whole, 7))
+    assert tensor_files(checkpoint(run, 7)) == tensor_files(checkpoint(whole, 7))
+    assert state_of(checkpoint(run, 7)) == state_of(checkpoint(whole, 7))
 
 
 def test_a_new_source_goes_on_at_the_position_and_says_so(data: Path, caplog: pytest.LogCaptureFixture) -> None:

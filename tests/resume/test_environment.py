@@ -13,8 +13,8 @@ import torch
 
 from reprise.folder import STATE
 from scripts.faults.ranks import free_port, rank_variables
-from tests.harness import DEADLINE_S, TINY, curve, run_ok
-from tests.resume.starts import REFERENCE, iteration
+from tests.harness import DEADLINE_S, TINY, checkpoint, curve, run_ok
+from tests.resume.starts import REFERENCE
 
 # The kernels that torch has for any processor: a process takes them for good as it starts.
 ELSEWHERE = {"ATEN_CPU_CAPABILITY": "default"}
@@ -45,7 +45,7 @@ def launch(folder: Path, *overrides: str, variables: list[dict[str, str]]) -> li
 
 
 def kernels(run: Path, number: int) -> object:
-    return json.loads((iteration(run, number) / STATE).read_text())["environment"]["math"]["kernels"]
+    return json.loads((checkpoint(run, number) / STATE).read_text())["environment"]["math"]["kernels"]
 
 
 def test_another_processor_is_said_with_its_cause(run: Path) -> None:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from reprise.errors import TrainerError
-from tests.harness import all_files, curve, run_ok, state_of, tensor_files
+from tests.harness import all_files, checkpoint, curve, run_ok, state_of, tensor_files
 from tests.messages import refused
-from tests.resume.starts import REFERENCE, iteration, start
+from tests.resume.starts import REFERENCE, start
 from trainer.commands import checkpoint as command
 
 LIGHT = [*REFERENCE, "checkpoint.save_steps=[0,1,7]", "checkpoint.save_weights_interval=4"]
@@ -23,7 +23,7 @@ DUE = (0, 1, 4, 7, 8)
 
 
 def weights(run: Path, number: int) -> Path:
-    return iteration(run, number).parent / "weights" / f"iter_{number:07d}"
+    return checkpoint(run, number).parent / "weights" / f"iter_{number:07d}"
 
 
 def saved(run: Path) -> list[str]:
@@ -51,14 +51,14 @@ def run(light: Path, tmp_path: Path) -> Path:
 def test_training_is_that_of_a_run_without_them(light: Path, reference: Path) -> None:
     assert curve(light) == curve(reference)
     for number in (4, 8):
-        assert tensor_files(iteration(light, number)) == tensor_files(iteration(reference, number))
-        assert state_of(iteration(light, number)) == state_of(iteration(reference, number))
+        assert tensor_files(checkpoint(light, number)) == tensor_files(checkpoint(reference, number))
+        assert state_of(checkpoint(light, number)) == state_of(checkpoint(reference, number))
 
 
 def test_they_are_the_weights_rounded_and_open_in_transformers(light: Path) -> None:
     assert saved(light) == names(DUE)
     for number in (4, 8):
-        exact = load_file(iteration(light, number) / "model.safetensors")
+        exact = load_file(checkpoint(light, number) / "model.safetensors")
         rounded = load_file(weights(light, number) / "model.safetensors")
         assert rounded.keys() == exact.keys()
         assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)
@@ -81,7 +81,7 @@ def test_a_new_run_begins_from_them_and_none_continues(run: Path, tmp_path: Path
 
 def test_a_resume_looks_past_them_and_makes_them_again(run: Path, light: Path) -> None:
     for number in (6, 8):
-        shutil.rmtree(iteration(run, number))
+        shutil.rmtree(checkpoint(run, number))
     shutil.rmtree(weights(run, 4))  # as a kill between a checkpoint and its weights leaves it
     before = all_files(weights(run, 1))
     assert "iteration 4 from" in run_ok(run, LIGHT).text
@@ -93,7 +93,7 @@ def test_a_resume_looks_past_them_and_makes_them_again(run: Path, light: Path) -
 def test_leftovers_are_swept_by_a_run_without_light_saves(run: Path) -> None:
     left = weights(run, 3).with_name(".iter_0000003.dead-1.partial")
     left.mkdir()
-    shutil.rmtree(iteration(run, 8))
+    shutil.rmtree(checkpoint(run, 8))
     run_ok(run, REFERENCE)
     assert not left.exists()
     assert saved(run) == [*names([0, 1, 4]), "iter_0000007.superseded-1", "iter_0000008.superseded-1"]
@@ -103,7 +103,7 @@ def test_leftovers_are_swept_by_a_run_without_light_saves(run: Path) -> None:
 def test_their_retention_keeps_the_steps(tmp_path: Path) -> None:
     run_ok(tmp_path / "run", [*LIGHT, "checkpoint.save_weights_interval=1", "checkpoint.weights_keep=2"])
     assert saved(tmp_path / "run") == names([0, 1, 7, 8])
-    assert iteration(tmp_path / "run", 4).is_dir()
+    assert checkpoint(tmp_path / "run", 4).is_dir()
 
 
 def test_ls_and_verify_name_them_after_the_checkpoints(light: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +131,6 @@ def test_two_ranks_write_the_bytes_of_one(light: Path, tmp_path: Path, layout: s
     run_ok(run, [*LIGHT, layout, "train.exit_interval=4"], ranks=2)
     assert saved(run) == names([0, 1, 4])
     assert tensor_files(weights(run, 0)) == tensor_files(weights(light, 0))
-    exact = load_file(iteration(run, 4) / "model.safetensors")
+    exact = load_file(checkpoint(run, 4) / "model.safetensors")
     rounded = load_file(weights(run, 4) / "model.safetensors")
     assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)

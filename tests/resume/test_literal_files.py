@@ -13,7 +13,7 @@ import pytest
 
 from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM
-from tests.resume.starts import iteration
+from tests.harness import checkpoint
 from tests.unit.reprise.format.test_document import reseal, rewrite
 from trainer.config.compose import compose_command, over_saved, resolve
 
@@ -53,22 +53,22 @@ def outcome(raw: Any) -> str:
 def test_no_field_of_a_checkpoint_is_resolved(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:
-    checkpoint = iteration(run, 2)
+    saved = checkpoint(run, 2)
     monkeypatch.setenv("REPRISE_TEST_SECRET", SECRET)
-    monkeypatch.setattr(sys, "argv", ["reprise train", f"checkpoint.load={checkpoint}"])
+    monkeypatch.setattr(sys, "argv", ["reprise train", f"checkpoint.load={saved}"])
     raw, texts = compose_command(), []
-    for path in sorted(checkpoint.glob("*.json")):
-        whole = {name: (checkpoint / name).read_bytes() for name in (path.name, "manifest.json")}
+    for path in sorted(saved.glob("*.json")):
+        whole = {name: (saved / name).read_bytes() for name in (path.name, "manifest.json")}
         places = list(leaves(json.loads(path.read_bytes())))
         topology = [place for place in places if path.name == "trainer_state.json" and place[0] == "topology"]
         for place in [*topology, *places[::every]]:
             if path.name != "manifest.json":
-                rewrite(checkpoint, path.name, lambda data, place=place: with_expression(data, place))
+                rewrite(saved, path.name, lambda data, place=place: with_expression(data, place))
             elif place != ("xxh3_64",):
-                reseal(checkpoint, lambda body, place=place: with_expression(body + b"}", place)[:-1])
+                reseal(saved, lambda body, place=place: with_expression(body + b"}", place)[:-1])
             texts.append(outcome(raw))
             for name, data in whole.items():
-                (checkpoint / name).write_bytes(data)
+                (saved / name).write_bytes(data)
     assert len(texts) > 20
     assert not [text for text in [*texts, caplog.text] if SECRET in text]
     assert sum(EXPRESSION in text for text in texts) > len(texts) // 10, "it has reached the configuration as text"

@@ -15,9 +15,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from reprise.errors import TrainerError
-from tests.harness import TINY, all_files, built, call_on_ranks, compose, curve, filled, run_ok, tensor_files
+from tests.harness import (
+    TINY,
+    all_files,
+    built,
+    call_on_ranks,
+    checkpoint,
+    compose,
+    curve,
+    filled,
+    run_ok,
+    tensor_files,
+)
 from tests.messages import refused
-from tests.resume.starts import REFERENCE, iteration, start
+from tests.resume.starts import REFERENCE, start
 from trainer.launch import process_group as trainer_launch
 from trainer.run.build import Run
 
@@ -52,7 +63,7 @@ def refuse(run: Path, *overrides: str, names: Sequence[str]) -> None:
 def assert_is_whole(run: Path, reference: Path) -> None:
     """Check that a run has the curve of the reference, and the bytes of its end."""
     assert curve(run) == curve(reference)
-    ours, theirs = (tensor_files(iteration(folder, 8)) for folder in (run, reference))
+    ours, theirs = (tensor_files(checkpoint(folder, 8)) for folder in (run, reference))
     assert all(ours[name] == theirs[name] for name in ours)
 
 
@@ -76,7 +87,7 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer", "trainer_state.json", "manifest.json"])
 def test_a_damaged_newest_is_skipped_for_the_next_older(run: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
-    path = iteration(run, 8) / file
+    path = checkpoint(run, 8) / file
     path = next(path.iterdir()) if path.is_dir() else path
     damage(path)
     assert start(run, *REFERENCE).state.progress.iteration == 6
@@ -84,38 +95,38 @@ def test_a_damaged_newest_is_skipped_for_the_next_older(run: Path, caplog: pytes
 
 
 def test_a_damaged_checkpoint_is_kept_when_it_is_saved_again(run: Path, reference: Path) -> None:
-    damage(iteration(run, 8) / "model.safetensors")
+    damage(checkpoint(run, 8) / "model.safetensors")
     assert "a damaged checkpoint is kept as iter_0000008.superseded-1" in run_ok(run, REFERENCE).text
     assert names(run) == [*KEPT, "iter_0000008.superseded-1"]
     assert_is_whole(run, reference)
 
 
 def test_a_damaged_iteration_that_was_named_is_an_error(run: Path) -> None:
-    path = iteration(run, 8) / "model.safetensors"
+    path = checkpoint(run, 8) / "model.safetensors"
     damage(path)
-    for named in ("checkpoint.ckpt_step=8", f"checkpoint.load={iteration(run, 8)}"):
+    for named in ("checkpoint.ckpt_step=8", f"checkpoint.load={checkpoint(run, 8)}"):
         refuse(run, named, names=[str(path)])
 
 
 def test_with_every_checkpoint_damaged_nothing_starts(run: Path) -> None:
     for number in SAVED:
-        damage(iteration(run, number) / "trainer_state.json")
+        damage(checkpoint(run, number) / "trainer_state.json")
     refuse(run, names=[*KEPT, "checkpoint.load=none"])
 
 
 def test_a_run_is_named_by_its_own_folder(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = [*REFERENCE, "train.train_iters=10", f"checkpoint.load={run}"]
     ended = run_ok(tmp_path / "other", more)
-    assert f"iteration 8 from {iteration(run, 8)}" in ended.text
+    assert f"iteration 8 from {checkpoint(run, 8)}" in ended.text
     assert names(tmp_path / "other") == ["iter_0000010"]
     assert start(tmp_path / "other", *more).state.progress.iteration == 10  # it goes on from its own
     assert start(run, *more, "checkpoint.ckpt_step=6").state.progress.iteration == 6
-    assert f"iteration 6 from {iteration(run, 6)}" in caplog.text
+    assert f"iteration 6 from {checkpoint(run, 6)}" in caplog.text
 
 
 def test_recorded_saves_alone_are_no_fresh_start(run: Path) -> None:
     for number in SAVED:
-        shutil.rmtree(iteration(run, number))
+        shutil.rmtree(checkpoint(run, number))
     refuse(run, names=["iteration 8", "metrics.jsonl", "checkpoint.load=none"])
 
 
@@ -139,13 +150,13 @@ def test_a_folder_without_checkpoints_is_no_fresh_start(tmp_path: Path, is_there
 @pytest.mark.parametrize("how", ["iteration folder", "checkpoint folder"])
 def test_a_path_loads_one_iteration_into_another_run(reference: Path, tmp_path: Path, how: str) -> None:
     load = {
-        "iteration folder": [f"checkpoint.load={iteration(reference, 4)}"],
+        "iteration folder": [f"checkpoint.load={checkpoint(reference, 4)}"],
         "checkpoint folder": [f"checkpoint.load={reference / 'checkpoints'}", "checkpoint.ckpt_step=4"],
     }[how]
     before = all_files(reference)
     run = start(tmp_path / "run", *REFERENCE, *load)
     assert run.state.progress.iteration == 4
-    assert_has_weights(run, iteration(reference, 4))
+    assert_has_weights(run, checkpoint(reference, 4))
     assert all_files(reference) == before
 
 
@@ -159,7 +170,7 @@ def assert_has_weights(run: Run, folder: Path) -> None:
 def test_a_finished_run_is_saved_again_elsewhere(reference: Path, tmp_path: Path) -> None:
     run_ok(tmp_path / "run", [*REFERENCE, f"checkpoint.load={reference / 'checkpoints'}"])
     assert names(tmp_path / "run") == ["iter_0000008"]
-    assert tensor_files(iteration(tmp_path / "run", 8)) == tensor_files(iteration(reference, 8))
+    assert tensor_files(checkpoint(tmp_path / "run", 8)) == tensor_files(checkpoint(reference, 8))
 
 
 def test_ckpt_step_rewinds_a_run(run: Path, reference: Path) -> None:
@@ -168,7 +179,7 @@ def test_ckpt_step_rewinds_a_run(run: Path, reference: Path) -> None:
     assert names(run) == sorted([*KEPT, "iter_0000006.superseded-1", "iter_0000008.superseded-1"])
     abandoned = (run / "metrics.abandoned-1.jsonl").read_text().splitlines()
     assert {json.loads(line)["iteration"] for line in abandoned} == {5, 6, 7, 8}
-    assert list(tensor_files(iteration(run, 8))) == ["model.safetensors"]
+    assert list(tensor_files(checkpoint(run, 8))) == ["model.safetensors"]
     assert_is_whole(run, reference)
 
 
@@ -181,22 +192,22 @@ def test_weights_alone_are_saved_and_only_loaded_with_a_flag(tmp_path: Path) -> 
     source = tmp_path / "weights"
     run_ok(source, [*REFERENCE, "train.train_iters=4", "checkpoint.no_save_optim=true"])
     for number in (2, 4):
-        assert list(tensor_files(iteration(source, number))) == ["model.safetensors"]
+        assert list(tensor_files(checkpoint(source, number))) == ["model.safetensors"]
     refuse(source, names=["checkpoint.no_load_optim=true", "checkpoint.finetune=true"])
     load = f"checkpoint.load={source / 'checkpoints'}"
     for flag, at in (("finetune", 0), ("no_load_optim", 4)):
         run = start(tmp_path / flag, *REFERENCE, load, f"checkpoint.{flag}=true")
         assert run.state.progress.iteration == at
-        assert_has_weights(run, iteration(source, 4))
+        assert_has_weights(run, checkpoint(source, 4))
 
 
 def test_no_load_optim_resumes_the_iteration_with_zero_moments(reference: Path, tmp_path: Path) -> None:
     load = [f"checkpoint.load={reference / 'checkpoints'}", "checkpoint.no_load_optim=true"]
     run_ok(tmp_path / "run", [*REFERENCE, *load])
-    again = iteration(tmp_path / "run", 8)
-    assert (again / "model.safetensors").read_bytes() == (iteration(reference, 8) / "model.safetensors").read_bytes()
+    again = checkpoint(tmp_path / "run", 8)
+    assert (again / "model.safetensors").read_bytes() == (checkpoint(reference, 8) / "model.safetensors").read_bytes()
     assert not any(value.any() for value in optimizer_tensors(again).values())
-    assert any(value.any() for value in optimizer_tensors(iteration(reference, 8)).values())
+    assert any(value.any() for value in optimizer_tensors(checkpoint(reference, 8)).values())
 
 
 @pytest.mark.slow
@@ -204,7 +215,7 @@ def test_a_run_with_optimizer_saves_a_finished_one_without_again(tmp_path: Path)
     run_ok(tmp_path / "run", [*MODEL, "train.train_iters=3", "checkpoint.no_save_optim=true"])
     run_ok(tmp_path / "run", [*MODEL, "train.train_iters=3", "checkpoint.no_load_optim=true"])
     assert names(tmp_path / "run") == ["iter_0000003", "iter_0000003.superseded-1"]
-    assert len(tensor_files(iteration(tmp_path / "run", 3))) == 2
+    assert len(tensor_files(checkpoint(tmp_path / "run", 3))) == 2
 
 
 def test_override_scheduler_takes_the_settings_of_the_command(run: Path, reference: Path) -> None:
@@ -212,7 +223,7 @@ def test_override_scheduler_takes_the_settings_of_the_command(run: Path, referen
     run_ok(run, [*REFERENCE, *changed, "checkpoint.ckpt_step=6", "checkpoint.override_scheduler=true"])
     assert curve(run)[:6] == curve(reference)[:6]
     assert [float.fromhex(row[3]) for row in curve(run)[6:]] == [0.002, 0.002]
-    state = json.loads((iteration(run, 8) / "trainer_state.json").read_text())
+    state = json.loads((checkpoint(run, 8) / "trainer_state.json").read_text())
     assert (state["schedule"]["lr"], state["schedule"]["style"], state["lr"]) == (0.002, "constant", 0.002)
     assert state["adam"]["weight_decay"] == 0.3
     # The seventh step reads the same weights and gradients, and leaves other weights behind.
@@ -227,7 +238,7 @@ def test_use_checkpoint_scheduler_takes_the_saved_settings(run: Path, reference:
     run_ok(run, [*REFERENCE, *changed, style, "checkpoint.ckpt_step=4", "checkpoint.use_checkpoint_scheduler=true"])
     assert_is_whole(run, reference)
     saved, expected = (
-        json.loads((iteration(folder, 8) / "trainer_state.json").read_text()) for folder in (run, reference)
+        json.loads((checkpoint(folder, 8) / "trainer_state.json").read_text()) for folder in (run, reference)
     )
     assert all(saved[key] == expected[key] for key in ("lr", "schedule", "adam", "optimizer"))
 
@@ -283,7 +294,7 @@ def test_loading_after_a_forward_leaves_nothing_stale(reference: Path, tmp_path:
     ended = call_on_ranks(_logits_after_a_forward, [str(result), *overrides], folder=tmp_path / "run", ranks=2)
     assert ended.ok, ended.text
     tensors = load_file(result)
-    expected = AutoModelForCausalLM.from_pretrained(iteration(reference, 8))(tensors["windows"]).logits
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint(reference, 8))(tensors["windows"]).logits
     # float32 sums in another order, on logits of about 1.
     assert (tensors["logits"] - expected).abs().max() <= 1e-5
     assert expected.abs().max() > 0.1
@@ -307,17 +318,17 @@ def test_a_run_begun_elsewhere_resumes_from_its_own_checkpoints(
 
 
 def test_a_newest_link_stops_the_start_and_its_target_stays(run: Path, tmp_path: Path) -> None:
-    elsewhere = Path(shutil.move(iteration(run, 8), tmp_path / "elsewhere"))
-    iteration(run, 8).symlink_to(elsewhere)
+    elsewhere = Path(shutil.move(checkpoint(run, 8), tmp_path / "elsewhere"))
+    checkpoint(run, 8).symlink_to(elsewhere)
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("6\n")  # else the start mends it
     for _ in range(2):
-        refuse(run, names=[str(iteration(run, 8)), str(elsewhere)])
+        refuse(run, names=[str(checkpoint(run, 8)), str(elsewhere)])
         for number in (2, 4, 6):  # a link alone is no fresh start either
-            shutil.rmtree(iteration(run, number), ignore_errors=True)
+            shutil.rmtree(checkpoint(run, number), ignore_errors=True)
         (run / "metrics.jsonl").unlink(missing_ok=True)
     before = all_files(elsewhere)
     run_ok(run, [*REFERENCE, "checkpoint.load=none"])
-    assert iteration(run, 8).is_dir()
-    assert not iteration(run, 8).is_symlink()
+    assert checkpoint(run, 8).is_dir()
+    assert not checkpoint(run, 8).is_symlink()
     assert (run / "checkpoints/iter_0000008.superseded-1").is_symlink()
     assert all_files(elsewhere) == before

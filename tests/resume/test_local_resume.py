@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import TINY, all_files, curve, launch, run_ok, tensor_files
-from tests.resume.starts import iteration
+from tests.harness import TINY, all_files, checkpoint, curve, launch, run_ok, tensor_files
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=6", "model.dropout=0.1")
 ALONE = ("checkpoint.save=null", "checkpoint.local.save_interval=1")
@@ -54,7 +53,7 @@ def test_a_killed_run_resumes_from_its_local_folder(run: Path, local: Path, whol
     assert names(local) == [5, 6]
     for number in (5, 6):
         folder = local / f"iter_{number:07d}"
-        assert tensor_files(folder) == tensor_files(iteration(whole, number))
+        assert tensor_files(folder) == tensor_files(checkpoint(whole, number))
         assert (folder / "trainer_state.json").exists()
 
 
@@ -153,7 +152,7 @@ def test_a_run_whose_folder_is_deleted_does_not_go_on_unasked(run: Path, local: 
     assert OTHERS in launch(run, overrides).text
     assert "loaded iteration 3: 100 % local" in run_ok(run, [*overrides, "checkpoint.local.adopt=true"]).text
     assert run_member(local / "iter_0000006") == first
-    assert tensor_files(local / "iter_0000006") == tensor_files(iteration(whole, 6))
+    assert tensor_files(local / "iter_0000006") == tensor_files(checkpoint(whole, 6))
 
 
 @pytest.mark.slow
@@ -170,18 +169,18 @@ def test_a_lost_or_damaged_record_of_a_run_is_made_anew(run: Path, local: Path, 
             path.write_bytes(good.replace(b"began_at", b"begun_at"))
     assert "loaded iteration 3: 100 % local" in run_ok(run, overrides).text
     assert (run / "run.json").read_bytes() == (local / "run.json").read_bytes() == good
-    assert run_member(iteration(run, 6)) == first
+    assert run_member(checkpoint(run, 6)) == first
     assert curve(run) == curve(whole)
 
 
 @pytest.mark.slow
 def test_a_run_from_anothers_checkpoint_is_a_run_of_its_own(tmp_path: Path, run: Path, local: Path) -> None:
     run_ok(tmp_path / "first", [*BASE, "checkpoint.save_interval=2", "train.exit_interval=4"])
-    source = iteration(tmp_path / "first", 2)
+    source = checkpoint(tmp_path / "first", 2)
     overrides = [*BASE, f"checkpoint.load={source}", "checkpoint.save_interval=2", f"checkpoint.local.dir={local}"]
     run_ok(run, [*overrides, "train.exit_interval=4"])
     run_ok(run, overrides)
-    member, parent = run_member(iteration(run, 6)), run_member(source)["branches"][0]["id"]
+    member, parent = run_member(checkpoint(run, 6)), run_member(source)["branches"][0]["id"]
     assert member["parent"] == {"run": parent, "iteration": 2}
     (branch,) = member["branches"]
     assert branch["id"] != parent

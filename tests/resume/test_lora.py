@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from tests.harness import TINY, curve, run_ok, tensor_files
+from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
 from tests.messages import refused
-from tests.resume.starts import iteration, start
+from tests.resume.starts import start
 from trainer.commands import checkpoint as command
 from trainer.interop.open_model import open_model
 
@@ -35,7 +35,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, model in MODELS.items():
         run = tmp_path_factory.mktemp("base") / name
         run_ok(run, [*BASE, *(word for word in model if "lora" not in word), "train.train_iters=4"])
-        folders[name] = iteration(run, 4)
+        folders[name] = checkpoint(run, 4)
     return folders
 
 
@@ -65,7 +65,7 @@ def test_topologies_have_the_bits_of_one_rank(bases: dict[str, Path], tmp_path: 
     for run, (ranks, axes) in zip(runs, topologies, strict=True):
         run_ok(run, on(bases[model], model, LANES[0], *axes), ranks=ranks)
         assert curve(run) == curve(runs[0])
-        assert tensor_files(iteration(run, 4)) == tensor_files(iteration(runs[0], 4))
+        assert tensor_files(checkpoint(run, 4)) == tensor_files(checkpoint(runs[0], 4))
 
 
 @pytest.mark.slow
@@ -75,16 +75,16 @@ def test_tensor_parallel_ranks_write_the_bytes_of_one(
 ) -> None:
     # The trained adapters of one rank, loaded and saved at once.
     run_ok(tmp_path / "one", on(bases[model], model, LANES[0]))
-    trained = iteration(tmp_path / "one", 4)
+    trained = checkpoint(tmp_path / "one", 4)
     load = [f"checkpoint.base={bases[model]}", f"checkpoint.load={trained}", "checkpoint.finetune=false"]
     run_ok(tmp_path / "moved", [*on(bases[model], model), *LANES, *load, axes], ranks=2)
-    assert tensor_files(iteration(tmp_path / "moved", 4)) == tensor_files(trained)
+    assert tensor_files(checkpoint(tmp_path / "moved", 4)) == tensor_files(trained)
     # The initial values, which a rate of 0 leaves as they are.
     weights = []
     for name, more, ranks in (("still", list[str](), 1), ("two", [axes], 2)):
         still = on(bases[model], model, "optimizer.lr=0.0", "schedule.min_lr=0.0", *more)
         run_ok(tmp_path / name, still, ranks=ranks)
-        weights.append((iteration(tmp_path / name, 4) / "adapter_model.safetensors").read_bytes())
+        weights.append((checkpoint(tmp_path / name, 4) / "adapter_model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
@@ -104,15 +104,15 @@ def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tm
 def test_a_folder_and_its_base_continue_the_run(bases: dict[str, Path], tmp_path: Path) -> None:
     longer = ["train.micro_batch_size=2", "train.train_iters=8"]
     run_ok(tmp_path / "run", on(bases["gpt2"], "gpt2", *longer))
-    folder = shutil.copytree(iteration(tmp_path / "run", 4), tmp_path / "given/iter_0000004")
+    folder = shutil.copytree(checkpoint(tmp_path / "run", 4), tmp_path / "given/iter_0000004")
     load = [f"checkpoint.load={folder}", f"checkpoint.base={bases['gpt2']}", "logging.tensorboard=false"]
     run_ok(tmp_path / "again", load)
     assert curve(tmp_path / "again") == curve(tmp_path / "run")[4:]
-    assert tensor_files(iteration(tmp_path / "again", 8)) == tensor_files(iteration(tmp_path / "run", 8))
+    assert tensor_files(checkpoint(tmp_path / "again", 8)) == tensor_files(checkpoint(tmp_path / "run", 8))
 
 
 def test_no_path_is_recorded(bases: dict[str, Path], tuned: Path) -> None:
-    for path in iteration(tuned, 4).glob("*.json"):
+    for path in checkpoint(tuned, 4).glob("*.json"):
         assert str(bases["gpt2"].parent) not in path.read_text()
 
 
@@ -127,7 +127,7 @@ def test_a_run_of_adapters_names_the_base_that_it_needs(
     assert "the base from" not in caplog.text  # it was not read
     for base, name in (
         ([], "checkpoint.base"),
-        ([f"checkpoint.base={iteration(run, 4)}"], "checkpoint.base"),
+        ([f"checkpoint.base={checkpoint(run, 4)}"], "checkpoint.base"),
         ([f"checkpoint.base={tmp_path / 'nowhere'}"], "nowhere"),
     ):
         with pytest.raises(TrainerError, match=name):
@@ -139,7 +139,7 @@ def test_a_run_of_adapters_names_the_base_that_it_needs(
 
 
 def test_whole_weights_and_adapters_are_not_confused(bases: dict[str, Path], tuned: Path, tmp_path: Path) -> None:
-    adapters, whole = iteration(tuned, 4), bases["gpt2"]
+    adapters, whole = checkpoint(tuned, 4), bases["gpt2"]
     base = f"checkpoint.base={whole.with_name('iter_0000002')}"
     with pytest.raises(MismatchError, match=r"model\.lora\.rank"):
         start(tmp_path / "whole", *BASE, "model=gpt2_tiny", "train.train_iters=4", f"checkpoint.load={adapters}")
@@ -159,9 +159,9 @@ def test_the_base_is_found_in_a_run_that_went_on(
     caplog.set_level(logging.INFO)
     base = bases["gpt2"].parents[1]
     assert start(tuned, *GPT2, f"checkpoint.base={base}").state.progress.iteration == 4
-    assert f"the base from {iteration(base, 2)}" in caplog.text
+    assert f"the base from {checkpoint(base, 2)}" in caplog.text
     model, folder = open_model(tuned, torch.device("cpu"), base)
-    assert folder == iteration(tuned, 4)
+    assert folder == checkpoint(tuned, 4)
     assert model.config.n_layer == 2
 
 
@@ -169,7 +169,7 @@ def test_merged_adapters_begin_a_run_on_their_base(bases: dict[str, Path], tuned
     assert command.main(["merge", str(tuned), str(tmp_path / "out"), "--from", "2", "--to", "4"]) == 0
     base = f"checkpoint.base={bases['gpt2'].with_name('iter_0000002')}"
     run = start(tmp_path / "run", *GPT2, base, f"checkpoint.load={tmp_path / 'out'}", "checkpoint.finetune=true")
-    parts = [load_file(iteration(tuned, number) / "adapter_model.safetensors") for number in (2, 4)]
+    parts = [load_file(checkpoint(tuned, number) / "adapter_model.safetensors") for number in (2, 4)]
     name = "base_model.model.transformer.h.0.attn.c_proj.lora_A.weight"
     (shard,) = (shard for shard in run.state.shards() if shard.spec.name == name)
     assert torch.equal(shard.local, ((parts[0][name].double() + parts[1][name].double()) / 2).float())

@@ -21,9 +21,9 @@ from reprise.errors import MismatchError, TrainerError
 from reprise.folder import MANIFEST, STATE
 from reprise.format import manifest
 from reprise.format.manifest import FileEntry, digest_of
-from tests.harness import ALL_CORES, TINY, all_files, curve, launch, run_ok
+from tests.harness import ALL_CORES, TINY, all_files, checkpoint, curve, launch, run_ok
 from tests.messages import refused
-from tests.resume.starts import REFERENCE, iteration, start
+from tests.resume.starts import REFERENCE, start
 from trainer.data.token_file import write_token_file
 
 # Another value, what the message shows of it, and the flag that lets it through; without one the model is another.
@@ -70,7 +70,7 @@ def test_a_difference_is_refused_unless_its_flag_is_set(
     run: Path, caplog: pytest.LogCaptureFixture, key: str, current: str, saved: str, flag: str | None
 ) -> None:
     override = f"{key}={current.lower()}"
-    remedy = f"{iteration(run, 8)}" if flag is None else f"checkpoint.{flag}=true"
+    remedy = f"{checkpoint(run, 8)}" if flag is None else f"checkpoint.{flag}=true"
     message = refuse(run, override, names=(remedy,))
     assert shows(message, key, saved, current)
     assert ("load=none" in message) == (flag is None)
@@ -84,7 +84,7 @@ def test_another_family_is_refused(run: Path) -> None:
 
 
 def test_a_record_without_an_activation_has_the_default(run: Path) -> None:
-    assert "activation" not in json.loads((iteration(run, 8) / STATE).read_text())["model"]
+    assert "activation" not in json.loads((checkpoint(run, 8) / STATE).read_text())["model"]
     assert start(run, *REFERENCE, "model.activation=gelu_tanh").state.progress.iteration == 8
 
 
@@ -92,7 +92,7 @@ def test_other_data_are_refused_without_the_flag(run: Path, tmp_path: Path) -> N
     text = tmp_path / "text.txt"
     text.write_bytes(random.Random(0).randbytes(20_000).hex().encode())
     data = ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
-    print_of = json.loads((iteration(run, 8) / STATE).read_text())["data"]["fingerprint"]
+    print_of = json.loads((checkpoint(run, 8) / STATE).read_text())["data"]["fingerprint"]
     message = refuse(run, *data, names=("checkpoint.override_data=true",))
     assert shows(message, "data.path", rf"stdlib \({print_of}\)", rf"{text} \(\S+\)")
     assert start(run, *REFERENCE, *data, "checkpoint.override_data=true").state.progress.iteration == 8
@@ -145,7 +145,7 @@ def test_another_thread_count_is_said_in_a_line(run: Path, caplog: pytest.LogCap
 def test_fixed_threads_have_their_bits_on_one_core(tmp_path: Path) -> None:
     fixed = [*REFERENCE, "train.threads=2", "train.train_iters=3"]
     run_ok(tmp_path / "run", fixed)
-    assert json.loads((iteration(tmp_path / "run", 3) / STATE).read_text())["environment"]["threads"] == 2
+    assert json.loads((checkpoint(tmp_path / "run", 3) / STATE).read_text())["environment"]["threads"] == 2
     run_ok(tmp_path / "unbroken", fixed, cores=ALL_CORES)
     assert curve(tmp_path / "unbroken") == curve(tmp_path / "run")
 
@@ -166,7 +166,7 @@ def test_other_validation_data_are_said_in_a_line(tmp_path: Path, caplog: pytest
 
 
 def test_a_checkpoint_without_optional_members_loads_silently(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = iteration(run, 8)
+    folder = checkpoint(run, 8)
     state = json.loads((folder / STATE).read_text())
     del state["clip_grad"], state["evaluation"]
     data = json.dumps(state).encode()
@@ -188,7 +188,7 @@ def test_lost_records_and_lost_checkpoints_are_said_in_a_line(run: Path) -> None
 
 def test_a_tracker_without_any_checkpoint_is_no_fresh_start(run: Path) -> None:
     for number in (2, 4, 6, 8):
-        shutil.rmtree(iteration(run, number))
+        shutil.rmtree(checkpoint(run, number))
     (run / "metrics.jsonl").unlink()
     refuse(run, names=("iter_0000008",), error=TrainerError)
     assert start(run, *REFERENCE, "checkpoint.load=none").state.progress.iteration == 0

@@ -9,9 +9,9 @@ import pytest
 from reprise.errors import TrainerError
 from reprise.files import Files
 from reprise.folder import CheckpointFolder
-from tests.harness import TINY, curve, run_ok
+from tests.harness import TINY, checkpoint, curve, run_ok
 from tests.messages import refused
-from tests.resume.starts import iteration, start
+from tests.resume.starts import start
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=10", "schedule.lr_decay_iters=20", "checkpoint.save_interval=1"]
 KEEP = "checkpoint.max_checkpoint_keep=2"
@@ -26,7 +26,7 @@ def test_two_of_ten_stay_whether_the_run_was_resumed_or_not(tmp_path: Path) -> N
     for last in (10, 12):
         run_ok(run, [*BASE, KEEP, f"train.train_iters={last}"])
         left = sorted(path.name for path in (run / "checkpoints").iterdir())
-        kept = [iteration(run, number).name for number in (last - 1, last)]
+        kept = [checkpoint(run, number).name for number in (last - 1, last)]
         assert left == [*kept, "latest_checkpointed_iteration.txt", "lock"]
         assert int((run / "checkpoints/latest_checkpointed_iteration.txt").read_text()) == last
     assert [row[0] for row in curve(run)] == list(range(1, 13))
@@ -72,4 +72,4 @@ def test_full_steps_stay_with_their_moments(tmp_path: Path) -> None:
     rare = ["checkpoint.save_interval=4", "checkpoint.max_checkpoint_keep=1", "checkpoint.full_steps=[3]"]
     run_ok(run, [*BASE, *rare, "checkpoint.no_save_optim=true", "train.train_iters=5"])
     assert committed(run) == [3, 5]
-    assert [bool(list(iteration(run, number).glob("*optim*"))) for number in (3, 5)] == [True, False]
+    assert [bool(list(checkpoint(run, number).glob("*optim*"))) for number in (3, 5)] == [True, False]

@@ -12,9 +12,9 @@ import pytest
 
 from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM
-from tests.harness import TINY, curve, run_ok, state_of, tensor_files
+from tests.harness import TINY, checkpoint, curve, run_ok, state_of, tensor_files
 from tests.messages import refused
-from tests.resume.starts import REFERENCE, iteration, start
+from tests.resume.starts import REFERENCE, start
 from trainer.config.compose import Resolved, compose_command, over_saved, resolve
 
 
@@ -23,18 +23,18 @@ def saved(folder: Path) -> bytes:
 
 
 def config_of(run: Path, number: int) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(saved(iteration(run, number)))["config"]
+    config: dict[str, Any] = json.loads(saved(checkpoint(run, number)))["config"]
     return config
 
 
 @pytest.fixture
 def alone(reference: Path, tmp_path: Path) -> Path:
     """Return a copy of iteration 4 of the reference run, with nothing beside it."""
-    return Path(shutil.copytree(iteration(reference, 4), tmp_path / "given" / "iter_0000004"))
+    return Path(shutil.copytree(checkpoint(reference, 4), tmp_path / "given" / "iter_0000004"))
 
 
 def test_an_iteration_has_these_files_and_no_others(reference: Path) -> None:
-    files = sorted(str(path.relative_to(iteration(reference, 4))) for path in iteration(reference, 4).rglob("*.*"))
+    files = sorted(str(path.relative_to(checkpoint(reference, 4))) for path in checkpoint(reference, 4).rglob("*.*"))
     assert files == [
         "config.json",
         "generation_config.json",
@@ -54,7 +54,7 @@ def test_one_iteration_folder_continues_the_run(reference: Path, alone: Path, tm
     run = tmp_path / "run"
     assert f"{alone}/run_config.json," in run_ok(run, [f"checkpoint.load={alone}"]).text
     assert curve(run) == curve(reference)[4:]
-    ours, theirs = iteration(run, 8), iteration(reference, 8)
+    ours, theirs = checkpoint(run, 8), checkpoint(reference, 8)
     assert tensor_files(ours) == tensor_files(theirs)
     assert saved(ours) == saved(theirs)
     assert state_of(ours) == state_of(theirs)
@@ -69,11 +69,11 @@ def test_one_iteration_folder_continues_the_run(reference: Path, alone: Path, tm
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_continue_theirs(reference: Path, tmp_path: Path) -> None:
     run_ok(tmp_path / "straight", [*REFERENCE, "parallel=tp2"], ranks=2)
-    folder = Path(shutil.copytree(iteration(tmp_path / "straight", 4), tmp_path / "given/iter_0000004"))
-    assert saved(folder) == saved(iteration(reference, 4))  # whatever the topology, and the folder
+    folder = Path(shutil.copytree(checkpoint(tmp_path / "straight", 4), tmp_path / "given/iter_0000004"))
+    assert saved(folder) == saved(checkpoint(reference, 4))  # whatever the topology, and the folder
     run_ok(tmp_path / "run", [f"checkpoint.load={folder}"], ranks=2)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")[4:]
-    assert tensor_files(iteration(tmp_path / "run", 8)) == tensor_files(iteration(tmp_path / "straight", 8))
+    assert tensor_files(checkpoint(tmp_path / "run", 8)) == tensor_files(checkpoint(tmp_path / "straight", 8))
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, *words: str) -> Resolved:
@@ -125,17 +125,17 @@ def test_a_value_of_the_environment_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_own_tokenizer_takes_the_place_of_a_lost_one(reference: Path, tmp_path: Path) -> None:
     lost, run, text = tmp_path / "tokenizer.json", tmp_path / "run", tmp_path / "text.txt"
-    shutil.copyfile(iteration(reference, 4) / "tokenizer.json", lost)
+    shutil.copyfile(checkpoint(reference, 4) / "tokenizer.json", lost)
     text.write_text("A run takes what it needs along.\n" * 400)
     data = ["data=text", f"data.path={text}", f"data.tokenizer={lost}", f"data.cache={tmp_path / 'cache'}"]
     run_ok(run, ["model=gpt2_tiny", *TINY, *data, "train.train_iters=4"])
     lost.unlink()
-    run_ok(tmp_path / "new", [f"checkpoint.load={iteration(run, 4)}", "train.train_iters=5", data[-1]])
-    assert config_of(tmp_path / "new", 5)["data"]["tokenizer"] == str(iteration(run, 4) / "tokenizer.json")
-    run_ok(tmp_path / "stored", [f"checkpoint.load=file://{iteration(run, 4)}", "train.train_iters=5", data[-1]])
+    run_ok(tmp_path / "new", [f"checkpoint.load={checkpoint(run, 4)}", "train.train_iters=5", data[-1]])
+    assert config_of(tmp_path / "new", 5)["data"]["tokenizer"] == str(checkpoint(run, 4) / "tokenizer.json")
+    run_ok(tmp_path / "stored", [f"checkpoint.load=file://{checkpoint(run, 4)}", "train.train_iters=5", data[-1]])
     taken = Path(config_of(tmp_path / "stored", 5)["data"]["tokenizer"])
     assert taken.parent == tmp_path / "stored"
-    assert taken.read_bytes() == (iteration(run, 4) / "tokenizer.json").read_bytes()
+    assert taken.read_bytes() == (checkpoint(run, 4) / "tokenizer.json").read_bytes()
 
 
 def test_a_damaged_one_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, alone: Path) -> None:

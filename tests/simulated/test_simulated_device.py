@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests import simulated
-from tests.crash.outcomes import slow
 from tests.harness import TINY, curve, tensor_files
+from tests.profiles import slow
 from tests.simulated import __main__ as starter
 from tests.simulated import register
 

@@ -19,8 +19,7 @@ from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.url import StoreUrl
-from tests.crash.matrix import SEED, day
-from tests.crash.outcomes import slow
+from tests.profiles import SEED, day, slow
 from tests.stores.saving import RUN, assert_whole, content, give_up, save
 
 

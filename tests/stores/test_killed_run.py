@@ -20,10 +20,11 @@ from scripts.faults.run_files import contents_of
 from scripts.faults.soak_kill import MODEL, TEMPORARY
 from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, Running, launch, started
+from tests.profiles import SEED
 from tests.stores.saving import committed
 from trainer.commands import follow
 
-KILLS, SEED = int(os.environ.get("REPRISE_KILLS", "500")), int(os.environ.get("REPRISE_SEED", "0"))
+KILLS = int(os.environ.get("REPRISE_KILLS", "500"))
 ITERATIONS = 240
 LONGEST_S = 4.0  # of a pause between two kills
 LOOK = 'ls "$1"/*.safetensors "$1"/manifest.json > "$2"'  # fails for a folder that is not whole

@@ -17,9 +17,10 @@ from reprise.errors import ConfigError
 from reprise.folder import iteration_name
 from reprise.format.mirror_record import MIRROR
 from reprise.stores.mirror import MirrorOptions, mirror
-from tests.crash.outcomes import checkpoint, saved, slow
-from tests.harness import TINY, launch, run_ok, tensor_files
+from tests.crash.outcomes import saved
+from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files
 from tests.messages import refused
+from tests.profiles import slow
 from tests.stores.saving import assert_whole, committed, content
 
 WAIT_S = 60.0

@@ -13,8 +13,9 @@ import pytest
 
 from reprise.folder import iteration_name
 from tests import ROOT
-from tests.crash.outcomes import assert_ends_as, nightly
+from tests.crash.outcomes import assert_ends_as
 from tests.harness import TINY
+from tests.profiles import nightly
 from tests.stores.saving import content, save
 from tests.stores.servers import Server, server
 
