@@ -14,8 +14,7 @@ from torch import nn
 
 from reprise import program_end
 from reprise.checkpointer import Checkpointer
-from reprise.commit.error_message import as_problem
-from reprise.commit.joint_call import JointCall
+from reprise.commit.joint_call import JointCall, end_waits
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
@@ -273,7 +272,7 @@ class AsyncSaver:
             is_alone = is_joint and not isinstance(error, TrainerError)
             if is_alone and self._checkpointer.attempts == attempts:  # else all ranks learn that the attempt is aborted
                 self._is_closed = True
-                self._channel.fail(as_problem(error).what)
+                end_waits(self._channel, error)
             raise
 
     def _require_open(self) -> None:

@@ -83,8 +83,7 @@ class JointCall:
             with contextlib.suppress(dist.DistError):
                 if (failure := self.channel.failure()) is not None:
                     raise CheckpointError(failure.rstrip(".")) from error
-        if not isinstance(error, TrainerError):
-            self.channel.fail(as_problem(error).what)
+        end_waits(self.channel, error)
 
     @property
     def is_out_of_step(self) -> bool:
@@ -216,14 +215,19 @@ class JointCall:
         )
 
 
+def end_waits(channel: StoreChannel, error: BaseException) -> None:
+    """End the waits of the other ranks for this rank, unless the call itself reports its error."""
+    if channel.world_size > 1 and not isinstance(error, TrainerError):
+        channel.fail(as_problem(error).what)
+
+
 @contextlib.contextmanager
 def ending_waits(channel: StoreChannel) -> Iterator[None]:
     """End the waits of the other ranks for this rank if this block raises what they do not know of."""
     try:
         yield
     except BaseException as error:
-        if channel.world_size > 1 and not isinstance(error, TrainerError):
-            channel.fail(as_problem(error).what)
+        end_waits(channel, error)
         raise
 
 
