@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.faults.soak_kill import descendants
-from tests.harness import DEADLINE_S, TINY, curve, last_iteration
+from tests.harness import DEADLINE_S, TINY, curve, last_iteration, run_ok
 from tests.resume.starts import REFERENCE
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]
@@ -77,16 +77,18 @@ def said(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_refusal_ends_every_rank_soon_with_its_message(reference: Path, tmp_path: Path) -> None:
-    load = f"checkpoint.load={reference / 'checkpoints'}"
-    command = [*TORCHRUN, "-m", "trainer", "run.dir=run", *REFERENCE, load, "checkpoint.reshard=true", "train.seed=7"]
+def test_a_refusal_ends_every_rank_soon_with_its_message(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    run_ok(source, REFERENCE, ranks=2)
+    load = f"checkpoint.load={source / 'checkpoints'}"
+    command = [*TORCHRUN, "-m", "trainer", "run.dir=run", *REFERENCE, load, "train.seed=7"]
     status, text = said(command, tmp_path)
     assert status != 0
     assert "checkpoint.override_data=true" in text
     last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
     assert "train.seed  saved 1234  current 7" in last
     assert "`torchrun --no-python --nproc-per-node 2 reprise train run.dir=run" in last
-    assert str(reference) in last
+    assert str(source) in last
     assert text.count("current 7") == 2  # in the message, and in torchrun's report
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
