@@ -83,38 +83,40 @@ class AsyncSaver:
         timeout_s: float = CALL_TIMEOUT_S,
         files: Files | None = None,
     ) -> None:
-        with open_call(
-            "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
-        ) as call:
-            self._channel, self._timeout_s = call.channel, timeout_s
-            self._channel.keep()
-            self._known, self._calls, self._is_closed = KnownTables(), 0, False
-            self._last = LastTensors()
-            with call.agreed():
-                self._folder = target_folder(folder)
-                check_patterns(from_rank0)
-                check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
-                check_limits(
-                    staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
-                )
-                self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
-                policy = SavePolicy(
-                    self._folder,
-                    retention=Retention(max_checkpoint_keep),
-                    file_bytes=file_bytes,
-                    commit_timeout_s=commit_timeout_s,
-                    async_save=True,
-                    copies_at_call=True,
-                    staging_bytes=staging_bytes,
-                    stall_timeout_s=stall_timeout_s,
-                )
-                self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
-            try:
-                self._checkpointer.start()
-            except BaseException as error:
-                call.report(error)
-                self._checkpointer.close()
-                raise
+        checkpointer: Checkpointer | None = None
+        try:
+            with open_call(
+                "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
+            ) as call:
+                self._channel, self._timeout_s = call.channel, timeout_s
+                self._known, self._calls, self._is_closed = KnownTables(), 0, False
+                self._last = LastTensors()
+                with call.agreed():
+                    self._folder = target_folder(folder)
+                    check_patterns(from_rank0)
+                    check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
+                    check_limits(
+                        staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
+                    )
+                    self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
+                    policy = SavePolicy(
+                        self._folder,
+                        retention=Retention(max_checkpoint_keep),
+                        file_bytes=file_bytes,
+                        commit_timeout_s=commit_timeout_s,
+                        async_save=True,
+                        copies_at_call=True,
+                        staging_bytes=staging_bytes,
+                        stall_timeout_s=stall_timeout_s,
+                    )
+                    checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
+                self._checkpointer = checkpointer
+                checkpointer.start()
+                self._channel.keep()
+        except BaseException:
+            if checkpointer is not None:
+                checkpointer.close()
+            raise
 
     def prepare(
         self,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.commit.joint_call import JointCall, ending_waits
+from reprise.commit.joint_call import OpenCall
 from reprise.errors import ConfigError
 from reprise.save_arguments import check_seconds
 
@@ -25,17 +24,14 @@ COMMIT_TIMEOUT_S = 1800.0
 _spare: list[Any] = [lambda: None, []]
 
 
-@contextlib.contextmanager
 def open_call(
     name: str,
     *,
     timeout_s: float = CALL_TIMEOUT_S,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
-) -> Iterator[JointCall]:
-    """Make a call of all ranks of a group, with a channel of its own, which is released at the end of the block.
-
-    Whatever ends this rank's part, from its announcement on, ends the waits of the other ranks.
+) -> OpenCall:
+    """Return a call of all ranks of a group as a context, with a channel of its own.
 
     The messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
     no part.
@@ -47,16 +43,14 @@ def open_call(
         coordinator_rank: the deciding global rank: it takes the lock, names the attempt and renames.
 
     Raises:
-        ConfigError: if this rank or the coordinator is not in the group, or there is no number of seconds.
-        CheckpointError: if the ranks make different calls, or name several coordinators.
+        ConfigError: if this rank or, on entry, the coordinator is not in the group, or there is no number of seconds.
+        CheckpointError: on entry, if the ranks make different calls, or name several coordinators.
     """
+    check = partial(check_seconds, "timeout_s", timeout_s, may_be_zero=True)
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or coordinator_rank != 0:
             raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
-        check_seconds("timeout_s", timeout_s, may_be_zero=True)
-        with JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s) as call:
-            yield call
-        return
+        return OpenCall(single_rank_channel(), name, timeout_s=timeout_s, check=check)
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
@@ -72,14 +66,13 @@ def open_call(
         prefix=f"{group}/{count}",
         spare=_spare_connections(store),
     )
+
+    def check_all() -> None:
+        check()
+        _require_coordinator(coordinator_rank, ranks)
+
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
-    with ending_waits(channel):
-        call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
-        with call.preparing():
-            check_seconds("timeout_s", timeout_s, may_be_zero=True)
-            _require_coordinator(coordinator_rank, ranks)
-        with call:
-            yield call
+    return OpenCall(channel, f"{name}{coordinator}", timeout_s=timeout_s, check=check_all)
 
 
 def _spare_connections(store: Store) -> list[Store]:

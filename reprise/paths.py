@@ -156,11 +156,18 @@ def is_url(text: str) -> bool:
 
 def url_problem(text: str) -> str:
     """Return why a URL is refused in place of a path, as a predicate; for a hub's, with the command to download it."""
+    command = download_command(text)
+    if command is not None:
+        return f"is the URL of a hub: run `{command}`, and give FOLDER here"
+    return "is a URL; only paths of mounted file systems can be used"
+
+
+def download_command(text: str) -> str | None:
+    """Return the command that downloads a hub's URL to a folder; None for other texts."""
     for hub, of_model, of_data in _HUBS:
         if match := re.match(rf"{hub}(?:/models)?/(datasets/)?([^/@?#]+/[^/@?#]+)", text.strip()):
-            command = (of_data if match[1] else of_model).format(match[2])
-            return f"is the URL of a hub: run `{command}`, and give FOLDER here"
-    return "is a URL; only paths of mounted file systems can be used"
+            return (of_data if match[1] else of_model).format(match[2])
+    return None
 
 
 def _is_of_system(path: Path) -> bool:

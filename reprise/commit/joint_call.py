@@ -24,14 +24,13 @@ class JointCall:
     """A joint call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
 
     `timeout_s` limits the wait for ranks that have not made the call. A rank that has made it may take the channel's
-    own time to prepare. As a context, it ends the waits of the other ranks if this rank fails after the decision, and
-    releases the channel.
+    own time to prepare.
 
-        with JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0) as call:
-            with call.preparing():
-                part = prepare()
-            offers = call.offer(part)
-            answer = call.decide(choose(offers) if channel.coordinates else "")
+        call = JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0)
+        with call.preparing():
+            part = prepare()
+        offers = call.offer(part)
+        answer = call.decide(choose(offers) if channel.coordinates else "")
 
     Args:
         key: of the messages, new on this channel.
@@ -57,33 +56,6 @@ class JointCall:
             ).split("\n", 2)
             if first_name != name:
                 self._decide(_NO + pack(_different_calls({int(first): first_name, channel.rank: name})))
-
-    def __enter__(self) -> JointCall:
-        """Return the call."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Release the channel, or report the error; see `report`."""
-        if error is None:
-            self.channel.release()
-        else:
-            self.report(error)
-
-    def report(self, error: BaseException) -> None:
-        """Report an error other than a `TrainerError` to the other ranks; those are agreed on where they are raised.
-
-        Raises:
-            CheckpointError: in place of a LaunchError, if another rank has failed with such an error.
-        """
-        if self.channel.world_size == 1:
-            return
-        if isinstance(error, LaunchError):
-            with contextlib.suppress(dist.DistError):
-                if (failure := self.channel.failure()) is not None:
-                    raise CheckpointError(failure.rstrip(".")) from error
-        end_waits(self.channel, error)
 
     @property
     def is_out_of_step(self) -> bool:
@@ -115,9 +87,9 @@ class JointCall:
             LaunchError: if the store is gone.
         """
         if not self._is_decided:
-            self._is_decided = True
             kind, text = unpack(pack(problem))
             self.channel.settle(self._decision, _NO + pack(kind(f"Rank {self.channel.rank}: {text}")))
+            self._is_decided = True  # last: an interrupt before it leaves the call out of step
 
     def offer(self, data: bytes) -> list[bytes]:
         """Give `data` to the coordinator, and return there the data of all ranks in the order of the channel's ranks.
@@ -215,20 +187,59 @@ class JointCall:
         )
 
 
+class OpenCall:
+    """A joint call as a context: whatever ends this rank's part of it ends the waits of the other ranks.
+
+    A class, not a generator: an interrupt of a generator's first line leaves it suspended, and its handlers unrun, for
+    as long as the program refers to the interrupt.
+
+    Args:
+        channel: of this call alone, released at its end.
+        name: the call as the user has written it, with what has to be equal on all ranks.
+        check: raises for invalid arguments of this rank, on every rank.
+    """
+
+    def __init__(self, channel: StoreChannel, name: str, *, timeout_s: float, check: Callable[[], None]) -> None:
+        self._channel, self._name, self._timeout_s, self._check = channel, name, timeout_s, check
+
+    def __enter__(self) -> JointCall:
+        """Announce the call, and return it.
+
+        Raises:
+            CheckpointError: if the ranks make different calls.
+            TrainerError: if `check` raises on a rank.
+        """
+        try:
+            call = JointCall(self._channel, "call", self._name, timeout_s=self._timeout_s)
+            with call.preparing():
+                self._check()
+        except BaseException as error:
+            end_waits(self._channel, error)
+            raise
+        return call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the channel, or report the error to the other ranks.
+
+        Raises:
+            CheckpointError: in place of a LaunchError, if another rank has failed with an error of its own.
+        """
+        if error is None:
+            self._channel.release()
+            return
+        if isinstance(error, LaunchError) and self._channel.world_size > 1:
+            with contextlib.suppress(dist.DistError):
+                if (failure := self._channel.failure()) is not None:
+                    raise CheckpointError(failure.rstrip(".")) from error
+        end_waits(self._channel, error)
+
+
 def end_waits(channel: StoreChannel, error: BaseException) -> None:
-    """End the waits of the other ranks for this rank, unless the call itself reports its error."""
+    """End the waits of the other ranks for this rank; they know of a `TrainerError` by the call's decision."""
     if channel.world_size > 1 and not isinstance(error, TrainerError):
         channel.fail(as_problem(error).what)
-
-
-@contextlib.contextmanager
-def ending_waits(channel: StoreChannel) -> Iterator[None]:
-    """End the waits of the other ranks for this rank if this block raises what they do not know of."""
-    try:
-        yield
-    except BaseException as error:
-        end_waits(channel, error)
-        raise
 
 
 def _different_calls(calls: dict[int, str]) -> CheckpointError:

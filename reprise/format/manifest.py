@@ -201,6 +201,9 @@ def _tile_tensor(place: Place, pieces: list[WrittenPiece]) -> TensorEntry:
         (piece,) = pieces
         if (piece.lo, piece.hi) == (0, spec.total_bytes):  # as nearly all pieces of a single rank
             return TensorEntry(spec.view, tuple((0, size) for size in spec.view), {}, piece.digests)
+    for piece in pieces:
+        if len(piece.box.offset) != len(spec.view):
+            raise _not_tiled(spec.name, piece.box, [piece])
     cuts = []
     for dim, size in enumerate(spec.view):
         marks = {piece.box.offset[dim] for piece in pieces} | {piece.box.end[dim] for piece in pieces}

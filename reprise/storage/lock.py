@@ -101,6 +101,18 @@ class _Hold:
         _holds.discard(self)
         self.is_over.set()
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Let the thread make a call, and raise its exception; no call is made on a thread that has ended."""
+        job = Job(call)
+        try:
+            self.calls.put(job)
+            while not job.ends(_LOOK_S) and not self.is_over.is_set():
+                continue
+            if job.is_done:
+                job.wait()
+        finally:
+            del job  # it has the error, whose traceback refers to this frame
+
     def is_named(self) -> bool:
         """Return whether the lock file names this lock."""
         holder = _holder(self.path)
@@ -242,10 +254,7 @@ class FolderLock:
         if hold is not None and hold.descriptor is not None and self._shown is not None:
             self._shown.wait()
             if not exists(self._path):
-                again = Job(partial(self._take_again, hold))
-                hold.calls.put(again)
-                again.wait()
-                del again  # it has the error, whose traceback refers to this frame
+                hold.run(partial(self._take_again, hold))
         holder = _holder(self._path)
         if hold is None or hold.descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)

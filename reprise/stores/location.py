@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reprise.paths import is_url
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.stores.url import is_store_url
 
@@ -16,11 +17,11 @@ def location(text: str | Path) -> Path:
     A later change of the working folder changes nothing.
 
     Raises:
-        ConfigError: for a malformed URL of a store.
+        ConfigError: for a malformed URL of a store, or a URL of something else.
     """
     if isinstance(text, Path):
         return text.absolute()
-    if _MARK not in text or not is_store_url(text):
+    if _MARK not in text or not is_url(text):
         return Path(text).absolute()
     from reprise.stores.path import store_path
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import ConfigError
+from reprise.paths import download_command
 
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
@@ -36,11 +37,12 @@ class StoreUrl:
         match = _URL.fullmatch(text.strip())
         scheme = match["scheme"].lower() if match else ""
         if match is None or scheme not in SCHEMES:
+            command = download_command(text)
             raise ConfigError(
                 "This is no URL of a store",
                 expected=", ".join(f"{name}://" for name in SCHEMES),
                 found=_without_secret(text),
-                fix="Mounted file systems are given by their path.",
+                fix=f"Run `{command}`, and name FOLDER." if command else "A mounted file system is named by its path.",
             )
         if {"@", ":"} & set(match["rest"].partition("/")[0]) or {"?", "#"} & set(match["rest"]):
             raise ConfigError(

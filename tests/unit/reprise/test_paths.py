@@ -13,7 +13,8 @@ from pathlib import Path, PosixPath
 
 import pytest
 
-from reprise.errors import DataError, TrainerError
+from reprise import load_state_dict
+from reprise.errors import ConfigError, DataError, TrainerError
 from reprise.paths import (
     exists,
     folders_below,
@@ -192,3 +193,9 @@ def test_a_comparison_refuses_what_is_no_regular_file(
 )
 def test_a_hub_url_is_refused_with_its_download_command(url: str, found: str) -> None:
     assert found in url_problem(url)
+
+
+@pytest.mark.parametrize("url", ["hf://org/model", "hdfs://host/run"])
+def test_a_load_of_no_store_is_refused(url: str) -> None:
+    with refused(ConfigError, url, *(["hf download org/model"] if url.startswith("hf") else [])):
+        load_state_dict(url, {})

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from reprise.commit.channel import StoreChannel
-from reprise.commit.joint_call import JointCall
+from reprise.commit.joint_call import JointCall, OpenCall
 from reprise.errors import CheckpointError, LaunchError, LockError
 from tests.fakes import JOIN_S, run_ranks
 
@@ -113,7 +113,7 @@ def test_a_rank_that_takes_long_to_prepare_is_waited_for() -> None:
 
 def test_a_failure_after_the_decision_ends_the_waits() -> None:
     def call(channel: StoreChannel) -> None:
-        with called(channel) as joint:
+        with OpenCall(channel, "save()", timeout_s=JOIN_S, check=lambda: None) as joint:
             with joint.agreed():
                 pass
             if channel.rank:
@@ -149,3 +149,24 @@ def test_a_lost_store_is_an_error_of_its_own() -> None:
 
     with pytest.raises((LaunchError, ConnectionError)):
         called(StoreChannel(Lost(), 0, world_size=2, timeout_s=JOIN_S))
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_refusal_ended_by_an_interrupt_is_out_of_step(is_stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(channel: StoreChannel) -> bool:
+        joint = called(channel)
+        if channel.rank == 0:
+            return False
+        settle = channel.settle
+
+        def interrupted(key: str, value: str) -> str:
+            if is_stored:
+                settle(key, value)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(channel, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            joint.refuse(LockError("Taken", where="x"))
+        return joint.is_out_of_step
+
+    assert run_ranks(2, call) == [False, True]

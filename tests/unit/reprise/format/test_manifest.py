@@ -69,6 +69,8 @@ def test_pieces_come_back_as_they_were_written() -> None:
         ("w", [STEP, LEFT]),  # a box is missing
         ("w", [STEP, LEFT, RIGHT_1]),  # a share is
         ("w", [STEP, LEFT, RIGHT_2]),
+        ("w", [STEP, replace(LEFT, box=Box((0,), (4,)))]),
+        ("w", [STEP, replace(LEFT, box=Box((0, 0, 0), (4, 2, 1)))]),
         ("step", [LEFT, RIGHT_1, RIGHT_2]),
         ("w", [*GOOD, LEFT]),
         ("w", [*GOOD, RIGHT_1]),

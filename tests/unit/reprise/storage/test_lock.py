@@ -295,6 +295,21 @@ def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
         lock.check()
 
 
+def test_a_check_ends_with_a_release_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    (tmp_path / "lock").unlink()
+    exists = lock_module.exists
+
+    def release_first(path: Path) -> bool:
+        lock.release()
+        return exists(path)
+
+    monkeypatch.setattr(lock_module, "exists", release_first)
+    with refused(LockError, str(tmp_path)):
+        lock.check()
+
+
 @pytest.mark.parametrize("is_released", [False, True])
 def test_a_job_whose_lock_file_was_removed_and_taken_is_refused(tmp_path: Path, is_released: bool) -> None:
     lock, successor = FolderLock(tmp_path, "mine"), FolderLock(tmp_path, "theirs")
