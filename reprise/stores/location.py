@@ -21,7 +21,7 @@ def location(text: str | Path) -> Path:
     """
     if isinstance(text, Path):
         return text.absolute()
-    if _MARK not in text or not is_url(text):
+    if not is_url(text):
         return Path(text).absolute()
     from reprise.stores.path import store_path
 
