@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
@@ -55,13 +56,15 @@ def type_problems(config: object, prefix: str = "") -> list[str]:
     hints = get_type_hints(type(config))
     for field in fields(config):  # type: ignore[arg-type]
         key, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
-        sections = tuple(kind for kind in get_args(hint) or (hint,) if is_dataclass(kind))
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        sections = tuple(kind for kind in kinds if is_dataclass(kind))
+        lists = [kind for kind in kinds if get_origin(kind) is list]
         if is_dataclass(value):
             problems += type_problems(value, f"{key}.")
         elif sections and value is not None:
             problems.append(f"{key}={value}: must be a section of keys")
-        elif get_origin(hint) is list:
-            (kind,) = get_args(hint)
+        elif lists and not (value is None and NoneType in kinds):
+            (kind,) = get_args(lists[0])
             if not isinstance(value, list) or not all(type(member) is kind for member in value):
                 problems.append(f"{key}={value}: must be a list of {kind.__name__}")
     return problems

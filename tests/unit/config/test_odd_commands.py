@@ -171,6 +171,8 @@ model.n_embd=1000000000 |
 
 model.head_dim=3
 
+model.stop_token_ids=[[1]]
+
 model=llama3_tiny | model.n_kv_head=3 model.dropout=0.1
 
 train.freeze=[transformer.h.7.*]
