@@ -207,8 +207,8 @@ class AsyncSaver:
         Raises:
             TrainerError: if the save did not become a checkpoint.
         """
-        self._is_closed = True
         try:
+            self._is_closed = True
             self._checkpointer.close()
         except BaseException:
             self._abandon()
@@ -225,10 +225,14 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the saver; after an error a running save may land, and is waited for a short time only."""
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-        else:
+        try:
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self.close()
+                return
+        except BaseException:
             self._abandon()
+            raise
+        self._abandon()
 
     def _abandon(self) -> None:
         """Let go of the folder, after waiting for a save under way for a short time."""

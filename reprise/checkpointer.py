@@ -289,7 +289,6 @@ class Checkpointer:
                 raise stalled(attempt)
             started.job.wait(self._policy.commit_timeout_s, where=attempt.folder.iteration(attempt.iteration))
             self._saved.committed(attempt.iteration, has_optimizer=save_job.has_optimizer)
-            self._attempts.committed(attempt.iteration)
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not snapshot.is_aborted:
@@ -439,7 +438,6 @@ class Checkpointer:
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
             local=self._local,
-            successor=None if self._local is None else self._attempts.successor(attempt.iteration),
             earlier=earlier,
             tables=self._tables,
         )

@@ -117,11 +117,6 @@ class Attempt:
         return self.folder.partial(self.iteration, self.name)
 
     @property
-    def old(self) -> Path | None:
-        """Return the discarded checkpoint of this host whose files this attempt overwrites; None if there is none."""
-        return next(iter(self.folder.discarded(self.name)), None)
-
-    @property
     def mark(self) -> Path:
         """Return the file to be seen by every rank before its report, where there are several ranks."""
         return self.folder.mark_of(self.iteration, self.name)
@@ -130,19 +125,6 @@ class Attempt:
 def key_of(name: str) -> str:
     """Return the prefix of the keys of all messages on attempt `name`."""
     return f"save/{name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Successor:
-    """The attempt to overwrite, in place, the files of a checkpoint given up by retention.
-
-    Args:
-        first: the lowest iteration of the checkpoints whose files it may overwrite: those of this process. The files
-            of an earlier process may hold ranges of other ranks now, which nobody would overwrite or free.
-    """
-
-    name: str
-    first: int
 
 
 @dataclass(slots=True)
@@ -156,7 +138,6 @@ class AttemptNames:
     nonce: str
     count: int = 0
     earlier: list[tuple[int, str]] = field(default_factory=list)
-    _first: int | None = None  # the lowest iteration that became a checkpoint
 
     @property
     def name(self) -> str:
@@ -166,14 +147,6 @@ class AttemptNames:
     def begin(self) -> None:
         """Count the next attempt."""
         self.count += 1
-
-    def committed(self, iteration: int) -> None:
-        """Take note of a checkpoint made by an attempt."""
-        self._first = iteration if self._first is None else min(iteration, self._first)
-
-    def successor(self, iteration: int) -> Successor:
-        """Return the attempt after the attempt of `iteration`, which is the last so far."""
-        return Successor(self.name, iteration if self._first is None else self._first)
 
 
 class Copying(Protocol):

@@ -1,25 +1,38 @@
-"""Lists checkpoints: the newest from their JSON files, headers and first blocks, older ones at a glance."""
+"""Lists checkpoints: the newest from their JSON files, headers and first blocks, older ones without a check."""
 
 from __future__ import annotations
 
+import heapq
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
-from reprise.format.names import ADAPTERS, HOST, MANIFEST
-from reprise.loading.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
-from reprise.management.glance import StateParser, glance, newest, trees_in
+from reprise.format.names import ADAPTERS, HOST, MANIFEST, STATE
+from reprise.loading.reader import (
+    Checkpoint,
+    check_first_blocks,
+    check_state,
+    misleading_files,
+    open_checkpoint,
+    read_content,
+    read_places,
+)
 from reprise.management.host_share import missing_everywhere, share_of
-from reprise.management.paths import checkpoint_folder, refuse_link
+from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
 from reprise.paths import exists, is_file, is_symlink
 from reprise.storage.files import Files
-from reprise.storage.folder import iteration_of, shown_name
-from reprise.storage.holds import is_held
-from reprise.stores.location import files_of, location
+from reprise.storage.folder import WEIGHTS, is_iteration_name, iteration_of, named_iteration, shown_name
+from reprise.storage.holds import HOLD, is_held
+from reprise.stores.location import files_of, is_stored, location
 
 CHECKED = 100  # newest checkpoints of a folder, by default
+Tree = Mapping[str, os.stat_result]  # of a checkpoint, by the names of its files
 
 
 def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple[CheckpointSummary, ...]:
@@ -36,14 +49,13 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
         OSError: if a folder cannot be listed.
     """
     roots = [checkpoint_folder(folder) for folder in map(location, folders)]
-    listed = [(root, trees_in(root, files_of(root))) for root in roots]
-    checked = {shown_name(path) for _, trees in listed for path in newest(trees, check)}
+    listed = [(root, _trees_in(root, files_of(root))) for root in roots]
+    checked = {shown_name(path) for _, trees in listed for path in _newest(trees, check)}
     summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
     for root, trees in listed:
-        parser = StateParser()
         for path, tree in trees.items():
             files, checkpoint = files_of(path), None
-            summary = None if shown_name(path) in checked else glance(root, path, tree, files, parser)
+            summary = None if shown_name(path) in checked else _unchecked(root, path, tree, files)
             if summary is None:
                 summary, checkpoint = _summary(root, path, files)
             summaries.append(summary)
@@ -53,6 +65,70 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
         replace(summary, missing_everywhere=missing[summary.iteration]) if summary.iteration in missing else summary
         for summary in summaries
     )
+
+
+def _trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
+    """Return the checkpoints of a folder in order; in a store, with their objects, from a single listing.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
+    """
+    if not is_stored(folder):
+        return dict.fromkeys(checkpoints_in(folder))
+    trees: dict[str, dict[str, os.stat_result]] = defaultdict(dict)
+    for name, status in files.tree(folder).items():
+        head, _, inner = name.removeprefix(f"{WEIGHTS}/").partition("/")
+        if is_iteration_name(head) and inner:
+            trees[name.removesuffix(f"/{inner}")][inner] = status
+    names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
+    return {folder / name: trees[name] for name in names} or dict.fromkeys(checkpoints_in(folder))
+
+
+def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:
+    """Return the newest checkpoints of a run and its newest saves of the weights alone, and all links.
+
+    Args:
+        count: of each kind, superseded checkpoints last; None for all.
+    """
+    if count is None:
+        return list(paths)
+    links, by_folder = list[Path](), defaultdict[Path, list[Path]](list)
+    for path in paths:
+        (links if is_symlink(path) else by_folder[path.parent]).append(path)
+    return links + [path for kind in by_folder.values() for path in heapq.nlargest(count, kind, key=_age_rank)]
+
+
+def _age_rank(path: Path) -> tuple[bool, int]:
+    return iteration_of(path) is not None, named_iteration(path.name) or 0
+
+
+def _unchecked(folder: Path, path: Path, tree: Tree | None, files: Files) -> CheckpointSummary | None:
+    """Return the summary of a checkpoint without a check; None without a manifest, or if the state cannot be read.
+
+    Args:
+        tree: its objects in a store, where its state is not read: that would be a request for each checkpoint.
+    """
+    state = None
+    try:
+        if tree is None:
+            tree, state = files.tree(path), json_file.parse(read_content(path / STATE, files), where=path / STATE)
+            check_state(state, path)
+        return CheckpointSummary(
+            folder,
+            path,
+            named_iteration(path.name),
+            # Most files of a host's part may be holes.
+            files.allocated_bytes(path) if HOST in tree else sum(status.st_size for status in tree.values()),
+            tree[MANIFEST].st_mtime,
+            CheckpointStatus.UNCHECKED,
+            None,
+            state,
+            has_adapters=ADAPTERS in tree,
+            is_pinned=any(name.startswith(HOLD) for name in tree) and is_held(path),
+            is_superseded=iteration_of(path) is None,
+        )
+    except (OSError, TrainerError, KeyError):
+        return None
 
 
 def is_whole(path: Path, files: Files) -> bool:

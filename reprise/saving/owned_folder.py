@@ -17,7 +17,7 @@ from pathlib import Path
 from reprise import json_file
 from reprise.atomic import temporary_of
 from reprise.commit import messages
-from reprise.commit.attempt import Attempt, Hosts, SharedCommitState, Successor
+from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError, count_of
@@ -247,13 +247,9 @@ class OwnedFolder:
             self._retain(retention, saved)
 
     def release(self) -> None:
-        """Remove what the next save would have overwritten, and let go of the lock."""
-        if self.lock is None:
-            return
-        for path in self.folder.discarded(self._nonce):
-            with contextlib.suppress(OSError):  # the next start sweeps it
-                self.folder.files.remove_tree(path)
-        self.lock.release()
+        """Release the lock."""
+        if self.lock is not None:
+            self.lock.release()
 
     def _retain(self, retention: Retention, saved: SavedIterations) -> None:
         """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
@@ -290,14 +286,7 @@ def decide_expired(
     return expired, committed
 
 
-def delete(
-    folder: CheckpointFolder,
-    iterations: Sequence[int],
-    *,
-    attempt: str,
-    lock: FolderLock | None,
-    successor: Successor | None = None,
-) -> list[int]:
+def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
     """Delete committed iterations and return the deleted ones; a line of the log names the others. Rank 0 only.
 
     An iteration held by now stays.
@@ -305,21 +294,17 @@ def delete(
     Args:
         attempt: names the folders on their way out; unique in the life of the folder.
         lock: looked at again before each of them.
-        successor: the attempt to overwrite the files of the last of them in place, which therefore stay until then;
-            None if there is no such attempt.
     """
     deleted = []
     for iteration in iterations:
         try:
             if lock is not None:
                 lock.check()
-            is_taken_over = successor is not None and iteration == iterations[-1] >= successor.first
-            path = folder.discard(iteration, successor.name if successor is not None and is_taken_over else attempt)
+            path = folder.discard(iteration, attempt)
             if path is None:
                 _log.info("iteration %d stays, somebody has begun to read it", iteration)
                 continue
-            if not is_taken_over:
-                folder.files.remove_tree(path)
+            folder.files.remove_tree(path)
             deleted.append(iteration)
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)
@@ -417,7 +402,7 @@ def require_room(
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
-        allocated = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
+        allocated = files.allocated_bytes(attempt.partial)
     except OSError as error:
         raise folder.cannot_write(error) from error
     if free is not None and free + allocated < needed and retention.mirror is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from reprise.commit import finish, messages
-from reprise.commit.attempt import Attempt, SharedCommitState, Successor
+from reprise.commit.attempt import Attempt, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
@@ -28,7 +28,7 @@ from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
 from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.snapshot import Snapshot
-from reprise.saving.writer import THREADS, Unsynced, Writer, writing_failed
+from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
@@ -49,8 +49,6 @@ class SaveJob:
         local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory; None for one rank.
         may_share: whether this rank has the memory to assemble columns.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
-        successor: the next attempt, which writes into the files of a checkpoint given up by retention: new memory of a
-            tmpfs costs more than the copy into it. None makes all files anew.
         earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them, each rank its own messages, once this attempt is committed: by then every rank is past
             the earlier attempts or has aborted them.
@@ -70,13 +68,11 @@ class SaveJob:
     local_ranks: LocalRanks | None
     may_share: bool = False
     local: LocalSaves | None = None
-    successor: Successor | None = None
     earlier: Sequence[tuple[int, str]] = ()
     tables: PieceTables = field(default_factory=PieceTables)
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
     _digests: SharedDigests = field(init=False, default_factory=dict)
-    _unsynced: Unsynced = field(init=False, default_factory=Unsynced)
 
     @property
     def blocked_s(self) -> float:
@@ -115,8 +111,7 @@ class SaveJob:
         arguments = (self.channel, attempt, self.shared, self, self.tables)
         commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
-            with self._unsynced:
-                commit.run()
+            commit.run()
             self.committed_at = time.perf_counter()
         except BaseException as error:
             if self.local_ranks is not None:
@@ -128,21 +123,17 @@ class SaveJob:
             raise
         finally:
             self._remove_earlier()
-            self._remove_discarded()
         if self._is_durable:  # on leaders alone
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
-            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
+            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
             if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
                 for path in attempt.folder.superseded():
                     if not is_held(path):
                         self._remove(path)
 
     def write(self) -> Written:
-        """Write this rank's part, and make sure it lies in the folder of its host's leader.
-
-        It is durable, but for that of a single rank, which `prepare` syncs.
-        """
+        """Write this rank's part durably, and make sure it lies in the folder of its host's leader."""
         attempt, partial = self.attempt, self.attempt.partial
         with contextlib.ExitStack() as checks:
             if not self._leads:
@@ -159,18 +150,10 @@ class SaveJob:
                     leads=self._leads,
                     is_sparse=self.local is not None,
                     sharing=sharing,
-                    old=None if self.successor is None else attempt.old,
                 )
                 beside = () if self.replicas is None else self.replicas.calls
                 try:
-                    result = writer.write(
-                        self.plan.pieces,
-                        self.plan.chunks,
-                        self.snapshot,
-                        beside=beside,
-                        # No report waits for these syncs: with those of the JSON files they share a journal commit.
-                        unsynced=self._unsynced if self.channel.world_size == 1 else None,
-                    )
+                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=beside)
                 except CheckpointError:
                     if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
                         self._require_mark(partial)
@@ -236,8 +219,7 @@ class SaveJob:
         """Make all files of this host's folder durable."""
         if self._is_marked:
             _remove_mark(self.attempt)
-        beside = (*self._unsynced.syncs, *self.contents.syncs)
-        finish.prepare(self.attempt, files, lock=self.lock, beside=beside)
+        finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
         """Rename this host's folder to the name of the checkpoint."""
@@ -271,12 +253,6 @@ class SaveJob:
                 _log.error("messages of earlier saves stay in the store: %s", error)
                 return
         self.earlier = () if is_committed else self.earlier
-
-    def _remove_discarded(self) -> None:
-        """Remove the files not taken over by this attempt, and those meant for an attempt never made."""
-        if self._leads and self.successor is not None:
-            for path in self.attempt.folder.discarded(self.successor.name.rpartition("-")[0]):
-                self._remove(path)
 
     def _remove(self, partial: Path) -> None:
         if not self._leads:

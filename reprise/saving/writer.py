@@ -32,14 +32,6 @@ THREADS = 2
 _THREAD = "checkpoint-writer"
 
 
-class Unsynced(ExitStack):
-    """Written files, open until they are synced: `syncs` makes them durable, `close` closes what is still open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.syncs: list[Callable[[], None]] = []
-
-
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Writes one rank's chunks into a folder not committed yet.
@@ -50,7 +42,6 @@ class Writer:
         leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
         is_sparse: whether the files keep holes where other hosts write.
         sharing: assembles columns into whole rows; None writes them row by row.
-        old: a discarded folder, whose files of equal names and sizes are overwritten in place; None for none.
     """
 
     folder: Path
@@ -61,7 +52,6 @@ class Writer:
     leads: bool = True
     is_sparse: bool = False
     sharing: Sharing | None = None
-    old: Path | None = None
 
     def write(
         self,
@@ -70,7 +60,6 @@ class Writer:
         snapshot: Snapshot,
         *,
         beside: Sequence[Callable[[], None]] = (),
-        unsynced: Unsynced | None = None,
     ) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
@@ -79,7 +68,6 @@ class Writer:
         Args:
             chunks: the extents of each file, in the order of writing.
             beside: calls to run beside the writes, each on a thread of its own if the system has one.
-            unsynced: takes the files, for the caller to sync; None syncs here.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -103,12 +91,7 @@ class Writer:
             if self.sharing is not None:
                 stripes = partial(self._write_stripes, self.sharing, targets, snapshot, has_failed)
                 run_together([stripes] * self.threads, name=_THREAD, threads=self.threads)
-            syncs = [partial(self._sync, target) for target in targets.values()]
-            if unsynced is None:
-                self.files.sync_together(syncs)
-            else:
-                unsynced.syncs += syncs
-                unsynced.push(ending.pop_all())
+            self.files.sync_together([partial(self._sync, target) for target in targets.values()])
         return Written(
             [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
             sum(target.written_bytes for target in targets.values()),
@@ -235,7 +218,6 @@ class _Target:
         self.path = writer.folder / file.name
         self._folder, self._files, self._file = writer.folder, writer.files, file
         self._writes_header, self._is_sparse = writer.leads, writer.is_sparse
-        self._old = None if writer.old is None else writer.old / file.name
         self._lock = threading.Lock()
         self._users = 0
         self._cached: int | None = None
@@ -277,8 +259,6 @@ class _Target:
             self._files.make_folder(self._folder)  # never its parent: if that is gone, the save must fail
             if self.path.parent != self._folder:
                 self._files.make_folder(self.path.parent)
-            if self._old is not None:
-                self._files.take_over(self._old, self.path, self._file.total_bytes)
         self._cached = self._files.open_for_writing(self.path)
         self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
         if not self._is_reserved:

@@ -91,17 +91,6 @@ class Files(FileCalls):
         if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
-    def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
-        """Make `path` a second name of `old`, an unneeded file, to overwrite its blocks in place.
-
-        Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps a second name), or if
-        the file system refuses the link.
-        """
-        with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
-            status = os.lstat(old)
-            if (status.st_size, status.st_nlink) == (total_bytes, 1):
-                os.link(old, path, follow_symlinks=False)
-
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
         """Fill `buffer` from `offset`; return the number of bytes read, fewer only at the end of the file."""
         filled = 0

@@ -256,18 +256,6 @@ class CheckpointFolder:
     def _leaving(self, iteration: int, attempt: str) -> Path:
         return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
-    def discarded(self, name: str) -> list[Path]:
-        """Return the folders discarded under the name of an attempt, or by any attempt of a nonce.
-
-        None where the root cannot be listed, and no held folder.
-        """
-        try:
-            matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
-        except OSError:
-            return []
-        discarded = [path for path, match in matches if match and f"{match[2]}-".startswith(f"{name}-")]
-        return [path for path in discarded if not is_held(path)]
-
     def sweep(self) -> list[Path]:
         """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
 

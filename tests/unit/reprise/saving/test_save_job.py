@@ -6,9 +6,6 @@ import errno
 import os
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-
 from reprise.checkpointer import Checkpointer
 from reprise.commit.attempt import Hosts
 from reprise.commit.channel import StoreChannel
@@ -85,75 +82,3 @@ def test_the_next_commit_removes_what_was_in_doubt(tmp_path: Path) -> None:
     all_ranks(2, call)
     for host in (0, 1):
         assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000003"]
-
-
-def test_a_save_overwrites_the_files_of_the_one_it_replaces(tmp_path: Path) -> None:
-    def call(channel: StoreChannel) -> list[dict[str, int]]:
-        checkpointer, found = saver(channel, tmp_path, "n"), list[dict[str, int]]()
-        for iteration in range(1, 6):
-            report = checkpointer.save(iteration, contents(channel.rank, iteration))
-            assert report is not None
-            assert report.error is None
-            found.append({path.name: path.stat().st_ino for path in report.path.glob("*.safetensors")})
-        checkpointer.close()
-        return found
-
-    inodes = all_ranks(2, call)
-    for host, (first, second, third, fourth, fifth) in enumerate(inodes):
-        assert first
-        assert (first, second) == (third, fourth) == (fifth, second)
-        assert not set(first.values()) & set(second.values())
-        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000005"]
-        (ours,) = contents(host, 5).live
-        found = load_file(tmp_path / f"{host}/iter_0000005/model.safetensors")[ours.spec.name]
-        rows = slice(ours.box.offset[0], ours.box.end[0])
-        assert torch.equal(found[rows], ours.local)
-
-
-def test_the_files_of_an_earlier_process_are_not_overwritten(tmp_path: Path) -> None:
-    """They may hold the rows of other ranks, which would stay allocated for the rest of the run."""
-
-    def call(channel: StoreChannel) -> list[int]:
-        kept = list[int]()
-        for nonce, iterations in (("n", range(1, 2)), ("m", range(2, 5))):
-            checkpointer = saver(channel, tmp_path, nonce)
-            for iteration in iterations:
-                checkpointer.save(iteration, contents(channel.rank, iteration))
-                kept.append(len(list((tmp_path / str(channel.rank)).glob("*.deleting"))))
-            checkpointer.close()
-        return kept
-
-    assert all_ranks(2, call) == [[0, 0, 1, 1]] * 2
-
-
-def test_a_failed_save_leaves_no_files_to_take_over(tmp_path: Path) -> None:
-    def call(channel: StoreChannel) -> list[bool]:
-        checkpointer, found = saver(channel, tmp_path, "n", files=FailingSync("n-3")), list[bool]()
-        for iteration in range(1, 6):
-            report = checkpointer.save(iteration, contents(channel.rank, iteration))
-            found.append(report is not None and report.error is None)
-            left = [path for path in (tmp_path / str(channel.rank)).iterdir() if path.name.endswith(".deleting")]
-            assert len(left) == (iteration in (2, 4, 5)), left
-        checkpointer.close()
-        return found
-
-    assert all_ranks(2, call) == [[True, True, False, True, True]] * 2
-
-
-def test_a_shared_folder_takes_no_files_over(tmp_path: Path) -> None:
-    class NoLinks(Files):
-        def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
-            raise AssertionError(path)
-
-    def call(channel: StoreChannel) -> None:
-        policy = SavePolicy(tmp_path, retention=Retention(1))
-        checkpointer = Checkpointer(policy, channel, nonce="n", files=NoLinks())
-        checkpointer.start()
-        for iteration in range(1, 4):
-            report = checkpointer.save(iteration, contents(channel.rank, iteration))
-            assert report is not None
-            assert report.error is None
-        checkpointer.close()
-
-    all_ranks(2, call)
-    assert not list(tmp_path.glob("*.deleting"))

@@ -166,24 +166,6 @@ def test_a_file_system_that_reports_no_size_has_an_unknown_room() -> None:
     assert describe_free_space(files, proc) == "an unknown number of bytes free"
 
 
-def test_blocks_are_taken_over_by_a_file_of_their_size(tmp_path: Path) -> None:
-    files, old, new = Files(), tmp_path / "old", tmp_path / "new"
-    old.write_bytes(b"1234")
-    files.take_over(old, new, 5)
-    files.take_over(tmp_path / "none", new, 4)
-    assert not new.exists()
-    files.take_over(old, new, 4)
-    assert new.stat().st_ino == old.stat().st_ino
-    assert files.allocated_bytes(tmp_path) == new.stat().st_blocks * 512
-    old.unlink()
-    old.write_bytes(b"5678")
-    files.take_over(old, new, 4)
-    assert new.read_bytes() == b"1234"
-    (tmp_path / "backup").hardlink_to(old)
-    files.take_over(old, tmp_path / "other", 4)  # a file with a second name
-    assert not (tmp_path / "other").exists()
-
-
 _FULL_OF_FILES = """
 import logging, sys
 from pathlib import Path
