@@ -18,6 +18,7 @@ from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.commit.piece_tables import PieceTables
+from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
@@ -423,7 +424,8 @@ class Checkpointer:
     ) -> SaveJob:
         interval = self._policy.check_replicas
         compares = interval > 0 and self._attempts.count % interval == 0
-        snapshot, replicas = self._staging.begin(plan, with_replicas=compares)
+        replicas = ReplicaDigests(plan.saved) if compares and self._channel.world_size > 1 else None
+        snapshot = self._staging.begin(plan)
         earlier, self._attempts.earlier = self._attempts.earlier, []
         return SaveJob(
             attempt=attempt,

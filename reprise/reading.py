@@ -32,13 +32,13 @@ from reprise.loading.verify import verify_share as verify_share
 from reprise.storage.progress_line import ProgressLine as ProgressLine
 
 if TYPE_CHECKING:
+    from reprise.commit.replicas import check_replicas as check_replicas
     from reprise.loading.loader import LoadReport as LoadReport
     from reprise.loading.loader import Target as Target
     from reprise.loading.loader import check_tensors as check_tensors
     from reprise.loading.loader import fill as fill
-    from reprise.loading.replicas import check_replicas as check_replicas
 
-_NAMES = {"loading.loader": ("LoadReport", "Target", "check_tensors", "fill"), "loading.replicas": ("check_replicas",)}
+_NAMES = {"loading.loader": ("LoadReport", "Target", "check_tensors", "fill"), "commit.replicas": ("check_replicas",)}
 
 if not TYPE_CHECKING:
     __getattr__ = importer(__name__, _NAMES)

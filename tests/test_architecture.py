@@ -116,7 +116,7 @@ PARTS_UNDER_TEST = {
     "scripts.bench": "commit format saving storage.worker stores tensors",
     "scripts.faults": "format.manifest loading.blocks",
     "tests.crash": "commit format loading local storage tensors",
-    "tests.cuda": "format nested saving tensors",
+    "tests.cuda": "commit format nested saving tensors",
     "tests.distributed": "format.manifest nested saving.plan saving.snapshot storage",
     "tests.fakes": "format.box saving.snapshot storage.worker",
     "tests.golden": "saving.plan",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprise.errors import CheckpointError, ReplicaError, TrainerError
-from reprise.format.report import RankReport
+from reprise.format.report import GroupDigest, RankReport
 
 _MOST_NAMED = 3
 _Row = Mapping[str, Any]
@@ -57,10 +57,15 @@ def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
     sides = _sides({rank: report.identity for rank, report in reports.items()})
     if len(sides) > 1:
         return Disagreement(sides)
+    return between_groups({rank: report.groups for rank, report in reports.items()})
+
+
+def between_groups(groups_by_rank: Mapping[int, Sequence[GroupDigest]]) -> Disagreement | None:
+    """Return the first disagreement between replicas, given by rank in ascending order; None if there is none."""
     boxes: dict[int, dict[int, object]] = defaultdict(dict)
     contents: dict[int, dict[int, object]] = defaultdict(dict)
-    for rank, report in reports.items():
-        for group in report.groups:
+    for rank, groups in groups_by_rank.items():
+        for group in groups:
             boxes[group.ranks][rank] = group.size, group.boxes
             contents[group.ranks][rank] = group.content
     for by_group, is_of_content in ((boxes, False), (contents, True)):
@@ -71,11 +76,12 @@ def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
     return None
 
 
-def explain(disagreement: Disagreement, tables: Sequence[bytes]) -> TrainerError:
+def explain(disagreement: Disagreement, tables: Sequence[bytes], *, fix: str = "") -> TrainerError:
     """Return an error with the ranks and the first different tensors.
 
     Args:
         tables: `Inventory.to_bytes` of the two witnesses, in their order.
+        fix: advice before the advice on replicas.
     """
     a, b = disagreement.witnesses
     rows, other_rows = ({row["name"]: row for row in json.loads(table)} for table in tables)
@@ -90,8 +96,12 @@ def explain(disagreement: Disagreement, tables: Sequence[bytes]) -> TrainerError
     count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
     if disagreement.is_of_content:
         sides = " against ".join(_ranks_text(side) for side in disagreement.sides)
-        return replica_error(
-            f"{count}{details}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. "
+        return ReplicaError(
+            "Replicas of the same tensor hold different bits",
+            expected="the same bits on all ranks that hold a tensor",
+            found=f"{count}{details}; {sides}",
+            fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot "
+            "be trusted, or the program lets its replicas drift.",
         )
     return CheckpointError(
         "The ranks do not save the same tensors",
@@ -102,21 +112,6 @@ def explain(disagreement: Disagreement, tables: Sequence[bytes]) -> TrainerError
     )
 
 
-def replica_error(difference: str, *, fix: str = "") -> ReplicaError:
-    """Return the error of different replicas.
-
-    Args:
-        fix: advice before the common advice.
-    """
-    return ReplicaError(
-        "Replicas of the same tensor hold different bits",
-        expected="the same bits on all ranks that hold a tensor",
-        found=difference,
-        fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot be "
-        "trusted, or the program lets its replicas drift.",
-    )
-
-
 def _difference(name: str, row: _Row | None, second_row: _Row | None, ranks: tuple[int, int]) -> str | None:
     """Return the contradiction between two ranks' rows of a tensor, or None.
 
@@ -124,7 +119,7 @@ def _difference(name: str, row: _Row | None, second_row: _Row | None, ranks: tup
     """
     if row is None or second_row is None:
         return f"{name} only on rank {ranks[0] if second_row is None else ranks[1]}"
-    keys = [key for key in ("dtype", "shape", "kind", "file") if row[key] != second_row[key]]
+    keys = [key for key in ("dtype", "shape", "kind", "file") if row.get(key) != second_row.get(key)]
     if keys:
         first, second = (" ".join(str(values[key]) for key in keys) for values in (row, second_row))
         return f"{name} is {first} on rank {ranks[0]} and {second} on rank {ranks[1]}"

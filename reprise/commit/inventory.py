@@ -13,7 +13,7 @@ from reprise.format.layout import Layout
 from reprise.format.report import GroupDigest
 from reprise.tensors.live import LiveTensor
 
-# By set of ranks that hold the same boxes, then by tensor: the packed digests of all blocks of the box.
+# By set of ranks that hold the same boxes, then by tensor: the digest of the box.
 SharedDigests = Mapping[tuple[int, ...], Mapping[str, bytes]]
 
 
@@ -21,21 +21,20 @@ class Inventory:
     """The table behind a rank's report. Reports carry its digests; the table is sent only if two ranks disagree.
 
     Args:
-        layout: the layout of all tensors of the checkpoint, as this rank computes it.
         live: the tensor parts that this rank holds.
         shared: the digests of this rank's replicas; empty where they are not compared.
+        layout: the layout of all tensors of the checkpoint, as this rank computes it; None without a checkpoint.
     """
 
-    def __init__(self, layout: Layout, live: Sequence[LiveTensor], shared: SharedDigests) -> None:
-        self._layout = layout
-        self._live = {tensor.spec.name: tensor for tensor in live if not tensor.is_copy}
-        self._shared = shared
+    def __init__(self, live: Sequence[LiveTensor], shared: SharedDigests, layout: Layout | None = None) -> None:
+        self._live = {tensor.spec.name: tensor for tensor in live}
+        self._shared, self._places = shared, {} if layout is None else layout.places
 
     @property
     def identity(self) -> int:
         """Return the digest (xxh3-64) of all names, kinds, dtypes, shapes and places of the layout."""
         digest = xxhash.xxh3_64()
-        for name, place in self._layout.places.items():  # row by row: the text of all would hold up other threads
+        for name, place in self._places.items():  # row by row: the text of all would hold up other threads
             spec = place.spec
             row = spec.kind.value, name, spec.dtype.name, spec.shape, spec.view, place.file
             digest.update(repr(row).encode())
@@ -56,17 +55,14 @@ class Inventory:
     def to_bytes(self) -> bytes:
         """Return the whole table as JSON: a row for each tensor of the checkpoint, in order."""
         digests = {name: digest for names in self._shared.values() for name, digest in names.items()}
-        return json.dumps([self._row(name, digests.get(name)) for name in self._layout.places]).encode()
+        return json.dumps([self._row(name, digests.get(name)) for name in self._places or self._live]).encode()
 
     def _row(self, name: str, blocks: bytes | None) -> dict[str, Any]:
-        spec, tensor = self._layout.places[name].spec, self._live.get(name)
-        row: dict[str, Any] = {
-            "name": name,
-            "kind": spec.kind.value,
-            "dtype": spec.dtype.name,
-            "shape": spec.shape,
-            "file": self._layout.places[name].file,
-        }
+        place, tensor = self._places.get(name), self._live.get(name)
+        spec = self._live[name].spec if place is None else place.spec
+        row: dict[str, Any] = {"name": name, "kind": spec.kind.value, "dtype": spec.dtype.name, "shape": spec.shape}
+        if place is not None:
+            row["file"] = place.file
         if tensor is not None:
             row |= {"offset": tensor.box.offset, "box": tensor.box.shape, "ranks": tensor.replicas}
         if blocks is not None:

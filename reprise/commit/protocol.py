@@ -178,7 +178,11 @@ class TwoPhaseCommit:
         tables = {rank: self._channel.read(f"{self._key}/table/{rank}", sender=f"rank {rank}") for rank in witnesses}
         if is_witness:
             tables[self._channel.rank] = self._table()
-        raise disagreement.explain(difference, [tables[rank] for rank in difference.witnesses])
+        raise disagreement.explain(
+            difference,
+            [tables[rank] for rank in difference.witnesses],
+            fix="Nothing was saved; committed checkpoints are untouched. ",
+        )
 
     def _table(self) -> bytes:
         """Return the table of a rank whose part is written: no other rank is asked for it."""

@@ -39,6 +39,15 @@ class GroupDigest:
     boxes: int
     content: int
 
+    def to_bytes(self) -> bytes:
+        """Return the row of a message."""
+        return _GROUP.pack(self.ranks, self.size, self.boxes, self.content)
+
+    @staticmethod
+    def all_of(rows: bytes) -> tuple[GroupDigest, ...]:
+        """Return the groups in a message."""
+        return tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(rows))
+
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
@@ -75,7 +84,7 @@ class RankReport:
             self.pieces,
             len(self.table),
         )
-        rows = b"".join(_GROUP.pack(row.ranks, row.size, row.boxes, row.content) for row in self.groups)
+        rows = b"".join(group.to_bytes() for group in self.groups)
         return head + rows + (self.table + self.digests if self.problem is None else self.problem.encode())
 
     @staticmethod
@@ -83,7 +92,7 @@ class RankReport:
         """Return the report in a message."""
         has_failed, iteration, identity, written_bytes, count, pieces, length = _HEAD.unpack_from(data)
         at = _HEAD.size + count * _GROUP.size
-        groups = tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(data[_HEAD.size : at]))
+        groups = GroupDigest.all_of(data[_HEAD.size : at])
         if has_failed:
             return RankReport(iteration, identity, groups, data[at:].decode())
         end = at + length

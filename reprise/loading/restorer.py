@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from reprise.commit import replicas
 from reprise.commit.channel import StoreChannel
 from reprise.commit.error_message import as_problem
 from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
 from reprise.format.names import MANIFEST
-from reprise.loading import replicas
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import LoadReport, fill, touched_pieces
 from reprise.loading.reader import Checkpoint, read_places

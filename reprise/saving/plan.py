@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +34,6 @@ class Piece:
     box: Box
     lo: int
     hi: int
-
-
-SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]  # by ranks that hold the same boxes, by tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +159,6 @@ class Plan:
         chunks: by file, in extents for concurrent writing. The order of the files is rotated by rank: ranks do not
             queue for a file.
         columns: the pieces whose rows lie apart in their file.
-        shared: the pieces, of any rank, of the boxes held by several ranks, this rank among them.
-        watched: the memory of the shared boxes of which this rank writes nothing.
         is_overtaken: whether the program changes the tensors while the save is under way.
     """
 
@@ -175,14 +170,17 @@ class Plan:
     chunks: dict[str, list[list[Chunk]]]
     columns: list[Piece]
     sources: Sources
-    shared: SharedPieces
-    watched: Sources
     is_overtaken: bool = False
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
         is_same = self.specs is contents.specs and self.live is contents.live
         return is_same and self.optimizers == contents.optimizers
+
+    @property
+    def saved(self) -> tuple[LiveTensor, ...]:
+        """Return the live tensors without the copies of tensors saved by other ranks."""
+        return tuple(tensor for tensor in self.live if not tensor.is_copy)
 
     @property
     def order(self) -> list[Chunk]:
@@ -208,9 +206,7 @@ def make_plan(
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
-    shared = shared_pieces(_holdings(contents.live, layout))
     names = {piece.name for piece in pieces}
-    watched = {name for tensors in shared.values() for name in tensors} - names
     is_steady = copies_at_call or not is_overtaken
     steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
     chunks = _rotated(cut(pieces, layout), rank)
@@ -222,15 +218,9 @@ def make_plan(
         pieces=pieces,
         chunks=chunks,
         columns=columns_of(chunks),
-        sources=Sources(_named(contents.live, names), steady),
-        shared=shared,
-        watched=Sources(_named(contents.live, watched), steady),
+        sources=Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady),
         is_overtaken=is_overtaken,
     )
-
-
-def _named(live: Sequence[LiveTensor], names: Collection[str]) -> list[LiveTensor]:
-    return [tensor for tensor in live if tensor.spec.name in names and not tensor.is_copy]
 
 
 def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
@@ -269,25 +259,6 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
         for piece in _share(members, index=replicas.index(rank), count=len(replicas)):
             by_name[piece.name] = piece
     return [by_name[holding.name] for holding in holdings if holding.name in by_name]
-
-
-def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str, list[Piece]]]:
-    """Return, for each set of two or more ranks with boxes in common, the pieces of these boxes, by any writer.
-
-    Pure, and equal on all these ranks.
-
-    Returns:
-        By the ranks, then by tensor in the order of `holdings`: the pieces in the order of their bytes.
-    """
-    by_ranks: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
-    for replicas, members in _groups(holdings).items():
-        if len(replicas) > 1:
-            by_name: dict[str, list[Piece]] = {member.name: [] for member in members}
-            for index in range(len(replicas)):
-                for piece in _share(members, index=index, count=len(replicas)):
-                    by_name[piece.name].append(piece)
-            by_ranks[replicas] = by_name
-    return by_ranks
 
 
 def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:

@@ -16,9 +16,10 @@ from reprise.commit.attempt import Attempt, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
-from reprise.commit.inventory import Inventory, SharedDigests
+from reprise.commit.inventory import Inventory
 from reprise.commit.piece_tables import PieceTables
 from reprise.commit.protocol import TwoPhaseCommit
+from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
@@ -26,7 +27,6 @@ from reprise.policy import Retention
 from reprise.saving.column_sharing import LocalRanks, Sharing
 from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
-from reprise.saving.replica_digests import ReplicaDigests
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held
@@ -43,7 +43,7 @@ class SaveJob:
     """A save of one rank: `run` is called once, on the worker thread of every rank.
 
     Args:
-        replicas: digests of the tensors held by other ranks too; None without such tensors or without a comparison.
+        replicas: digests of the tensors held by other ranks too; None without a comparison.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
         local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory; None for one rank.
@@ -72,22 +72,19 @@ class SaveJob:
     tables: PieceTables = field(default_factory=PieceTables)
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
-    _digests: SharedDigests = field(init=False, default_factory=dict)
 
     @property
     def blocked_s(self) -> float:
         """Return for how long the optimizer's step was held back."""
-        return self.snapshot.blocked_s + (0.0 if self.replicas is None else self.replicas.blocked_s)
+        return self.snapshot.blocked_s
 
     def release(self) -> None:
-        """Let live memory change: copy and digest the rest of it. Main thread.
+        """Copy the rest of live memory, which may change then. Main thread.
 
         An exception, such as KeyboardInterrupt, aborts the save: the program may go on, and change what is not copied.
         """
         try:
             self.snapshot.release()
-            if self.replicas is not None:
-                self.replicas.release()
         except BaseException:
             self.snapshot.abort()
             raise
@@ -151,16 +148,13 @@ class SaveJob:
                     is_sparse=self.local is not None,
                     sharing=sharing,
                 )
-                beside = () if self.replicas is None else self.replicas.calls
                 try:
-                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot, beside=beside)
+                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
                 except CheckpointError:
                     if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
                         self._require_mark(partial)
                     raise
                 self.snapshot.check()
-                if self.replicas is not None:
-                    self._digests = self.replicas.all(result)
             finally:
                 self.snapshot.close()
             if not self._leads:
@@ -170,7 +164,8 @@ class SaveJob:
 
     def inventory(self) -> Inventory:
         """Return the tensors of the checkpoint as this rank knows them, and the digests of its replicas."""
-        return Inventory(self.plan.layout, self.plan.live, self._digests)
+        digests = {} if self.replicas is None else self.replicas.by_ranks()
+        return Inventory(self.plan.saved, digests, self.plan.layout)
 
     def _begin(self, partial: Path) -> Sharing | None:
         """Join the other ranks of the host; on its leader leave the mark, and let the others know."""

@@ -18,7 +18,6 @@ from reprise.errors import CheckpointError
 from reprise.format.layout import PAGE_BYTES
 from reprise.policy import SavePolicy
 from reprise.saving.plan import Chunk, ChunkPart, Plan, make_plan
-from reprise.saving.replica_digests import ReplicaDigests
 from reprise.storage.worker import Worker, run_together
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Bytes, Memory
@@ -300,26 +299,17 @@ class Staging:
         self._settle(self.plan(contents))
         self.populate()
 
-    def begin(self, plan: Plan, *, with_replicas: bool) -> tuple[Snapshot, ReplicaDigests | None]:
-        """Take the state as it is now. No other save may use the arena.
-
-        Args:
-            with_replicas: whether to digest the tensors held by other ranks too.
-        """
+    def begin(self, plan: Plan) -> Snapshot:
+        """Take the state as it is now. No other save may use the arena."""
         self._settle(plan)
-        memory = plan.sources.begin()
-        snapshot = Snapshot(
-            memory,
+        return Snapshot(
+            plan.sources.begin(),
             plan.order,
             arena=self.arena,
             stall_timeout_s=self._policy.stall_timeout_s,
             copies_first=self._policy.copies_at_call and self._is_touched,
             reads_in_place=not self._policy.copies_at_call,
         )
-        if not (with_replicas and plan.shared):
-            return snapshot, None
-        watched = plan.watched
-        return snapshot, ReplicaDigests(plan.shared, plan.pieces, {**memory, **watched.steady}, watched.changing())
 
     def populate(self) -> None:
         """Have the pages of a new arena there, after what was submitted before.

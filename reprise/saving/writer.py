@@ -58,8 +58,6 @@ class Writer:
         pieces: Sequence[Piece],
         chunks: Mapping[str, Sequence[Sequence[Chunk]]],
         snapshot: Snapshot,
-        *,
-        beside: Sequence[Callable[[], None]] = (),
     ) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
@@ -67,7 +65,6 @@ class Writer:
 
         Args:
             chunks: the extents of each file, in the order of writing.
-            beside: calls to run beside the writes, each on a thread of its own if the system has one.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -87,7 +84,7 @@ class Writer:
                     partial(self._write_extent, target, extent, snapshot, digests, has_failed)
                     for extent in chunks.get(file.name, ()) or ((),)
                 ]
-            run_together([*beside, *calls], name=_THREAD, threads=self.threads + len(beside))
+            run_together(calls, name=_THREAD, threads=self.threads)
             if self.sharing is not None:
                 stripes = partial(self._write_stripes, self.sharing, targets, snapshot, has_failed)
                 run_together([stripes] * self.threads, name=_THREAD, threads=self.threads)

@@ -184,21 +184,18 @@ class Sources:
     Args:
         steady: addresses of the storages with changes at known times only; None for all. Tensors in other storages, and
             non-contiguous tensors, are copied at every `begin`.
-
-    Attributes:
-        steady: the memory of the tensors in these storages, by name.
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
         devices = [tensor.local.device for tensor in live if tensor.local.device.type != "cpu"]
         self._device = devices[0] if devices else None
         self._stream = None if self._device is None else _copy_stream(self._device)
-        self.steady: dict[str, Memory] = {}
+        self._steady: dict[str, Memory] = {}
         self._copied: list[LiveTensor] = []
         for tensor in live:
             local = tensor.local.detach()
             if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
-                self.steady[tensor.spec.name] = self._memory(local, is_private=False)
+                self._steady[tensor.spec.name] = self._memory(local, is_private=False)
             else:
                 self._copied.append(tensor)
 
@@ -216,14 +213,7 @@ class Sources:
         if self._stream is not None:
             assert self._device is not None
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
-        return {**self.steady, **copies}
-
-    def changing(self) -> dict[str, Memory]:
-        """Return the memory of the other tensors in its current state, without a copy if contiguous."""
-        return {
-            tensor.spec.name: self._memory(tensor.local.detach().contiguous(), is_private=False)
-            for tensor in self._copied
-        }
+        return {**self._steady, **copies}
 
     def _memory(self, packed: torch.Tensor, *, is_private: bool) -> Memory:
         if packed.device.type == "cpu":

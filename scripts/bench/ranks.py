@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from reprise.layout import DEFAULT_FILE_BYTES
+from reprise.commit.replicas import ReplicaDigests
 from reprise.live_tensors import Contents
 from reprise.reading import LoadSource
 from reprise.savers import Checkpointer, Restorer, SavePolicy
-from reprise.saving.plan import make_plan
-from reprise.saving.replica_digests import ReplicaDigests
 from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder, touched
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
@@ -142,15 +140,9 @@ class _Rank:
         checkpointer.close()
 
     def _digest_replicas(self, row: dict[str, float], _: int) -> None:
-        """Digest the other rank's bytes on one thread while nothing else runs: the longest possible wait of a step."""
-        contents = self._subject.contents(1)
-        plan = make_plan(contents, rank=self._rank, file_bytes=DEFAULT_FILE_BYTES, is_overtaken=True)
-        memory = {**plan.sources.steady, **plan.watched.steady}
-
-        def digest() -> None:
-            ReplicaDigests(plan.shared, plan.pieces, memory, {}).release()
-
-        row[REPLICAS] = self._slowest(self._timed(digest))
+        """Digest what other ranks hold too while nothing else runs."""
+        live = self._subject.contents(1).live
+        row[REPLICAS] = self._slowest(self._timed(lambda: ReplicaDigests(live)))
 
     def _checkpointer(self, number: int, *, async_save: bool) -> Checkpointer:
         nonce = f"{self._name}-{number}-{int(async_save)}"

@@ -156,7 +156,7 @@ class StepsInMemory:
 
     def inventory(self) -> Inventory:
         """Return the table of the layout."""
-        return Inventory(self.attempt.layout, [], {})
+        return Inventory([], {}, self.attempt.layout)
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
         """Return the JSON files."""
@@ -209,7 +209,7 @@ def _serve(case: str, ranks: int, pipe: Connection) -> None:
     pipe.send(store.port)
     layout_of, pieces_of = CASE_OF[case]
     layout = layout_of(ranks)
-    identity = Inventory(layout, [], {}).identity
+    identity = Inventory([], {}, layout).identity
     hosts, folder = Hosts.shared(ranks), CheckpointFolder(Path(tempfile.gettempdir()), Files())
     spare = [store.clone()]  # type: ignore[attr-defined]
     shared: Any = {"world_size": ranks, "timeout_s": _TIMEOUT_S, "ranks": tuple(range(ranks)), "spare": spare}

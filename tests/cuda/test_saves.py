@@ -12,24 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 from torch import nn
 
 from reprise import AsyncSaver, load, save
 from reprise.channel import single_rank_channel
+from reprise.commit.replicas import ReplicaDigests, checksum
 from reprise.errors import CheckpointError
 from reprise.files import Files
 from reprise.folder import STATE
-from reprise.format.manifest import DIGEST_BYTES, Written
 from reprise.live_tensors import Contents, Grid, live_tensors, map_memory, memory_of
 from reprise.nested.documents import values_of
 from reprise.nested.module_tree import tree_of
 from reprise.savers import Checkpointer, Retention, SavePolicy
 from reprise.saving import snapshot
-from reprise.saving.plan import Piece, make_plan
-from reprise.saving.replica_digests import ReplicaDigests, blocks_of, checksum
 from reprise.saving.snapshot import Snapshot
-from reprise.tensors.memory import Arena, Bytes, _copy_stream, pin
+from reprise.tensors.memory import Arena, _copy_stream, pin
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
 from tests.harness import tensor_files
@@ -318,28 +315,17 @@ def test_checksums_of_replicas_are_of_the_iteration(device: torch.device) -> Non
     sharding, state = Sharding("2 replicas", (Axis("replica", 2),)), sample_state(specs, seed=3)
     host = sharding.live(1, specs, state)
     live = [replace(each, local=each.local.to(device, copy=True)) for each in host]
-    plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, is_overtaken=False)
-    images = {each.spec.name: memory_of(each.local) for each in host}
-    expected = {
-        ranks: {name: _digests(images[name], pieces, device) for name, pieces in tensors.items()}
-        for ranks, tensors in plan.shared.items()
-    }
-    assert expected
-    memory = {**plan.sources.begin(), **plan.watched.steady}
+    expected = ReplicaDigests(host).by_ranks() if device.type == "cpu" else {}
+    if device.type != "cpu":
+        images = {each.spec.name: torch.from_numpy(memory_of(each.local)) for each in host}
+        for each in host:
+            digest = struct.pack("<q", int(checksum(images[each.spec.name])))
+            expected.setdefault(each.replicas, {})[each.spec.name] = digest
     with _slow_copies(device, 0.3):
-        digests = ReplicaDigests(plan.shared, [], memory, plan.watched.changing())
-        digests.release()
+        digests = ReplicaDigests(live)
     for each in live:
         each.local.zero_()
-    assert digests.all(Written([], 0)) == expected
-
-
-def _digests(image: Bytes, pieces: Sequence[Piece], device: torch.device) -> bytes:
-    """Return what replicas are compared by: digests of a CPU's bytes, checksums of a device's."""
-    blocks = [image[block.lo : block.hi] for piece in pieces for block in blocks_of(piece)]
-    if device.type == "cpu":
-        return b"".join(xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_BYTES, "big") for block in blocks)
-    return b"".join(struct.pack(">q", int(checksum(torch.frombuffer(block, dtype=torch.uint8)))) for block in blocks)
+    assert digests.by_ranks() == expected
 
 
 def test_a_save_that_finds_no_device_memory_fails_alone(

@@ -340,7 +340,7 @@ class SimulatedJob(SaveJob):
         attempt, is_local = attempted.attempt(rank.number), attempted.told.is_local
         layout = build_layout([ODD]) if rank.number in attempted.told.odd else attempt.layout
         nothing = Sources([], None)
-        plan = Plan((), (), (), layout, [], {}, [], nothing, {}, nothing)
+        plan = Plan((), (), (), layout, [], {}, [], nothing)
         channel = attempted.channel(rank)
         return SimulatedJob(
             attempt=attempt,

@@ -26,7 +26,7 @@ def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
     """Return the inventory of a rank that shares tensors of 4 rows with another, by name: the digests of its blocks."""
     specs = [spec(name, 4, 2) for name in names]
     live = [LiveTensor(found, box or whole((4, 2)), torch.zeros(4, 2), BOTH) for found in specs]
-    return Inventory(build_layout(specs), live, {BOTH: names})
+    return Inventory(live, {BOTH: names}, build_layout(specs))
 
 
 def reported(*inventories: Inventory) -> dict[int, RankReport]:
