@@ -17,7 +17,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.error_message import as_problem
 from reprise.commit.hosts_commit import LocalSaves
-from reprise.commit.piece_tables import PieceTables
+from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
@@ -150,7 +150,7 @@ class Checkpointer:
         # A run of one rank has nobody to share columns with.
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks) if channel.world_size > 1 else None
         self._staging = Staging(policy, channel.rank, self._worker)
-        self._attempts, self._tables = AttemptNames(nonce), PieceTables()
+        self._attempts, self._plans = AttemptNames(nonce), KnownPlans()
         self._saved = SavedIterations()
         self._started: _Started | None = None
         self._stuck: Job | None = None  # of a save that was aborted while its thread hung
@@ -441,7 +441,7 @@ class Checkpointer:
             may_share=self._staging.may_share(plan),
             local=self._local,
             earlier=earlier,
-            tables=self._tables,
+            plans=self._plans,
         )
 
     def _refuse(self, attempt: Attempt, error: CheckpointError, shared: SharedCommitState) -> None:

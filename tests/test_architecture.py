@@ -225,6 +225,7 @@ HANDED_ON = {
         reprise.checkpointer
         reprise.commit.channel
         reprise.commit.joint_call
+        reprise.commit.opening
         reprise.commit.protocol
         reprise.loading.restorer
         reprise.program_end

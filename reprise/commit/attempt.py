@@ -116,11 +116,6 @@ class Attempt:
         """Return the folder in which this host's ranks write."""
         return self.folder.partial(self.iteration, self.name)
 
-    @property
-    def mark(self) -> Path:
-        """Return the file to be seen by every rank before its report, where there are several ranks."""
-        return self.folder.mark_of(self.iteration, self.name)
-
 
 def key_of(name: str) -> str:
     """Return the prefix of the keys of all messages on attempt `name`."""

@@ -251,6 +251,8 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
     match state.stage, event:
         case CommitStage.WRITING, Wrote():
             return _collected(replace(state, stage=CommitStage.COLLECTING))
+        case CommitStage.WRITING, Silence(why):  # a rank did not offer its part
+            return _failed(replace(state, problem=state.problem or why))
         case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
             return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
         case CommitStage.COLLECTING, ReportsArrived(ranks, problem) if ranks & state.missing:
@@ -299,7 +301,7 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
     match state.stage, event:
         case CommitStage.WRITING, Wrote():
             return replace(state, stage=CommitStage.REPORTING), Action.REPORT
-        case CommitStage.WRITING, Failed(why):
+        case CommitStage.WRITING, (Failed(why) | Silence(why)):
             return replace(state, stage=CommitStage.REPORTING, problem=why), Action.REPORT
         case CommitStage.REPORTING, ReportStored():
             return replace(state, stage=CommitStage.AWAITING), Action.AWAIT_DECISION

@@ -1,4 +1,4 @@
-"""Finds disagreements between the ranks of a save in their reports and explains them from two ranks' tables."""
+"""Finds disagreements between the ranks of a save in their offers and explains them from two ranks' tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reprise.commit.report import GroupDigest, Offer
 from reprise.errors import CheckpointError, ReplicaError, TrainerError
-from reprise.format.report import GroupDigest, RankReport
 
 _MOST_NAMED = 3
 _Row = Mapping[str, Any]
@@ -49,15 +49,12 @@ def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
         )
 
 
-def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
-    """Return the first disagreement in the reports, given by rank in ascending order; None if the ranks agree.
-
-    A rank whose part failed reports no digests of replicas.
-    """
-    sides = _sides({rank: report.identity for rank, report in reports.items()})
+def find(offers: Mapping[int, Offer]) -> Disagreement | None:
+    """Return the first disagreement in the offers, given by rank in ascending order; None if the ranks agree."""
+    sides = _sides({rank: offer.identity for rank, offer in offers.items()})
     if len(sides) > 1:
         return Disagreement(sides)
-    return between_groups({rank: report.groups for rank, report in reports.items()})
+    return between_groups({rank: offer.groups for rank, offer in offers.items()})
 
 
 def between_groups(groups_by_rank: Mapping[int, Sequence[GroupDigest]]) -> Disagreement | None:

@@ -14,9 +14,11 @@ from reprise.commit.attempt import Attempt, Copying, Relay, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event
 from reprise.commit.file_exchange import FileExchange
+from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import Answer, DecisionMessage
-from reprise.commit.piece_tables import PieceTables, Tiling
 from reprise.commit.protocol import Steps, TwoPhaseCommit
+from reprise.commit.report import Offer
+from reprise.errors import CheckpointError
 from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
 from reprise.format.names import HOST, MANIFEST
@@ -46,11 +48,11 @@ class HostsCommit(TwoPhaseCommit):
         attempt: Attempt,
         shared: SharedCommitState,
         steps: Steps,
-        tables: PieceTables,
+        plans: KnownPlans,
         *,
         local: LocalSaves,
     ) -> None:
-        super().__init__(channel, attempt, shared, steps, tables)
+        super().__init__(channel, attempt, shared, steps, plans)
         self._exchange, self._copying, self._relay = local.exchange, local.copying, local.relay
         self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
         self._order = b""
@@ -60,6 +62,20 @@ class HostsCommit(TwoPhaseCommit):
         super().run()
         if self._channel.rank in self._attempt.hosts.leaders:
             self._copying.committed(self._attempt, self._order)
+
+    def _begin(self, offers: Mapping[int, Offer]) -> None:
+        """Require that all ranks of a host see one folder there."""
+        for name, ranks in zip(self._attempt.hosts.names, self._attempt.hosts.ranks, strict=True):
+            for rank in ranks:
+                if offers[rank].view != offers[ranks[0]].view:
+                    raise CheckpointError(
+                        "A rank does not see the folder of local checkpoints of its host",
+                        where=f"host {name}, {self._attempt.folder.root}",
+                        expected=f"the folder of rank {ranks[0]}",
+                        found=f"another one on rank {rank}",
+                        fix="Nothing was saved. Let all ranks of a host see one folder at this path.",
+                    )
+        super()._begin(offers)
 
     def _calls(self) -> dict[Action, Callable[[], Event]]:
         return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}
@@ -74,13 +90,12 @@ class HostsCommit(TwoPhaseCommit):
 
     def _prepare(self) -> Event:
         if self._channel.coordinates:
-            tiling = self._tiling()
-            files = self._with_host_file(tiling, self._steps.json_files(self._tensors(tiling)))
+            files = self._with_host_file(self._steps.json_files(self._tensors()))
             if len(self._attempt.hosts.leaders) > 1:
                 self._channel.put(f"{self._key}/files", self._exchange.pack(files))
         else:
             files = self._exchange.unpack(self._read_files(f"{self._key}/files"))
-        self._steps.prepare(of_host(files, self._attempt.hosts.number_of(self._channel.rank)))
+        self._steps.prepare(of_host(files, self._attempt.hosts.number_of(self._channel.rank)), {})
         return commit_state.ReadyToRename()
 
     def _read_files(self, key: str) -> bytes:
@@ -119,13 +134,16 @@ class HostsCommit(TwoPhaseCommit):
             self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
         return replace(decision, copies=self._order.decode())
 
-    def _with_host_file(self, tiling: Tiling, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _with_host_file(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the JSON files with `host.json` after them, as rank 0's host has it."""
         attempt = self._attempt
+        assert self._plan is not None
         host_of = {rank: number for number, ranks in enumerate(attempt.hosts.ranks) for rank in ranks}
         hosts = [host_of[rank] for rank in self._reports]
         itemsizes = {name: place.spec.dtype.itemsize for name, place in attempt.layout.places.items()}
-        writers = {name: tuple(hosts[table] for table in tables) for name, tables in tiling.writers(itemsizes).items()}
+        writers = {
+            name: tuple(hosts[table] for table in tables) for name, tables in self._plan.writers(itemsizes).items()
+        }
         digest = manifest.digest_of(files[MANIFEST])
         return {**files, HOST: HostFile(attempt.name, digest, 0, attempt.hosts.names, writers, {}).to_bytes()}
 

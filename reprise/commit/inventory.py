@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 
+from reprise.commit.report import GroupDigest
 from reprise.format.layout import Layout
-from reprise.format.report import GroupDigest
 from reprise.tensors.live import LiveTensor
 
 # By set of ranks that hold the same boxes, then by tensor: the digest of the box.
@@ -18,7 +18,7 @@ SharedDigests = Mapping[tuple[int, ...], Mapping[str, bytes]]
 
 
 class Inventory:
-    """The table behind a rank's report. Reports carry its digests; the table is sent only if two ranks disagree.
+    """The table behind a rank's offer. Offers carry its digests; the table is sent only if two ranks disagree.
 
     Args:
         live: the tensor parts that this rank holds.

@@ -213,10 +213,10 @@ class OpenCall:
             call = JointCall(self._channel, "call", self._name, timeout_s=self._timeout_s)
             with call.preparing():
                 self._check()
+            return call  # an interrupt of this line, too, ends the waits
         except BaseException as error:
             end_waits(self._channel, error)
             raise
-        return call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,21 +1,21 @@
-"""The messages of an attempt beside its two-phase commit: marks, aborts, and their deletion."""
+"""The messages of an attempt beside its two-phase commit: aborts, and their deletion."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from reprise.commit import commit_state, disagreement
+from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Outcome
+from reprise.commit.report import Offer, RankReport
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import manifest
 from reprise.format.names import MANIFEST
-from reprise.format.report import RankReport
 
 _log = logging.getLogger(__name__)
 
@@ -41,16 +41,29 @@ class DecisionMessage(_Message):
     Args:
         iteration: that of the checkpoint, if there is one.
         problem: why there is none.
-        witnesses: the ranks that send their tables before the last decision comes; None in a last decision.
         copies: the order for the copies of local checkpoints.
         is_earlier: whether an earlier attempt made the checkpoint, and no report on this attempt is read.
     """
 
     iteration: int | None = None
     problem: str | None = None
-    witnesses: Sequence[int] | None = None
     copies: str = ""
     is_earlier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningMessage(_Message):
+    """Rank 0's answer to the offers of all ranks: they may write, unless a member says otherwise.
+
+    Args:
+        problem: why none may write.
+        witnesses: the ranks that send their tables before the last answer comes.
+        is_decided: whether there is a decision on the attempt already.
+    """
+
+    problem: str | None = None
+    witnesses: Sequence[int] | None = None
+    is_decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +90,12 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
     key = key_of(attempt.name)
     if action is Action.BROADCAST:
         broadcast(channel, key, DecisionMessage(problem=text_of(error)))
+        put_opening(channel, attempt.name, OpeningMessage(is_decided=True))
     if action is Action.REPORT:
-        report = RankReport(attempt.iteration, problem=text_of(error))
         try:
-            channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
+            channel.put(f"{key}/report/{channel.rank}", RankReport(text_of(error)).to_bytes())
+            offer = Offer(attempt.iteration, problem=text_of(error))
+            channel.put(f"{key}/offer/{channel.rank}", offer.to_bytes(), is_first=False)
         except LaunchError as lost:
             _log.error("the failure of %s could not be reported: %s", key, lost)
     return shared.current.outcome is Outcome.FAILED
@@ -89,38 +104,19 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
 def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
     """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
     broadcast(channel, key_of(name), DecisionMessage(iteration=iteration, is_earlier=True))
+    put_opening(channel, name, OpeningMessage(is_decided=True))
 
 
-def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Their leader only."""
-    channel.put(marked_key(attempt, channel.rank), json.dumps([attempt.iteration, is_marked]).encode())
-
-
-def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
-    """Wait for the leader's message on the mark of an attempt, and return whether it is in its folder.
-
-    Args:
-        check: called again and again; ends the wait if it raises.
-
-    Returns:
-        False also if rank 0 has ended the attempt, as its decision says.
-
-    Raises:
-        LaunchError: if no message comes in time.
-        CheckpointError: if the leader saves another iteration.
-    """
-    leader = attempt.hosts.leader_of(channel.rank)
-    marked, sender = marked_key(attempt, leader), f"rank {leader}"
-    if channel.await_any([marked, f"{key_of(attempt.name)}/decision"], sender=sender, check=check) != marked:
-        return False
-    iteration, is_marked = json.loads(channel.read(marked, sender=sender))
-    disagreement.refuse_other_iterations({leader: iteration, channel.rank: attempt.iteration})
-    return bool(is_marked)
-
-
-def marked_key(attempt: Attempt, leader: int) -> str:
-    """Return the key of a leader's message on the mark of an attempt."""
-    return f"{key_of(attempt.name)}/marked/{leader}"
+def put_opening(channel: StoreChannel, name: str, message: OpeningMessage) -> None:
+    """Send rank 0's last word on the opening of attempt `name`: an earlier one stands."""
+    if channel.world_size == 1:
+        return
+    try:
+        channel.put(f"{key_of(name)}/opened", message.to_bytes(), is_first=False)
+        if message.problem is not None or message.is_decided:  # ranks that were asked for tables wait for it
+            channel.put(f"{key_of(name)}/opened/last", message.to_bytes(), is_first=False)
+    except LaunchError as error:
+        _log.error("the opening of attempt %s could not be sent: %s", name, error)
 
 
 def stripes_key(name: str, rank: int) -> str:
@@ -135,9 +131,10 @@ def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
         LaunchError: if the store is gone.
     """
     kinds = ["stripes"] if len(attempt.hosts.ranks_with(channel.rank)) > 1 else []
-    kinds += ["marked"] if channel.rank in attempt.hosts.leaders else []
-    kinds += [] if channel.coordinates else ["report"]
-    channel.delete([f"{key_of(attempt.name)}/{kind}/{channel.rank}" for kind in kinds])
+    kinds += [] if channel.coordinates else ["offer", "report"]
+    key = key_of(attempt.name)
+    of_rank0 = [f"{key}/opened"] if channel.coordinates else []
+    channel.delete([*of_rank0, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])
 
 
 def delete_messages(channel: StoreChannel, name: str) -> None:
@@ -147,23 +144,17 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
         LaunchError: if the store is gone.
     """
     key = key_of(name)
-    kinds = ("report", "table", "stripes", "marked", "prepared")
-    of_decision = [f"{key}/decision", f"{key}/decision/last", f"{key}/files"] if channel.coordinates else []
+    kinds = ("offer", "report", "table", "stripes", "prepared")
+    of_decision = [f"{key}/{name}" for name in ("opened", "opened/last", "decision", "files") if channel.coordinates]
     channel.delete([*of_decision, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:
-    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
-
-    A failure goes out twice: where ranks were asked for their tables, all wait for the last one.
-    """
+    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided."""
     if channel.world_size == 1:
         return
     try:
-        is_failure = decision.problem is not None
-        channel.put(f"{key}/decision", decision.to_bytes(), is_first=not is_failure)
-        if is_failure:
-            channel.put(f"{key}/decision/last", decision.to_bytes())
+        channel.put(f"{key}/decision", decision.to_bytes())
     except LaunchError as error:
         _log.error("the decision on %s could not be sent: %s", key, error)
 

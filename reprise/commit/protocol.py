@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from reprise.commit import commit_state, disagreement
+from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.inventory import Inventory
+from reprise.commit.joint_plan import JointPlan, KnownPlans
 from reprise.commit.messages import DecisionMessage, broadcast, is_committed, text_of
-from reprise.commit.piece_tables import PieceTables, Tiling
+from reprise.commit.opening import Opening
+from reprise.commit.report import Offer, RankReport
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.manifest import TensorEntry, Written
-from reprise.format.report import RankReport, encode
 
 # What a rank does on its disk: any error of it fails the attempt, also one of a message.
 _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
@@ -24,17 +25,30 @@ _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
 class Steps(Protocol):
     """What a rank does on its disk in a commit. All raise what went wrong."""
 
-    def write(self) -> Written:
-        """Write this rank's part, durably where there are other ranks."""
-
     def inventory(self) -> Inventory:
-        """Return what this rank saves, once its part is written. Where there are several ranks."""
+        """Return what this rank saves. Where there are several ranks."""
+
+    def table(self) -> bytes:
+        """Return the table of the pieces that this rank writes; see `joint_plan.encode`."""
+
+    def view(self) -> int:
+        """Return the identity of the checkpoint folder on this host. Where there are several ranks."""
+
+    def begin(self) -> None:
+        """Do what is to be done before any rank writes. Rank 0 only."""
+
+    def write(self) -> Written:
+        """Write this rank's part durably."""
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
         """Return the JSON files of the checkpoint. Rank 0 only."""
 
-    def prepare(self, files: Mapping[str, bytes]) -> None:
-        """Write the JSON files into the folder, and make all in it durable. Leaders only."""
+    def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
+        """Write the JSON files into the folder, and make all in it durable. Leaders only.
+
+        Args:
+            views: of the folder by the other ranks that write into it, each with the first of them.
+        """
 
     def rename(self) -> None:
         """Rename the folder to its final name. Leaders only."""
@@ -48,7 +62,7 @@ class TwoPhaseCommit:
     Args:
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
         steps: what this rank does on its disk.
-        tables: the tables of pieces that travelled with earlier attempts of this rank's run.
+        plans: those of earlier attempts of this rank's run.
     """
 
     def __init__(
@@ -57,15 +71,17 @@ class TwoPhaseCommit:
         attempt: Attempt,
         shared: SharedCommitState,
         steps: Steps,
-        tables: PieceTables,
+        plans: KnownPlans,
     ) -> None:
         self._channel, self._attempt, self._shared = channel, attempt, shared
-        self._steps, self._tables = steps, tables
-        self._inventory: Inventory | None = None  # of this rank, once its part is written
+        self._steps, self._plans = steps, plans
         self._key = key_of(attempt.name)
         self._error: BaseException | None = None  # of this rank
-        self._report = RankReport(attempt.iteration)
-        self._reports: dict[int, RankReport] = {}  # on rank 0, by rank
+        self._report = RankReport()
+        # On rank 0, by rank:
+        self._offers: dict[int, Offer] = {}
+        self._reports: dict[int, RankReport] = {}
+        self._plan: JointPlan | None = None
 
     def run(self) -> None:
         """Make the checkpoint, or learn of the failed attempt.
@@ -86,7 +102,6 @@ class TwoPhaseCommit:
                 break
             call = self._calls()[action]
         state = self._shared.current
-        self._tables.ended(is_committed=state.made_checkpoint)
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
@@ -113,28 +128,52 @@ class TwoPhaseCommit:
         return commit_state.Failed(text_of(error))
 
     def _write(self) -> Event:
+        try:
+            if not self._open():
+                return commit_state.Wrote()  # the decision is there
+        except LaunchError as error:
+            self._error = error
+            return commit_state.Silence(str(error))
         written = self._steps.write()
         digests = b"".join(piece.digests for piece in written.pieces)
-        report = replace(self._report, written_bytes=written.total_bytes, digests=digests)
-        self._report = self._tables.pack(report, encode(written.pieces, self._attempt.layout))
-        if self._channel.world_size > 1:
-            self._inventory = self._steps.inventory()
-            identity, groups = self._inventory.identity, self._inventory.groups()
-            self._report = replace(self._report, identity=identity, groups=groups)
+        self._report = RankReport(None, written.total_bytes, digests)
         self._reports = {self._channel.rank: self._report}  # all there are, where there is one rank
         return commit_state.Wrote()
+
+    def _open(self) -> bool:
+        """Agree with all ranks on what is saved; return whether this rank is to write its part."""
+        if self._channel.world_size == 1:
+            offer = self._plans.with_table(Offer(self._attempt.iteration), self._steps.table())
+            self._offers = {self._channel.rank: offer}
+            self._plan = self._plans.joint(self._attempt.layout, self._offers)
+            self._plans.delivered()
+            self._steps.begin()
+            return True
+        opening = Opening(self._channel, self._attempt, self._plans)
+        try:
+            inventory = self._steps.inventory()
+            offer = Offer(self._attempt.iteration, inventory.identity, inventory.groups(), view=self._steps.view())
+            offer = self._plans.with_table(offer, self._steps.table())
+        except BaseException as error:
+            opening.refuse(error)
+            raise
+        if not self._channel.coordinates:
+            return opening.join(offer, inventory)
+        self._plan = opening.lead(offer, inventory, self._begin)
+        return True
+
+    def _begin(self, offers: Mapping[int, Offer]) -> None:
+        """Do what is to be done before any rank writes, given what all ranks offer. Rank 0 only."""
+        self._offers = dict(offers)
+        self._steps.begin()
 
     def _send_report(self) -> Event:
         self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
         return commit_state.ReportStored()
 
     def _await_decision(self) -> Event:
-        decision = self._read_decision("decision")
-        if decision.witnesses is not None:
-            if self._channel.rank in decision.witnesses:
-                self._channel.put(f"{self._key}/table/{self._channel.rank}", self._table())
-            decision = self._read_decision("decision/last")
-        return self._decided(decision)
+        message = self._channel.read(f"{self._key}/decision", sender=self._coordinator)
+        return self._decided(DecisionMessage.from_bytes(message))
 
     def _decided(self, decision: DecisionMessage) -> Event:
         """Return the event of a decision on this attempt."""
@@ -156,56 +195,29 @@ class TwoPhaseCommit:
         messages = self._channel.read_all({f"{self._key}/report/{rank}": f"rank {rank}" for rank in ranks})
         reports = dict(zip(ranks, map(RankReport.from_bytes, messages), strict=True))
         self._reports = {self._channel.rank: self._report, **reports}
-        self._require_agreement()
         problems = (f"Rank {rank}: {report.problem}" for rank, report in reports.items() if report.problem is not None)
         return commit_state.ReportsArrived(frozenset(ranks), next(problems, None))
 
-    def _require_agreement(self) -> None:
-        """Refuse reports of ranks with different contents to save; two of them send their tables.
-
-        Raises:
-            CheckpointError: naming the first differences and the ranks.
-            LaunchError: if a rank does not answer.
-        """
-        reports = dict(sorted(self._reports.items()))
-        disagreement.refuse_other_iterations({rank: report.iteration for rank, report in reports.items()})
-        difference = disagreement.find({rank: report for rank, report in reports.items() if report.problem is None})
-        if difference is None:
-            return
-        witnesses = [rank for rank in difference.witnesses if rank != self._channel.rank]
-        is_witness = self._channel.rank in difference.witnesses
-        self._channel.put(f"{self._key}/decision", DecisionMessage(witnesses=witnesses).to_bytes())
-        tables = {rank: self._channel.read(f"{self._key}/table/{rank}", sender=f"rank {rank}") for rank in witnesses}
-        if is_witness:
-            tables[self._channel.rank] = self._table()
-        raise disagreement.explain(
-            difference,
-            [tables[rank] for rank in difference.witnesses],
-            fix="Nothing was saved; committed checkpoints are untouched. ",
-        )
-
-    def _table(self) -> bytes:
-        """Return the table of a rank whose part is written: no other rank is asked for it."""
-        assert self._inventory is not None
-        return self._inventory.to_bytes()
-
     def _prepare(self) -> Event:
-        self._steps.prepare(self._steps.json_files(self._tensors(self._tiling())))
+        self._steps.prepare(self._steps.json_files(self._tensors()), self._views())
         return commit_state.ReadyToRename()
 
-    def _tensors(self, tiling: Tiling) -> Mapping[str, TensorEntry]:
-        """Return the tensors of the checkpoint. Rank 0 only."""
-        return tiling.tensors([report.digests for report in self._reports.values()])
+    def _views(self) -> dict[int, int]:
+        """Return the views of the other ranks, each with the first of them. Rank 0 only."""
+        views = dict[int, int]()
+        for rank, offer in self._offers.items():
+            if rank != self._channel.rank:
+                views.setdefault(offer.view, rank)
+        return views
 
-    def _tiling(self) -> Tiling:
-        """Return how the pieces of the ranks, in the order of `_reports`, tile the tensors. Rank 0 only.
+    def _tensors(self) -> Mapping[str, TensorEntry]:
+        """Return the tensors of the checkpoint. Rank 0 only.
 
         Raises:
-            CheckpointError: if they do not, or some rank has counted on another to write its bytes, which has not.
+            CheckpointError: if some rank has counted on another to write its bytes, which has not.
         """
-        layout = self._attempt.layout
         written_bytes = sum(report.written_bytes for report in self._reports.values())
-        expected = sum(place.spec.total_bytes for place in layout.places.values())
+        expected = sum(place.spec.total_bytes for place in self._attempt.layout.places.values())
         if written_bytes != expected:
             raise CheckpointError(
                 "The ranks have not written every byte once",
@@ -213,7 +225,8 @@ class TwoPhaseCommit:
                 found=f"{written_bytes} B",
                 fix="Nothing was committed; this is a defect of the program that wrote them.",
             )
-        return self._tables.tiling(layout, self._reports)
+        assert self._plan is not None
+        return self._plan.tensors([report.digests for report in self._reports.values()])
 
     def _rename(self) -> Event:
         self._steps.rename()
@@ -233,6 +246,3 @@ class TwoPhaseCommit:
     @property
     def _coordinator(self) -> str:
         return f"rank {self._channel.coordinator}"
-
-    def _read_decision(self, name: str) -> DecisionMessage:
-        return DecisionMessage.from_bytes(self._channel.read(f"{self._key}/{name}", sender=self._coordinator))

@@ -14,8 +14,8 @@ from reprise.commit import disagreement
 from reprise.commit.channel import StoreChannel
 from reprise.commit.disagreement import Disagreement
 from reprise.commit.inventory import Inventory, SharedDigests
+from reprise.commit.report import GroupDigest
 from reprise.errors import TrainerError
-from reprise.format.report import GroupDigest
 from reprise.storage.worker import run_together
 from reprise.tensors.live import LiveTensor
 

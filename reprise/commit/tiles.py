@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from reprise.errors import CheckpointError
 from reprise.format.layout import Layout, Place
 from reprise.format.manifest import BLOCK_BYTES, TensorEntry
-from reprise.format.report import PIECE
 
+# Of a table: the tensor's number, dimensions, first and last byte, blocks; offset and shape follow, eight bytes each.
+PIECE = struct.Struct("<IBQQI")
 _Integers = npt.NDArray[np.int64]
 _BATCH = 256  # tables read together: what one call of numpy takes is no pause for another thread
 _HEAD = np.dtype([("tensor", "<u4"), ("dims", "u1"), ("lo", "<i8"), ("hi", "<i8"), ("blocks", "<u4")])
@@ -35,15 +38,14 @@ class _Pieces:
     first_blocks: _Integers
 
 
-def entries_of(layout: Layout, tables: Sequence[bytes]) -> tuple[dict[str, TensorEntry], list[int]] | None:
+def entries_of(layout: Layout, tables: Sequence[bytes]) -> tuple[dict[str, TensorEntry], list[int]]:
     """Return the entries of all tensors, with the number of each block in place of its digest, and each table's blocks.
 
     Args:
-        tables: in the form of `report.encode`; blocks are counted in their order.
+        tables: in the form of `joint_plan.encode`; blocks are counted in their order.
 
-    Returns:
-        None if the pieces do not tile the tensors as they should, or a tensor has no bytes and yet a piece;
-        `manifest.tile` says why.
+    Raises:
+        CheckpointError: naming the first tensor that the pieces do not cover once, or an empty one with a piece.
     """
     by_tensor: dict[int, list[_Pieces]] = defaultdict(list)
     counts: list[int] = []
@@ -51,15 +53,21 @@ def entries_of(layout: Layout, tables: Sequence[bytes]) -> tuple[dict[str, Tenso
         for tensor, pieces in _read(tables[begin : begin + _BATCH], counts):
             by_tensor[tensor].append(pieces)
     places = list(layout.places.values())
-    if by_tensor.keys() != {number for number, place in enumerate(places) if place.spec.total_bytes}:
-        return None
     entries: dict[str, TensorEntry] = {}
     for number, place in enumerate(places):
-        entry = _entry(place, by_tensor.pop(number)) if number in by_tensor else _empty(place)
-        if entry is None:
-            return None
-        entries[place.spec.name] = entry
+        if (number in by_tensor) != (place.spec.total_bytes > 0):
+            raise _not_tiled(place, "no piece" if number not in by_tensor else "a piece of a tensor without bytes")
+        entries[place.spec.name] = _entry(place, by_tensor.pop(number)) if number in by_tensor else _empty(place)
     return entries, counts
+
+
+def _not_tiled(place: Place, what: str) -> CheckpointError:
+    return CheckpointError(
+        "The pieces of all ranks do not cover a tensor exactly once",
+        where=place.spec.name,
+        found=what,
+        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
+    )
 
 
 def _read(tables: Sequence[bytes], counts: list[int]) -> Iterator[tuple[int, _Pieces]]:
@@ -99,30 +107,30 @@ def _empty(place: Place) -> TensorEntry:
     return TensorEntry(place.spec.view, tuple(tuple(sorted({0, size})) for size in place.spec.view), {}, b"")
 
 
-def _entry(place: Place, parts: Sequence[_Pieces]) -> TensorEntry | None:
-    """Return the entry of a tensor; None if its pieces do not tile it."""
+def _entry(place: Place, parts: Sequence[_Pieces]) -> TensorEntry:
+    """Return the entry of a tensor.
+
+    Raises:
+        CheckpointError: if its pieces do not tile it.
+    """
     dims = len(place.spec.view)
     if any((part.heads["dims"] != dims).any() for part in parts):
-        return None
+        raise _not_tiled(place, f"a piece that has not {dims} dimensions")
     heads = np.concatenate([part.heads for part in parts])
     boxes = np.concatenate([part.boxes for part in parts])
     first_blocks = np.concatenate([part.first_blocks for part in parts])
     lo, hi, blocks = heads["lo"], heads["hi"], heads["blocks"].astype(np.int64)
     if (lo >= hi).any() or (blocks != -(-(hi - lo) // BLOCK_BYTES)).any():
-        return None
-    cells = _cells(place, boxes)
-    if cells is None:
-        return None
-    cuts, cell, total = cells
+        raise _not_tiled(place, "a piece without bytes, or with another number of blocks")
+    cuts, cell, total = _cells(place, boxes)
     order = np.lexsort((lo, cell))
     cell, lo, hi, total = cell[order], lo[order], hi[order], total[order]
     is_first = np.append(True, cell[1:] != cell[:-1])
     is_last = np.append(is_first[1:], True)
     count = math.prod(len(marks) - 1 for marks in cuts)
-    if int(is_first.sum()) != count or (lo != np.where(is_first, 0, np.append(0, hi[:-1]))).any():
-        return None
-    if (hi[is_last] != total[is_last]).any():
-        return None
+    has_gaps = (lo != np.where(is_first, 0, np.append(0, hi[:-1]))).any() or (hi[is_last] != total[is_last]).any()
+    if int(is_first.sum()) != count or has_gaps:
+        raise _not_tiled(place, "bytes that no piece has, or two")
     shares: dict[int, list[int]] = {}
     for number, offset in zip(cell[~is_first].tolist(), lo[~is_first].tolist(), strict=True):
         shares.setdefault(number, []).append(offset)
@@ -133,20 +141,24 @@ def _entry(place: Place, parts: Sequence[_Pieces]) -> TensorEntry | None:
     return TensorEntry(place.spec.view, cuts, in_order, numbers.astype("<u8").tobytes())
 
 
-def _cells(place: Place, boxes: _Integers) -> tuple[tuple[tuple[int, ...], ...], _Integers, _Integers] | None:
-    """Return the cuts of a tensor, and the number and bytes of the cell of each box; None if a box is no cell."""
+def _cells(place: Place, boxes: _Integers) -> tuple[tuple[tuple[int, ...], ...], _Integers, _Integers]:
+    """Return the cuts of a tensor, and the number and bytes of the cell of each box.
+
+    Raises:
+        CheckpointError: if a box is no cell.
+    """
     cell, total = np.zeros(len(boxes), dtype=np.int64), np.full(len(boxes), place.spec.dtype.itemsize)
     cuts = []
     for dim, size in enumerate(place.spec.view):
         begin, length = boxes[:, dim], boxes[:, len(place.spec.view) + dim]
         end = begin + length
         if (begin < 0).any() or (length <= 0).any() or (length > size - begin).any():  # `end` may overflow
-            return None
+            raise _not_tiled(place, "a box outside the tensor")
         marks = np.sort(np.concatenate([[0, size], begin, end]))
         marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would keep other threads waiting
         index = np.searchsorted(marks, begin)
         if (marks[index + 1] != end).any():
-            return None
+            raise _not_tiled(place, "boxes that overlap")
         cell, total = cell * (len(marks) - 1) + index, total * length
         cuts.append(tuple(marks.tolist()))
     return tuple(cuts), cell, total

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,10 +19,9 @@ import numpy.typing as npt
 import xxhash
 
 from reprise import json_file
-from reprise.errors import CheckpointError
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
-from reprise.format.layout import MOST_ELEMENTS, Layout, Place, is_shape
+from reprise.format.layout import MOST_ELEMENTS, is_shape
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.json_file import integer
 
@@ -168,78 +167,6 @@ def digest_of(data: bytes | memoryview) -> str:
 def block_count(total_bytes: int) -> int:
     """Return how many blocks a piece of `total_bytes` has."""
     return -(-total_bytes // BLOCK_BYTES)
-
-
-def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
-    """Check that the pieces cover every byte of every tensor exactly once, and return each tensor's entry.
-
-    Raises:
-        CheckpointError: naming the first tensor with a missing, duplicate or unknown piece, or with a wrong number of
-            digests.
-    """
-    by_name: dict[str, list[WrittenPiece]] = defaultdict(list)
-    for piece in pieces:
-        by_name[piece.name].append(piece)
-        expected = block_count(piece.hi - piece.lo) * DIGEST_BYTES
-        if len(piece.digests) != expected:
-            raise CheckpointError(
-                "A written piece has not one digest for each of its blocks",
-                where=f"{piece.name}, bytes [{piece.lo}, {piece.hi}) of the box at {list(piece.box.offset)}",
-                expected=f"{expected} B",
-                found=f"{len(piece.digests)} B",
-                fix="Nothing was committed; this is a defect of the program that wrote it.",
-            )
-    foreign = by_name.keys() - layout.places.keys()
-    if foreign:
-        raise CheckpointError("A piece of an unknown tensor was written", where=min(foreign))
-    return {name: _tile_tensor(place, by_name.get(name, [])) for name, place in layout.places.items()}
-
-
-def _tile_tensor(place: Place, pieces: list[WrittenPiece]) -> TensorEntry:
-    spec = place.spec
-    if len(pieces) == 1 and spec.total_bytes and pieces[0].box == whole(spec.view):
-        (piece,) = pieces
-        if (piece.lo, piece.hi) == (0, spec.total_bytes):  # as nearly all pieces of a single rank
-            return TensorEntry(spec.view, tuple((0, size) for size in spec.view), {}, piece.digests)
-    for piece in pieces:
-        if len(piece.box.offset) != len(spec.view):
-            raise _not_tiled(spec.name, piece.box, [piece])
-    cuts = []
-    for dim, size in enumerate(spec.view):
-        marks = {piece.box.offset[dim] for piece in pieces} | {piece.box.end[dim] for piece in pieces}
-        cuts.append(tuple(sorted(marks | {0, size})))
-    by_box: dict[Box, list[WrittenPiece]] = defaultdict(list)
-    for piece in pieces:
-        by_box[piece.box].append(piece)
-    shares: dict[int, tuple[int, ...]] = {}
-    digests: list[bytes] = []
-    for cell, box in enumerate(_cells(cuts)):
-        total = spec.image(box).total_bytes
-        members = sorted(by_box.pop(box, []), key=lambda p: p.lo)
-        bounds = [piece.lo for piece in members] + [total]
-        if total and (not members or bounds[0] != 0 or [p.hi for p in members] != bounds[1:]):
-            raise _not_tiled(spec.name, box, members)
-        if len(members) > 1:
-            shares[cell] = tuple(bounds[1:-1])
-        digests += [piece.digests for piece in members]
-    if by_box:
-        box, members = next(iter(by_box.items()))
-        raise _not_tiled(spec.name, box, members)
-    return TensorEntry(spec.view, tuple(cuts), shares, b"".join(digests))
-
-
-def _not_tiled(name: str, box: Box, members: Sequence[WrittenPiece]) -> CheckpointError:
-    return CheckpointError(
-        "The written pieces do not cover a tensor exactly once",
-        where=f"{name}, box at {list(box.offset)} of {list(box.shape)}",
-        found="bytes " + (", ".join(f"[{p.lo}, {p.hi})" for p in members) or "none"),
-        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
-    )
-
-
-def _cells(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
-    for cell in itertools.product(*(itertools.pairwise(marks) for marks in cuts)):
-        yield Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
 
 
 def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Box]]:

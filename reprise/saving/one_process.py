@@ -8,8 +8,8 @@ from pathlib import Path
 
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
+from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError
-from reprise.format import manifest
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.json_file import Document
@@ -73,7 +73,7 @@ def _write(
     require_room(attempt, documents, Retention())
     try:
         files.make_folder(partial)
-        tensors = manifest.tile(attempt.layout, write(partial))
+        tensors = tile(attempt.layout, write(partial))
         finish.prepare(attempt, finish.json_files(attempt, tensors, documents=documents, aliases=aliases), lock=lock)
         finish.rename(attempt)
     finally:

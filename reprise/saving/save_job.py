@@ -17,7 +17,7 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.inventory import Inventory
-from reprise.commit.piece_tables import PieceTables
+from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, LaunchError, TrainerError
@@ -32,7 +32,7 @@ from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
-from reprise.storage.shared_folder import require_mark, sees_mark, unchanged
+from reprise.storage.shared_folder import leave_sign, require_signs, unchanged, view_of
 from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class SaveJob:
         earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them, each rank its own messages, once this attempt is committed: by then every rank is past
             the earlier attempts or has aborted them.
-        tables: the tables of pieces that travelled with earlier attempts.
+        plans: those of earlier attempts.
         committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
     """
 
@@ -69,7 +69,7 @@ class SaveJob:
     may_share: bool = False
     local: LocalSaves | None = None
     earlier: Sequence[tuple[int, str]] = ()
-    tables: PieceTables = field(default_factory=PieceTables)
+    plans: KnownPlans = field(default_factory=KnownPlans)
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
 
@@ -105,7 +105,7 @@ class SaveJob:
                 job has taken the folder over meanwhile.
         """
         attempt, local = self.attempt, self.local
-        arguments = (self.channel, attempt, self.shared, self, self.tables)
+        arguments = (self.channel, attempt, self.shared, self, self.plans)
         commit = TwoPhaseCommit(*arguments) if local is None else HostsCommit(*arguments, local=local)
         try:
             commit.run()
@@ -115,6 +115,9 @@ class SaveJob:
                 self.local_ranks.drop()
             if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
                 self._remove(attempt.partial)
+                if not self._leads:  # it may have written into a folder of its own
+                    with contextlib.suppress(OSError):
+                        attempt.folder.files.remove_tree(attempt.partial)
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
@@ -129,15 +132,38 @@ class SaveJob:
                     if not is_held(path):
                         self._remove(path)
 
+    def inventory(self) -> Inventory:
+        """Return the tensors of the checkpoint as this rank knows them, and the digests of its replicas."""
+        digests = {} if self.replicas is None else self.replicas.by_ranks()
+        return Inventory(self.plan.saved, digests, self.plan.layout)
+
+    def table(self) -> bytes:
+        """Return the table of the pieces that this rank writes."""
+        return encode(self.plan.pieces, self.plan.layout)
+
+    def view(self) -> int:
+        """Return the identity of the checkpoint folder on this host."""
+        return view_of(self.attempt.folder, leader=self.channel.coordinator)
+
+    def begin(self) -> None:
+        """Make sure that there is room for the checkpoint."""
+        parts = len(self.attempt.hosts.leaders)
+        require_room(self.attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
+
     def write(self) -> Written:
-        """Write this rank's part durably, and make sure it lies in the folder of its host's leader."""
+        """Write this rank's part durably, and leave the sign that it lies in the folder of its host's leader."""
         attempt, partial = self.attempt, self.attempt.partial
         with contextlib.ExitStack() as checks:
             if not self._leads:
                 require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
             line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
             try:
-                sharing = self._begin(partial)
+                self.snapshot.check()  # a thread that hung before sends nothing on an attempt aborted meanwhile
+                sharing: Sharing | None = None
+                if self.local_ranks is not None:
+                    sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+                if self._leads and not self.channel.coordinates:
+                    self.begin()
                 writer = Writer(
                     partial,
                     attempt.folder.files,
@@ -148,61 +174,14 @@ class SaveJob:
                     is_sparse=self.local is not None,
                     sharing=sharing,
                 )
-                try:
-                    result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
-                except CheckpointError:
-                    if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
-                        self._require_mark(partial)
-                    raise
+                result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
                 self.snapshot.check()
             finally:
                 self.snapshot.close()
             if not self._leads:
-                self._require_mark(partial)
+                leave_sign(partial, self.view(), attempt.folder.files)
                 require_unchanged()
         return result
-
-    def inventory(self) -> Inventory:
-        """Return the tensors of the checkpoint as this rank knows them, and the digests of its replicas."""
-        digests = {} if self.replicas is None else self.replicas.by_ranks()
-        return Inventory(self.plan.saved, digests, self.plan.layout)
-
-    def _begin(self, partial: Path) -> Sharing | None:
-        """Join the other ranks of the host; on its leader leave the mark, and let the others know."""
-        attempt, is_marked, sharing = self.attempt, False, None
-        self.snapshot.check()  # a thread that hung before sends nothing on an attempt that was aborted meanwhile
-        try:
-            if self.local_ranks is not None:
-                sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
-            if self._leads:
-                parts = len(attempt.hosts.leaders)
-                require_room(attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
-                if self._is_marked or not attempt.layout.files:
-                    _make_folder(attempt, partial, is_marked=self._is_marked)
-                is_marked = True
-            return sharing
-        finally:
-            if self._leads and self._is_marked:
-                messages.broadcast_marked(self.channel, attempt, is_marked=is_marked)
-
-    def _require_mark(self, partial: Path) -> None:
-        """Return if this rank has written into its leader's folder, or rank 0 ends the attempt for another reason.
-
-        Raises:
-            TrainerError: if it has written elsewhere, which is removed, or the leader sends nothing.
-        """
-        attempt, files = self.attempt, self.attempt.folder.files
-        if sees_mark(attempt.mark, files):
-            return
-        if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
-            return
-        try:
-            leader = attempt.hosts.leader_of(self.channel.rank)
-            require_mark(attempt.mark, attempt.folder, leader=leader, is_local=self.local is not None)
-        except TrainerError:
-            with contextlib.suppress(OSError):
-                files.remove_tree(partial)
-            raise
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
         """Return the JSON files of the checkpoint."""
@@ -210,10 +189,13 @@ class SaveJob:
             self.attempt, tensors, documents=self.contents.documents, aliases=self.contents.aliases
         )
 
-    def prepare(self, files: Mapping[str, bytes]) -> None:
-        """Make all files of this host's folder durable."""
-        if self._is_marked:
-            _remove_mark(self.attempt)
+    def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
+        """Make all files of this host's folder durable, once the signs of all views are there."""
+        try:
+            self.attempt.folder.files.make_folder(self.attempt.partial)
+            require_signs(self.attempt.partial, views, self.attempt.folder, leader=self.channel.rank)
+        except OSError as error:
+            raise _writing_failed(self.attempt, error) from error
         finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
@@ -224,11 +206,6 @@ class SaveJob:
     def _leads(self) -> bool:
         """Return whether this rank alone changes names in the folder of its host."""
         return self.channel.rank in self.attempt.hosts.leaders
-
-    @property
-    def _is_marked(self) -> bool:
-        """Return whether other ranks write to this host's folder, and so look for its mark."""
-        return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
 
     def _remove_earlier(self) -> None:
         """Remove what is left of the attempts before this attempt: folders on leaders, and this rank's messages.
@@ -258,28 +235,11 @@ class SaveJob:
             _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
 
 
-def _make_folder(attempt: Attempt, partial: Path, *, is_marked: bool) -> None:
-    """Make the folder before any rank writes a file of tensors, if there is one, and leave the mark."""
-    files = attempt.folder.files
-    try:
-        files.make_folder(partial)
-        if is_marked:
-            files.mark(attempt.mark)
-    except OSError as error:
-        raise _marking_failed(attempt, error) from error
-
-
-def _remove_mark(attempt: Attempt) -> None:
-    """Remove the mark, which all ranks have seen. The sync before the rename makes the removal durable."""
-    try:
-        attempt.folder.files.remove_file(attempt.mark)
-    except OSError as error:
-        raise _marking_failed(attempt, error) from error
-
-
-def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
+def _writing_failed(attempt: Attempt, error: OSError) -> CheckpointError:
     folder = attempt.folder
-    return writing_failed(attempt.mark, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes)
+    return writing_failed(
+        attempt.partial, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes
+    )
 
 
 def stalled(attempt: Attempt) -> CheckpointError:

@@ -147,10 +147,6 @@ class CheckpointFolder:
         """Return the marker file by which the ranks of a launch check for one common folder."""
         return self.root / f".shared.{nonce}.mark"
 
-    def mark_of(self, iteration: int, attempt: str) -> Path:
-        """Return the marker file by which they check it for an attempt; it is removed before the commit."""
-        return self.partial(iteration, attempt) / f".{attempt}.mark"
-
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, only a hint; None if it is missing or unreadable."""
         return _tracked(self.root / TRACKER)

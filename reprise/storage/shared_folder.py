@@ -1,4 +1,4 @@
-"""Checks that every rank sees the checkpoint folder of rank 0, which leaves a marker file for the others to find.
+"""Checks that all ranks write into one checkpoint folder: a rank looks for the file that another has made there.
 
 A path proves nothing: a host with a missing mount has another folder under the same path, or none.
 """
@@ -8,22 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import xxhash
+
 from reprise.errors import CheckpointError
-from reprise.storage.files import Files
+from reprise.storage.files import Files, cannot_write
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import Patience
 
 # How long a rank looks for what rank 0 has written. A file system on the network may show it late.
 SEEN_WITHIN_S = 5.0
 _PAUSES_S = (0.005, 0.25)
-
-
-def sees_mark(mark: Path, files: Files) -> bool:
-    """Return whether this rank sees the marker file now. Its name is used only once."""
-    return not _problem_of(mark, files)
 
 
 def why_unseen(mark: Path, files: Files) -> str:
@@ -45,16 +42,87 @@ def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_lo
     problem = why_unseen(mark, folder.files)
     if not problem:
         return
-    maker, what = f"rank {leader}", f"This host does not see the checkpoint folder of rank {leader}"
-    fix = (
+    if is_local:
+        raise CheckpointError(
+            "A rank does not see the folder of local checkpoints of its host",
+            where=on_this_host(mark.parent),
+            expected=f"the file {mark.name} that the first rank of this host has made there",
+            found=problem,
+            fix="Nothing was saved. Let all ranks of a host see one folder at this path.",
+        )
+    expected = f"the file {mark.name} that rank {leader} has made there"
+    raise _unseen(folder, leader, where=mark.parent, expected=expected, found=problem)
+
+
+def _unseen(folder: CheckpointFolder, leader: int, *, where: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"This host does not see the checkpoint folder of rank {leader}",
+        where=on_this_host(where),
+        expected=expected,
+        found=found,
+        fix=_shared_fix(folder),
+    )
+
+
+def _shared_fix(folder: CheckpointFolder) -> str:
+    return (
         "Nothing was saved. Mount the same file system at this path on every host, or name "
         f"{folder.terms.another}, one that all hosts share. {folder.terms.unshared}"
     ).rstrip()
-    if is_local:
-        maker, what = "the first rank of this host", "A rank does not see the folder of local checkpoints of its host"
-        fix = "Nothing was saved. Let all ranks of a host see one folder at this path."
-    expected = f"the file {mark.name} that {maker} has made there"
-    raise CheckpointError(what, where=on_this_host(mark.parent), expected=expected, found=problem, fix=fix)
+
+
+def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
+    """Return the identity of a folder of this host: equal for processes that write into the same folder.
+
+    Raises:
+        CheckpointError: naming this host and the path, if the folder is not seen within SEEN_WITHIN_S.
+    """
+    if problem := look_again(lambda: _problem_of_folder(folder.root), folder.root):
+        raise _unseen(folder, leader, where=folder.root, expected="the folder that it has made", found=problem)
+    status, namespace = os.stat(folder.root), os.stat("/proc/self/ns/mnt")
+    view = f"{socket.gethostname()} {namespace.st_ino} {status.st_dev} {status.st_ino}"
+    return xxhash.xxh3_64_intdigest(view.encode())
+
+
+def leave_sign(partial: Path, view: int, files: Files) -> None:
+    """Leave a file by which the leader sees that a rank with this view of the folder writes into it.
+
+    Raises:
+        CheckpointError: if the file system fails.
+    """
+    try:
+        files.make_folder(partial)
+        files.mark(_sign(partial, view))
+    except OSError as error:
+        raise cannot_write(partial, error, files=files) from error
+
+
+def require_signs(partial: Path, views: Mapping[int, int], folder: CheckpointFolder, *, leader: int) -> None:
+    """Return as soon as the folder of an attempt has the signs of all views, which are removed.
+
+    Args:
+        views: each with the first rank that has it.
+        leader: this rank.
+
+    Raises:
+        CheckpointError: naming a rank that writes elsewhere, if its sign is not seen within SEEN_WITHIN_S.
+    """
+    for view, rank in views.items():
+        sign = _sign(partial, view)
+        if problem := why_unseen(sign, folder.files):
+            raise CheckpointError(
+                f"Rank {rank} writes into another folder than rank {leader}",
+                where=on_this_host(partial),
+                expected=f"the file {sign.name} that rank {rank} has made there",
+                found=problem,
+                fix=_shared_fix(folder),
+            )
+    for view in views:
+        folder.files.remove_file(_sign(partial, view))
+
+
+def _sign(partial: Path, view: int) -> Path:
+    return partial / f".written-{view:016x}"
 
 
 @contextlib.contextmanager
@@ -111,6 +179,14 @@ def _revalidate(folder: Path) -> None:
 def _problem_of(mark: Path, files: Files) -> str:
     try:
         files.size(mark)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _problem_of_folder(path: Path) -> str:
+    try:
+        os.stat(path)
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -20,6 +20,8 @@ from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
+from reprise.commit.joint_plan import encode
+from reprise.commit.report import Offer
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
 from reprise.format.dtype import StoredDtype
@@ -27,14 +29,14 @@ from reprise.format.host_file import HostFile, attempt_of
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
-from reprise.format.report import RankReport, encode
 from reprise.policy import Retention
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
-from reprise.storage.files import Files
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.shared_folder import leave_sign
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Sources
 from tests.profiles import examples
@@ -358,9 +360,19 @@ class SimulatedJob(SaveJob):
             attempted=attempted,
         )
 
+    def table(self) -> bytes:
+        piece = WrittenPiece("w", Box((self.number,), (1,)), 0, 4, bytes(DIGEST_BYTES))
+        return encode([piece], self.attempt.layout)
+
+    def begin(self) -> None:
+        """Require no room."""
+
     def write(self) -> Written:
         assert self.attempted is not None
-        return self.attempted.write(self.number)
+        written = self.attempted.write(self.number)
+        if not self._leads:
+            leave_sign(self.attempt.partial, self.view(), FILE_SYSTEM)
+        return written
 
 
 def attempted(told: Troubles) -> Attempted:
@@ -509,8 +521,7 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     found.run()
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
-        table = encode([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], job.attempt.layout)
-        assert job.tables.pack(RankReport(8), table).table
+        assert job.plans.with_table(Offer(8), job.table()).table
         assert not found.ranks[number].shared.current.made_checkpoint
         assert found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
 

@@ -7,11 +7,11 @@ import torch
 
 from reprise.commit import disagreement
 from reprise.commit.inventory import Inventory
+from reprise.commit.report import Offer
 from reprise.errors import CheckpointError, ReplicaError
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
-from reprise.format.report import RankReport
 from reprise.tensors.live import LiveTensor
 from tests.messages import refused
 
@@ -29,13 +29,13 @@ def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
     return Inventory(live, {BOTH: names}, build_layout(specs))
 
 
-def reported(*inventories: Inventory) -> dict[int, RankReport]:
-    reports = [RankReport(1, found.identity, found.groups()) for found in inventories]
-    return {rank: RankReport.from_bytes(report.to_bytes()) for rank, report in enumerate(reports)}
+def offered(*inventories: Inventory) -> dict[int, Offer]:
+    offers = [Offer(1, found.identity, found.groups()) for found in inventories]
+    return {rank: Offer.from_bytes(offer.to_bytes()) for rank, offer in enumerate(offers)}
 
 
 def explained(*inventories: Inventory) -> str:
-    found = disagreement.find(reported(*inventories))
+    found = disagreement.find(offered(*inventories))
     assert found is not None
     error = disagreement.explain(found, [inventories[rank].to_bytes() for rank in found.witnesses])
     assert isinstance(error, ReplicaError) == found.is_of_content
@@ -44,7 +44,7 @@ def explained(*inventories: Inventory) -> str:
 
 def test_ranks_that_agree_have_nothing_to_explain() -> None:
     same = {"a": b"12345678", "b": b"abcdefgh"}
-    assert disagreement.find(reported(inventory(same), inventory(same), inventory(same))) is None
+    assert disagreement.find(offered(inventory(same), inventory(same), inventory(same))) is None
 
 
 A, NAMES = {"a": b"12345678"}, [f"t{number}" for number in range(5)]

@@ -6,8 +6,8 @@ import pytest
 
 from reprise.commit import attempt
 from reprise.commit.attempt import Hosts, find_hosts
-from reprise.commit.messages import Answer, DecisionMessage
-from reprise.format.report import GroupDigest, RankReport
+from reprise.commit.messages import Answer, DecisionMessage, OpeningMessage
+from reprise.commit.report import GroupDigest, Offer, RankReport
 from tests.fakes import all_ranks
 
 GROUPS = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
@@ -16,16 +16,18 @@ GROUPS = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
 @pytest.mark.parametrize(
     "message",
     [
-        RankReport(7, 2**64 - 1, GROUPS, None, 5, 2**64 - 2, b"table", b"digests"),
-        RankReport(0, 1, (), "a disk, broken"),
+        Offer(7, 2**64 - 1, GROUPS, 2**64 - 2, 5, b"table"),
+        Offer(0, 1, problem="a disk, broken"),
+        RankReport(None, 5, b"digests"),
+        RankReport("a disk, broken"),
         DecisionMessage(iteration=7, copies="[true, 2, null]"),
         DecisionMessage(problem="Rank 1: \udcff is no text"),
-        DecisionMessage(witnesses=[0, 3]),
+        OpeningMessage(witnesses=[0, 3]),
         Answer(None, "[1, 2]"),
         Answer("Input/output error", ""),
     ],
 )
-def test_a_message_arrives_as_it_was(message: RankReport | DecisionMessage | Answer) -> None:
+def test_a_message_arrives_as_it_was(message: Offer | RankReport | DecisionMessage | OpeningMessage | Answer) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, intersect, whole
@@ -39,7 +40,7 @@ def sample() -> Manifest:
         "model.safetensors": FileEntry(5000, "0" * 16, is_tensor_file=True),
         "optimizer/state.json": FileEntry(12, "f" * 16, is_tensor_file=False),
     }
-    return Manifest("nonce-1", files, manifest.tile(layout_of(), GOOD), {"head": "w"})
+    return Manifest("nonce-1", files, tile(layout_of(), GOOD), {"head": "w"})
 
 
 def resealed(**members: object) -> bytes:
@@ -60,32 +61,6 @@ def test_pieces_come_back_as_they_were_written() -> None:
     expected = [replace(piece, name="") for piece in (LEFT, RIGHT_1, RIGHT_2)]
     assert list(entry.pieces(4)) == expected
     assert list(sample().tensors["none"].pieces(4)) == []
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pieces"),
-    [
-        ("w", [STEP]),  # nothing of it
-        ("w", [STEP, LEFT]),  # a box is missing
-        ("w", [STEP, LEFT, RIGHT_1]),  # a share is
-        ("w", [STEP, LEFT, RIGHT_2]),
-        ("w", [STEP, replace(LEFT, box=Box((0,), (4,)))]),
-        ("w", [STEP, replace(LEFT, box=Box((0, 0, 0), (4, 2, 1)))]),
-        ("step", [LEFT, RIGHT_1, RIGHT_2]),
-        ("w", [*GOOD, LEFT]),
-        ("w", [*GOOD, RIGHT_1]),
-        ("w", [STEP, LEFT, replace(RIGHT_1, hi=20), RIGHT_2]),  # overlapping shares
-        ("w", [STEP, LEFT, replace(RIGHT_1, hi=12), RIGHT_2]),  # a gap
-        ("w", [STEP, LEFT, RIGHT_1, replace(RIGHT_2, hi=68)]),
-        ("w", [*GOOD, replace(LEFT, box=Box((0, 1), (4, 2)))]),  # overlapping boxes
-        ("w", [*GOOD, replace(LEFT, box=Box((4, 0), (1, 6)), hi=24)]),
-        ("ghost", [*GOOD, replace(LEFT, name="ghost")]),
-        *(("w", [STEP, LEFT, replace(RIGHT_1, digests=wrong), RIGHT_2]) for wrong in (b"", A[:7], A + b"x", A + B)),
-    ],
-)
-def test_pieces_that_do_not_cover_once_are_refused(tensor: str, pieces: list[WrittenPiece]) -> None:
-    with refused(CheckpointError, tensor):
-        manifest.tile(layout_of(), pieces)
 
 
 def test_shares_count_as_pieces_and_lie_inside_their_cell() -> None:

@@ -20,7 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reprise.checkpointer import Checkpointer
+from reprise.commit import tiles
 from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
@@ -117,6 +119,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK_BYTES", 16)
         patch.setattr(loader, "BLOCK_BYTES", 16)
+        patch.setattr(tiles, "BLOCK_BYTES", 16)
         written = []
         for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
             part = Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
@@ -125,7 +128,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
                 blocks = [data[at : min(at + 16, hi)] for at in range(lo, hi, 16)]
                 digests = b"".join(bytes.fromhex(manifest.digest_of(block)) for block in blocks)
                 written.append(WrittenPiece("t", part, lo, hi, digests))
-        found = manifest.Manifest("a", {}, manifest.tile(layout, written), {})
+        found = manifest.Manifest("a", {}, tile(layout, written), {})
         (tmp_path / place.file).write_bytes(bytes(place.offset) + array.tobytes())
         local = torch.zeros(box.shape, dtype=dtype)
         local = local.T.contiguous().T if is_transposed and local.ndim == 2 else local

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from reprise.loading.same_checkpoint import open_same
 from reprise.policy import SavePolicy, SaveReport
 from reprise.storage import shared_folder
 from reprise.storage.files import FILE_SYSTEM, Files
-from tests.fakes import JOIN_S, FailingFiles, run_ranks, tcp_store
+from tests.fakes import FailingFiles, run_ranks, tcp_store
 from tests.messages import refused
 from tests.unit.reprise.commit.test_protocol import ROWS, SPEC, contents
 
@@ -86,6 +85,17 @@ class LateNames(Files):
         return super().size(path)
 
 
+class LateSigns(LateNames):
+    """A file system that shows the mark of rank 0 late to the other rank, and the sign of that one late to rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(".mark" if rank else "", 4)
+        self._is_sign = rank == 0
+
+    def size(self, path: Path) -> int:
+        return super().size(path) if not self._is_sign or path.name.startswith(".written-") else Files.size(self, path)
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder: bool) -> None:
@@ -101,7 +111,7 @@ def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder:
 
 
 def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path) -> None:
-    reports = run_ranks(2, lambda channel: save(channel, tmp_path, LateNames(".mark", 4 * channel.rank)))
+    reports = run_ranks(2, lambda channel: save(channel, tmp_path, LateSigns(channel.rank)))
     for report in reports:
         assert isinstance(report, SaveReport)
         assert report.error is None
@@ -141,7 +151,8 @@ def test_a_rank_that_writes_elsewhere_fails_the_save_cleanly(tmp_path: Path, los
 
     for report in run_ranks(2, call, store=tcp_store):
         assert isinstance(report, SaveReport)
-        assert f"{UNSEEN} (host {os.uname().nodename}, {links[1]}/.iter_0000001.n-1.partial)" in str(report.error)
+        assert "Rank 1 writes into another folder" in str(report.error)
+        assert f"(host {os.uname().nodename}, {links[0]}/.iter_0000001.n-1.partial)" in str(report.error)
     assert {path.split("/")[1] for path in files_below(tmp_path)} == {"lock"}
 
 
@@ -177,34 +188,6 @@ def test_a_rank_that_wrote_elsewhere_first_fails_the_save(tmp_path: Path) -> Non
             report.error
         )
     assert files_below(shared) == ["lock"]
-
-
-class LateMark(Files):
-    """The file system of rank 0, which has left no mark before the other rank has looked for it."""
-
-    def __init__(self) -> None:
-        self.was_looked_for = threading.Event()
-
-    def mark(self, path: Path) -> None:
-        if path.parent.name.endswith(".partial"):
-            assert self.was_looked_for.wait(JOIN_S)
-        super().mark(path)
-
-    def size(self, path: Path) -> int:
-        try:
-            return super().size(path)
-        except FileNotFoundError:
-            self.was_looked_for.set()
-            raise
-
-
-def test_the_time_to_see_a_save_runs_from_rank_0_s_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.0)
-    files = LateMark()
-    for report in run_ranks(2, lambda channel: save(channel, tmp_path, files)):
-        assert isinstance(report, SaveReport)
-        assert report.error is None
-    assert files.was_looked_for.is_set()
 
 
 @pytest.mark.parametrize("kind", ["free_bytes", "make_folder", "write"])
