@@ -53,8 +53,9 @@ def layers_of(text: str) -> list[list[str]]:
 LAYERS = layers_of("""
 models trainer reprise trainer.config.suggest trainer.compare.text_table trainer.record trainer.run \
     trainer.schedules trainer.start trainer.training
-trainer.checkpoint trainer.errors trainer.record.versions trainer.schedules.batch_size trainer.optim.exact_sum \
-    trainer.parallel.lanes trainer.schedules.progress trainer.schedules.lr trainer.parallel.topology
+trainer.checkpoint trainer.errors trainer.workers trainer.record.versions trainer.schedules.batch_size \
+    trainer.optim.exact_sum trainer.parallel.lanes trainer.schedules.progress trainer.schedules.lr \
+    trainer.parallel.topology
 trainer.commands.arguments trainer.compare trainer.data
 trainer.config.terms
 trainer.config trainer.record.data_origin trainer.launch
@@ -186,13 +187,14 @@ ANSWERS_NO = (
     "reprise.storage.holds",
     "trainer.config.load_saved",
     "trainer.commands.doctor",
-    "trainer.data.text",
+    "trainer.data.sources",
 )
 
 # What a package may import besides the standard library and itself.
 ALLOWED = {
     "models": "torch",
-    "trainer.data": "numpy pyarrow reprise.errors reprise.files reprise.json_file tokenizers torch xxhash zstandard",
+    "trainer.data": "numpy pyarrow reprise.errors reprise.files reprise.json_file tokenizers torch trainer.workers "
+    "xxhash zstandard",
     "reprise": "boto3 botocore numpy obstore torch xxhash",
 }
 

@@ -17,6 +17,7 @@ from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import Prepared, PrepareOptions, write_prepared
 from trainer.data.section import DataKind
+from trainer.data.sources import text_sources
 
 FILES, DOCUMENTS = 5, 5000
 LARGE = 1  # its tokens do not fit into a pipe
@@ -41,7 +42,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(texts: Path) -> Prepared:
     """Return what `prepare-data` makes of the files, with a tokenizer of their own."""
     options = PrepareOptions(TextForm.jsonl, train_vocab_size=400, kind=DataKind.megatron)
-    return write_prepared(texts.parent / "prepared", sorted(texts.iterdir()), options, workers=1)
+    return write_prepared(texts.parent / "prepared", text_sources(f"{texts}/*"), options, workers=1)
 
 
 def kill_in_the_middle(command: list[str], tokens: Path, log: Path) -> None:

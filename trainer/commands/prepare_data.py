@@ -28,12 +28,11 @@ from reprise.errors import ConfigError, TrainerError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
-from trainer.data.json_lines import is_json_lines
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
-from trainer.data.text import BYTES, find_files
-from trainer.data.text_file import FileForm, file_form
+from trainer.data.sources import find_files, text_sources
+from trainer.data.text import BYTES
 
 FINE, IMPOSSIBLE = 0, 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells have it
@@ -93,33 +92,35 @@ def _begin_bar(bars: ExitStack, title: str, total_bytes: int | None) -> Callable
 
 
 def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
-    inputs = [path for pattern in options.inputs for path in find_files(pattern)]
     if options.raw is not None:
-        return _prepare_raw(options, inputs, progress)
+        return _prepare_raw(options, progress)
     if options.valid:
         raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
-    prepare_options = _prepare_options(options, inputs)
-    workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(prepare_options) else 1)
+    prepare_options = _prepare_options(options)
+    # Bytes take longer to pass between processes than to encode.
+    is_slow = prepare_options.tokenizer is not None or prepare_options.train_vocab_size > 0
+    workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
+    sources = [source for pattern in options.inputs for source in text_sources(pattern)]
     return write_prepared(
-        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=progress
+        options.output, sources, prepare_options, workers=workers, replace=options.force, progress=progress
     )
 
 
-def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], progress: Progress) -> Prepared:
+def _prepare_raw(options: argparse.Namespace, progress: Progress) -> Prepared:
     """Write inputs of tokens, refusing options for texts."""
     if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1 or options.format != KIND:
         raise ConfigError(
             "--raw takes tokens, no texts",
             expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
         )
-    sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
-    inputs_by_side = {name: paths for name, paths in sides.items() if paths}
+    patterns = {"train": options.inputs, "valid": options.valid}
+    inputs = {side: [path for name in names for path in find_files(name)] for side, names in patterns.items() if names}
     tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
     raw = RawTokens(options.raw, tokenizer, options.file_tokens)
-    return write_raw(options.output, inputs_by_side, raw, force=options.force, progress=progress)
+    return write_raw(options.output, inputs, raw, force=options.force, progress=progress)
 
 
-def _prepare_options(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
+def _prepare_options(options: argparse.Namespace) -> PrepareOptions:
     tokenizer, train = None, 0
     match options.tokenizer:
         case None | ["bytes"]:
@@ -135,7 +136,7 @@ def _prepare_options(options: argparse.Namespace, inputs: Sequence[Path]) -> Pre
                 found=" ".join(words),
             )
     return PrepareOptions(
-        form=_form(options, inputs),
+        form=None if options.form is None else TextForm(options.form),
         key=options.key,
         tokenizer=tokenizer,
         train_vocab_size=train,
@@ -144,29 +145,6 @@ def _prepare_options(options: argparse.Namespace, inputs: Sequence[Path]) -> Pre
         kind=DataKind(options.format),
         takes_bytes=options.tokenizer == [BYTES],
     )
-
-
-def _needs_work(prepare_options: PrepareOptions) -> bool:
-    """Return whether encoding is slower than passing texts and tokens between processes."""
-    return prepare_options.tokenizer is not None or prepare_options.train_vocab_size > 0
-
-
-def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
-    if options.form is not None:
-        form = TextForm(options.form)
-        table = next((path for path in inputs if file_form(path) is FileForm.parquet), None)
-        if form is TextForm.text and table is not None:
-            raise ConfigError("A Parquet file has documents and is not one text", where=table, fix="Leave --form out.")
-        return form
-    takes_bytes = options.tokenizer == [BYTES]
-    by_form = {is_json_lines(path, options.key, takes_bytes=takes_bytes): path for path in inputs}
-    if len(by_form) > 1:
-        raise ConfigError(
-            "The inputs are of two forms",
-            found=f"documents in {by_form[True]}, and a text in {by_form[False]}",
-            fix="Prepare them into two folders, or name the form with --form.",
-        )
-    return TextForm.jsonl if True in by_form else TextForm.text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--form",
         choices=[form.value for form in TextForm],
-        help="of all inputs; by default jsonl where their names end with .jsonl or .ndjson, their first lines are JSON "
-        "objects, or they are Parquet, else text",
+        help="of all inputs but Parquet, which has documents; by default jsonl for a file named .jsonl or .ndjson, or "
+        "with JSON objects as its first lines, else text",
     )
     parser.add_argument(
         "--format",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
-import multiprocessing
 import os
 import re
-import signal
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +19,7 @@ from trainer.compare.formats import column_form_of
 from trainer.compare.logs import parse_log, require_points
 from trainer.compare.points import QUANTITIES, Curve, Point, Reading
 from trainer.compare.records import first_object, read_number, read_record
+from trainer.workers import spawned_pool
 
 METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"
@@ -67,21 +64,8 @@ def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]
     workers = min(len(paths), os.cpu_count() or 1)
     if workers < 2 or min(map(_size_of, paths)) < _LARGE_BYTES:
         return [read_curve(path, last_wins=last_wins) for path in paths]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool:
+    with spawned_pool(workers) as pool:
         return [*pool.map(partial(read_curve, last_wins=last_wins), paths)]
-
-
-def _begin_worker() -> None:
-    """Initialize a process that reads: it ends when its parent does, and ignores the terminal's signals."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _size_of(path: str) -> int:

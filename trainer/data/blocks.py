@@ -1,5 +1,4 @@
-"""Reads large files of text or JSON lines in blocks of complete lines or parts of a document, and finds documents in
-them.
+"""Divides files of text into the two sides of a split, and reads a side in blocks of complete lines or parts of a text.
 
 A block depends on its file and the tokenizer alone, so its tokens do not depend on the number of processes that encode.
 """
@@ -7,115 +6,201 @@ A block depends on its file and the tokenizer alone, so its tokens do not depend
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 
 import xxhash
 
 from reprise.errors import DataError
-from trainer.data.cuts import LINES, Cuts
-from trainer.data.text_file import Span, open_text
+from trainer.data.cuts import ANYWHERE, LINES, Cuts
+from trainer.data.json_lines import is_json_lines
+from trainer.data.sources import TextSource
+from trainer.data.text_file import FileForm, not_utf8, open_text, plain_name
 
 BLOCK_BYTES = 256 << 10
 # A line is parsed whole, and a text encoded whole up to a cut. Some bytes of a compressed file may be gigabytes of it.
 MOST_BLOCK_BYTES = 256 << 20
-HASHES = 2**64
+_HASHES = 2**64
+# RFC 3629: they continue a character, at most three of them.
+_CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TextForm(Enum):
-    """The form of a file: a text, or a JSON object with a text on every line."""
+    """The form of a file: a text, or a JSON object with a text on every line, or in every row of Parquet."""
 
     text = "text"
     jsonl = "jsonl"
 
 
 @dataclass(frozen=True, slots=True)
+class SplitOptions:
+    """Options of reading and splitting texts.
+
+    Args:
+        form: form of all files but Parquet; None takes what each shows.
+        key: key of the text in a JSON object, and the column of a Parquet file.
+        takes_bytes: accept files that are not text, as bytes.
+        valid_fraction: share that is held out; 0 holds out none.
+        block_bytes: size of a block, about.
+    """
+
+    form: TextForm | None = None
+    key: str = "text"
+    takes_bytes: bool = False
+    valid_fraction: float = 0.0
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """What a side of a split has of a file.
+
+    Args:
+        size_bytes: of the text; None where the file is compressed.
+        start, stop: bytes of a text, up to its end if `stop` is None.
+        share: take only documents whose hash lies in `[lo, hi)`.
+    """
+
+    source: TextSource
+    form: TextForm
+    options: SplitOptions
+    size_bytes: int | None
+    start: int = 0
+    stop: int | None = None
+    share: tuple[int, int] = (0, _HASHES)
+
+
+@dataclass(frozen=True, slots=True)
 class TextBlock:
     """Bytes of a file's text: complete lines of JSON from number `line` on, or a part of it from byte `offset` on."""
 
-    path: Path
+    part: TextPart
     offset: int
     line: int
     data: bytes
     ends_text: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """The rule to find documents in blocks.
+def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, list[TextPart]]:
+    """Return the parts of each side, training data first; without `valid_fraction` there is no other side.
 
-    Args:
-        key: key of the text in a JSON object.
-        share: take only documents from JSON lines whose hash, out of `HASHES`, lies in `[lo, hi)`.
+    JSON lines are split by the hash of their text, so equal texts are on the same side. Several texts are split by
+    file: a file is valid if the hash of its name, without the suffix of a compression, falls into the fraction, so it
+    stays on its side when others are added or removed; the file nearest to the limit moves if a side would be empty.
+    The last ``valid_fraction`` of a single text is valid, cut between two characters.
+
+    Raises:
+        DataError: a file cannot be read, or is no text.
     """
+    parts = [_part(source, options) for source in sources]
+    limit = int(options.valid_fraction * _HASHES)
+    if not options.valid_fraction:
+        return {"train": parts}
+    texts = [part for part in parts if part.form is TextForm.text]
+    ranks = [_rank(part.source.name) for part in texts]
+    # Between the lowest and the highest rank neither side is empty.
+    highest = min(max(limit, min(ranks) + 1), max(ranks)) if ranks else 0
+    train, valid = list[TextPart](), list[TextPart]()
+    for part in parts:
+        if part.form is TextForm.jsonl:
+            train.append(replace(part, share=(limit, _HASHES)))
+            valid.append(replace(part, share=(0, limit)))
+        elif len(texts) == 1:
+            cut = _cut(part)
+            train.append(replace(part, stop=cut))
+            valid.append(replace(part, start=cut))
+        else:
+            (train if _rank(part.source.name) >= highest else valid).append(part)
+    return {"train": train, "valid": valid}
 
-    form: TextForm
-    key: str = "text"
-    share: tuple[int, int] = (0, HASHES)
+
+def _part(source: TextSource, options: SplitOptions) -> TextPart:
+    with open_text(source.path, takes_bytes=True) as text:
+        form = TextForm.jsonl if text.form is FileForm.parquet else options.form
+        size = source.size_bytes if text.form is FileForm.plain else None
+    if form is None:
+        is_lines = is_json_lines(source.path, options.key, takes_bytes=options.takes_bytes)
+        form = TextForm.jsonl if is_lines else TextForm.text
+    return TextPart(source, form, options, size)
 
 
-def read_blocks(
-    span: Span,
-    form: TextForm,
-    cuts: Cuts,
-    *,
-    key: str = "text",
-    takes_bytes: bool = False,
-    block_bytes: int = BLOCK_BYTES,
-) -> Iterator[TextBlock]:
-    """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut.
+def _rank(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(plain_name(name).encode("utf-8", "surrogateescape"))
+
+
+def _cut(part: TextPart) -> int:
+    """Return the start of the held-out end of a single text, between two characters; compressed, it is read twice."""
+    options, path = part.options, part.source.path
+    with open_text(path, takes_bytes=options.takes_bytes) as text:
+        start, size = text.at, part.size_bytes
+        if size is None:
+            while text.read(options.block_bytes):
+                pass
+            size = text.at
+    cut = size - round((size - start) * options.valid_fraction)
+    with open_text(path, start=cut, takes_bytes=options.takes_bytes) as text:
+        following = text.read(3)
+    return cut + len(following) - len(following.lstrip(_CONTINUATION))
+
+
+def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
+    """Yield the blocks of a part, about `block_bytes` each; a line of JSON is never cut.
 
     Args:
         cuts: where a text may be cut for its tokenizer.
-        key: the column of a Parquet file.
-        takes_bytes: accept a file of any bytes.
 
     Raises:
-        DataError: the file cannot be read, is no text, or became shorter meanwhile; a line, or a text that must not be
-            cut, is too long.
+        DataError: the file cannot be read, is no text, or has changed; a line, or a text that must not be cut, is too
+            long.
     """
-    waiting, offset, line = bytearray(), span.lo, 1
-    is_text = form is TextForm.text
-    cuts = cuts if is_text else LINES
-    with open_text(span, key=key, takes_bytes=takes_bytes, checks_utf8=is_text) as reader:
-        while reader.has_more():
-            read = reader.read(block_bytes)
-            waiting += read
-            is_last = not reader.has_more()
+    options, waiting, line, ends = part.options, bytearray(), 1, False
+    is_text = part.form is TextForm.text
+    cuts = LINES if not is_text else ANYWHERE if options.takes_bytes else cuts
+    path = part.source.path
+    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes) as text:
+        offset = text.at
+        while not ends:
+            most = options.block_bytes if part.stop is None else part.stop - text.at
+            data = text.read(min(options.block_bytes, most))
+            waiting += data
+            ends = text.at == part.stop or not text.has_more()
             # What follows the last byte that was read before may make a cut behind that byte.
-            cut = len(waiting) if is_last else cuts.last(waiting, max(0, len(waiting) - len(read) - 1))
-            if cut:
-                data = bytes(waiting[:cut])
-                del waiting[:cut]
-                yield TextBlock(span.path, offset, line, data, ends_text=is_last)
+            cut = len(waiting) if ends else cuts.last(waiting, max(0, len(waiting) - len(data) - 1))
+            if cut or ends:
+                yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=ends)
                 offset += cut
-                line += data.count(b"\n")
+                line += waiting.count(b"\n", 0, cut)
+                del waiting[:cut]
             elif len(waiting) > MOST_BLOCK_BYTES:
-                raise _too_long(span.path, line, cuts if is_text else None)
+                raise _too_long(part, line, cuts)
+    part.source.check_unchanged()
 
 
-def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
-    """Return the texts of a block in UTF-8: the documents of its lines, or its part of a document.
+def texts(block: TextBlock) -> list[str]:
+    """Return the texts of a block: the documents of its lines, or its part of a text.
+
+    Bytes of a file that is not text become lone surrogates, as in file names.
 
     Raises:
-        DataError: a line is not a JSON object with a text under the rule's key; names file and line.
+        DataError: naming the file and the byte that is not UTF-8, or the line that is no JSON object with a text.
     """
-    if rule.form is TextForm.text:
-        return [block.data]
+    part = block.part
+    if part.form is TextForm.text:
+        try:
+            return [block.data.decode(errors="surrogateescape" if part.options.takes_bytes else "strict")]
+        except UnicodeDecodeError as error:
+            raise not_utf8(part.source.path, block.offset, error) from error
     lines = enumerate(block.data.split(b"\n"), start=block.line)
-    candidates = (
-        _text_of(line, rule.key, where=f"{block.path}, line {number}") for number, line in lines if line.strip()
-    )
-    lo, hi = rule.share
-    return [text for text in candidates if lo <= xxhash.xxh3_64_intdigest(text) < hi]
+    documents = (_document(part, number, line) for number, line in lines if line.strip())
+    lo, hi = part.share
+    return [text for text, digest in documents if lo <= digest < hi]
 
 
-def _too_long(path: Path, line: int, cuts: Cuts | None) -> DataError:
-    """Return the error of a line, or for `cuts` of a text without a place to cut it."""
-    most = f"at most {MOST_BLOCK_BYTES} bytes"
-    if cuts is None:
+def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
+    """Return the error of a line, or of a text without a place to cut it."""
+    path, most = part.source.path, f"at most {MOST_BLOCK_BYTES} bytes"
+    if part.form is TextForm.jsonl:
         fix = "Split the document, or read the file as one text with --form text."
         return DataError("a line is too long", where=f"{path}, line {line}", expected=most, found="more", fix=fix)
     place = "the next letter or digit before white space"
@@ -130,33 +215,23 @@ def _too_long(path: Path, line: int, cuts: Cuts | None) -> DataError:
     )
 
 
-def start_of_character(text: bytes | bytearray, at: int) -> int:
-    """Return `at`, or the start of the character split by `at`; in bytes other than UTF-8, `at`."""
-    # RFC 3629: bytes 10xxxxxx continue a character, at most three of them; the first tells how many follow it.
-    for back in range(1, min(4, at) + 1):
-        byte = text[at - back]
-        if byte & 0xC0 != 0x80:
-            size = 2 if byte >> 5 == 6 else 3 if byte >> 4 == 14 else 4 if byte >> 3 == 30 else 1
-            return at - back if size > back else at
-    return at
-
-
-def _text_of(line: bytes, key: str, *, where: str) -> bytes:
+def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
+    """Return the text of a line and its hash."""
+    key = part.options.key
     try:
         parsed = json.loads(line)
-        problem = "no JSON object" if not isinstance(parsed, dict) else None
+        if isinstance(parsed, dict) and isinstance(text := parsed.get(key), str):
+            return text, xxhash.xxh3_64_intdigest(text.encode())
+        problem = f"only the keys {sorted(parsed)}" if isinstance(parsed, dict) else "no JSON object"
+        if isinstance(parsed, dict) and key in parsed:
+            problem = f"{type(text).__name__} under {key!r}"
+    except UnicodeEncodeError as error:
+        problem = f"a surrogate without its other half: {error}"
     except (ValueError, RecursionError) as error:
-        parsed, problem = {}, f"no JSON: {error}"
-    if problem is None and not isinstance(text := parsed.get(key), str):
-        problem = f"{type(text).__name__} under {key!r}" if key in parsed else f"only the keys {sorted(parsed)}"
-    if problem is None:
-        try:
-            return str(text).encode()
-        except UnicodeEncodeError as error:
-            problem = f"a surrogate without its other half: {error}"
+        problem = f"no JSON: {error}"
     raise DataError(
         "a line holds no document",
-        where=where,
+        where=f"{part.source.path}, line {number}",
         expected=f"a JSON object with a text under {key!r}",
         found=problem,
         fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",

@@ -7,30 +7,23 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from reprise.errors import DataError
+from trainer.data.blocks import SplitOptions, split
+from trainer.data.encoding import encode_block
 from trainer.data.indexed_file import find_indexed
+from trainer.data.prepared import blocks_of, write_side
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
-from trainer.data.text import (
-    BYTES,
-    Document,
-    Encoder,
-    TextSource,
-    find_files,
-    open_encoder,
-    split_documents,
-    stdlib_sources,
-    text_sources,
-    token_chunks,
-)
+from trainer.data.sources import TextSource, find_files, stdlib_sources, text_sources
+from trainer.data.text import BYTES, Encoder, open_encoder
 from trainer.data.text_file import unreadable
-from trainer.data.token_file import open_token_file, write_token_file
+from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_file
 
 # Part of every cache name: raise it when the same texts give other token files.
 _CACHE_VERSION = 3
@@ -125,8 +118,8 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_whole(train) and _is_whole(valid)):
-        documents = split_documents(sources, section.valid_fraction, takes_bytes=takes_bytes)
-        _write(documents, encoder, train=train, valid=valid)
+        options = SplitOptions(takes_bytes=takes_bytes, valid_fraction=section.valid_fraction)
+        _write(folder, sources, options, encoder)
     return Corpus((train,), (valid,), section.vocab_size or encoder.vocab_size, encoder.end_of_text)
 
 
@@ -159,19 +152,17 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _write(
-    documents: tuple[Iterable[Document], Iterable[Document]], encoder: Encoder, *, train: Path, valid: Path
-) -> None:
-    dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
+def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, encoder: Encoder) -> None:
     try:
-        train.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
             "the cache of prepared data cannot be written",
-            where=train.parent,
+            where=folder,
             found=error.strerror or str(error),
             fix="Set data.cache to a folder that can.",
         ) from error
-    train_documents, valid_documents = documents
-    write_token_file(valid, token_chunks(valid_documents, encoder), dtype=dtype)
-    write_token_file(train, token_chunks(train_documents, encoder), dtype=dtype)
+    for name, parts in split(sources, options).items():
+        blocks = map(partial(encode_block, encoder=encoder), blocks_of(parts, encoder.cuts()))
+        write = partial(write_token_file, dtype=encoder.dtype)
+        write_side({0: folder / f"{name}.bin"}.__getitem__, blocks, write=write, file_tokens=MAX_TOKENS + 1)

@@ -42,6 +42,7 @@ class Cuts:
 
 
 ANYWHERE = Cuts(re.compile(rb"(?s:.*)"))
+CHARACTERS = Cuts(re.compile(rb"(?s:.+)(?=[\x00-\x7f\xc0-\xff])"))  # of UTF-8
 LINES = Cuts(re.compile(rb"(?s:.*)\n"))
 WORDS = Cuts(re.compile(rb"(?s:.*)" + _SEAM.pattern.encode()))
 

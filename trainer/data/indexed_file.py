@@ -20,7 +20,7 @@ import numpy.typing as npt
 from reprise.errors import DataError
 from reprise.files import FileCalls, atomic_output, is_file, open_regular
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, unreadable
-from trainer.data.text import find_files
+from trainer.data.sources import find_files
 from trainer.data.token_file import TokenArray, TokenFile
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 
 from reprise.errors import DataError
-from trainer.data.text_file import FileForm, Span, open_text, plain_name
+from trainer.data.text_file import FileForm, open_text, plain_name
 
 # Of a file, read one after the other until it shows what it is.
-_BYTES = (8 << 10, 1 << 20, 64 << 20)
+_BYTES = (8 << 10, 64 << 20)
 _SUFFIXES = (".jsonl", ".ndjson")
 _AFTER_OBJECT = re.compile(r"[ \t\r]*(?:\n\s*|\Z)")
 
@@ -25,18 +25,18 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
 
     Args:
         key: of the text in an object, or in a row.
-        takes_bytes: accept an array of documents as one text.
+        takes_bytes: accept files of any bytes, and an array of documents as one text.
 
     Raises:
-        DataError: the file cannot be read, or is an array of documents.
+        DataError: the file cannot be read, is no text, or is an array of documents.
     """
-    with open_text(Span(path), key=key, takes_bytes=True) as reader:
+    with open_text(path, key=key, takes_bytes=takes_bytes) as reader:
         if reader.form is FileForm.parquet or plain_name(path.name).endswith(_SUFFIXES):
             return True
-        head, is_told = b"", None
-        for most in _BYTES:
+        head, text, is_told = b"", "", None
+        for size in _BYTES:
             if is_told is None and reader.has_more():
-                head += reader.read(most)
+                head += reader.read(size)
                 text = head.decode("utf-8-sig", "replace").lstrip()
                 is_told = _begins_with_documents(text, key)
     if is_told and text.startswith("[") and not takes_bytes:
@@ -63,10 +63,8 @@ def _begins_with_documents(text: str, key: str) -> bool | None:
     try:
         first, end = decode(text, start.end())
         has_text, line_end = isinstance(first.get(key), str), _AFTER_OBJECT.match(text, end)
-        if has_text and start[0]:
-            return True
         if start[0] or line_end is None or "\n" in text[:end]:
-            return False
+            return has_text and bool(start[0])
         return has_text or isinstance(decode(text, line_end.end())[0], dict)
     except (ValueError, RecursionError):
         return None if start[0] or text.count("\n") < 2 else False  # an object over several lines

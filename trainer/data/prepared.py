@@ -13,27 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from reprise.errors import DataError, count_of
 from reprise.files import FileCalls, atomic_output, is_dir, lexists
-from trainer.data.blocks import (
-    BLOCK_BYTES,
-    HASHES,
-    SplitRule,
-    TextBlock,
-    TextForm,
-    read_blocks,
-    start_of_character,
-    texts,
-)
+from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS, Cuts
-from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
+from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
-from trainer.data.text import TOKENIZER, Document, as_characters, open_encoder
-from trainer.data.text_file import Span, open_text, plain_name, text_bytes, text_span
+from trainer.data.sources import TextSource
+from trainer.data.text import TOKENIZER, open_encoder
 from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 
 FILE_TOKENS = 1 << 30
@@ -49,39 +39,34 @@ WriteFile = Callable[[Path, Iterable[TokenArray]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareOptions:
+class PrepareOptions(SplitOptions):
     """Options of preparing a folder.
 
     Args:
-        form: form of all input files.
-        key: key of the text in a JSON object, and the column of a Parquet file.
         tokenizer: a ``tokenizer.json``; None for bytes.
         train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
-        valid_fraction: share of the documents that is held out (of bytes, for a single text); 0 holds out none.
         file_tokens: maximum number of tokens per file.
         kind: format of the files, `token_file` or `megatron`.
-        takes_bytes: accept files that are not text, as bytes.
     """
 
-    form: TextForm
-    key: str = "text"
     tokenizer: Path | None = None
     train_vocab_size: int = 0
-    valid_fraction: float = 0.0
     file_tokens: int = FILE_TOKENS
-    block_bytes: int = BLOCK_BYTES
     kind: DataKind = DataKind.token_file
-    takes_bytes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     """A side of the split as written; `documents` is None if the input was tokens without document boundaries."""
 
-    name: str
     files: tuple[Path, ...]
     documents: int | None
     tokens: int
+
+    @property
+    def name(self) -> str:
+        """Return its name, which its files begin with."""
+        return self.files[0].name.partition("_")[0]
 
     def moved_to(self, folder: Path) -> Side:
         """Return the same side with its files in another folder."""
@@ -106,18 +91,9 @@ class Prepared:
     kind: DataKind = DataKind.token_file
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The input of a side of the split."""
-
-    name: str
-    spans: tuple[Span, ...]
-    rule: SplitRule
-
-
 def write_prepared(
     folder: Path,
-    inputs: Sequence[Path],
+    inputs: Sequence[TextSource],
     options: PrepareOptions,
     *,
     workers: int,
@@ -134,22 +110,38 @@ def write_prepared(
     Raises:
         DataError: an input cannot be read or encoded, or the folder cannot be made.
     """
-    _check(options)
-    folder = Path(os.path.realpath(folder))
-    with prepared_folder(folder, [*inputs, *filter(None, [options.tokenizer])], replace=replace) as new:
-        parts = _split(inputs, options)
-        tokenizer = options.tokenizer
+    if not 0 <= options.valid_fraction < 1:
+        raise DataError(
+            "No such share can be held out", expected="0, or above 0 and below 1", found=options.valid_fraction
+        )
+    check_file_tokens(options.file_tokens)
+    folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
+    read = [*(source.path for source in inputs), *filter(None, [tokenizer])]
+    with prepared_folder(folder, read, replace=replace) as new:
+        parts = split(inputs, options)
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
-            _train(parts[0], options, tokenizer, progress)
+            _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
+        write = _writer(options.kind, encoder.dtype, encoder.end_of_text)
         with encoding(tokenizer, workers=workers) as encode:
-            write = _writer(options.kind, dtype_of(encoder), encoder.end_of_text)
-            cuts = encoder.cuts()
-            sides = [_write_side(new, part, options, cuts, encode, write, progress) for part in parts]
-    placed = tuple(side.moved_to(folder) for side in sides)
-    tokenizer = folder / TOKENIZER if options.train_vocab_size else options.tokenizer and options.tokenizer.absolute()
-    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
+            for name, of_side in parts.items():
+                side = write_side(
+                    numbered(new, name),
+                    encode(blocks_of(of_side, encoder.cuts())),
+                    write=write,
+                    file_tokens=options.file_tokens,
+                    count=progress(name, _total(of_side)),
+                )
+                if not side.documents:
+                    raise DataError(
+                        f"No document is on the side {name}",
+                        found=f"{count_of(len(of_side), 'file')}, --valid-fraction {options.valid_fraction}",
+                        fix="Give more documents, or another --valid-fraction.",
+                    )
+                sides.append(side.moved_to(folder))
+    tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer and tokenizer.absolute()
+    return Prepared(folder, tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
 
 
 @contextmanager
@@ -177,14 +169,6 @@ def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Ite
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-
-
-def _check(options: PrepareOptions) -> None:
-    if not 0 <= options.valid_fraction < 1:
-        raise DataError(
-            "No such share can be held out", expected="0, or above 0 and below 1", found=options.valid_fraction
-        )
-    check_file_tokens(options.file_tokens)
 
 
 def check_file_tokens(file_tokens: int) -> None:
@@ -225,49 +209,16 @@ def _refuse_to_replace_inputs(folder: Path, paths: Iterable[Path]) -> None:
             )
 
 
-def _split(inputs: Sequence[Path], options: PrepareOptions) -> list[_Part]:
-    """Return the input of each side, training documents first.
-
-    JSON lines are split by the hash of their text, so equal texts are on the same side; several texts are split by the
-    hash of their names, without the suffix of a compression; of a single text the end is held out.
-    """
-    spans = tuple(text_span(path) for path in inputs)
-    limit = int(options.valid_fraction * HASHES)
-    everything = SplitRule(options.form, options.key)
-    if not limit:
-        return [_Part("train", spans, everything)]
-    if options.form is TextForm.jsonl:
-        shares = {"train": (limit, HASHES), "valid": (0, limit)}
-        return [_Part(name, spans, SplitRule(options.form, options.key, share)) for name, share in shares.items()]
-    if len(spans) == 1:
-        cut = _cut(inputs[0], options)
-        train, valid = [Span(inputs[0], 0, cut)], [Span(inputs[0], cut, spans[0].hi)]
-    else:
-        hashed = {span: xxhash.xxh3_64_intdigest(os.fsencode(plain_name(span.path.name))) for span in spans}
-        train = [span for span in spans if hashed[span] >= limit]
-        valid = [span for span in spans if hashed[span] < limit]
-    return [_Part("train", tuple(train), everything), _Part("valid", tuple(valid), everything)]
-
-
-def _cut(path: Path, options: PrepareOptions) -> int:
-    """Return the start of the held-out end of a single text, between two characters."""
-    size = text_bytes(path, takes_bytes=options.takes_bytes)
-    at = size - round(size * options.valid_fraction)
-    with open_text(Span(path, max(0, at - 4), at), takes_bytes=options.takes_bytes, checks_utf8=False) as reader:
-        before = reader.read(4)
-    return at - len(before) + start_of_character(before, len(before))
-
-
-def _train(part: _Part, options: PrepareOptions, path: Path, progress: Progress) -> None:
+def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:
     """Train a tokenizer on the documents of a side and write it."""
-    count = progress("tokenizer", _total(part))
+    count = progress("tokenizer", _total(parts))
 
     def training_texts() -> Iterator[str]:
-        for block in _blocks(part, options, WORDS):
-            yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
+        for block in blocks_of(parts, WORDS):
+            yield from texts(block)
             count(len(block.data))
 
-    FileCalls().write_whole(path, train_bpe(training_texts(), options.train_vocab_size))
+    FileCalls().write_whole(path, train_bpe(training_texts(), vocab_size))
 
 
 def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile:
@@ -277,37 +228,20 @@ def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile
     return partial(write_token_file, dtype=dtype)
 
 
-def _write_side(
-    folder: Path,
-    part: _Part,
-    options: PrepareOptions,
-    cuts: Cuts,
-    encode: Encode,
-    write: WriteFile,
-    progress: Progress,
-) -> Side:
-    blocks = encode(_blocks(part, options, cuts), part.rule)
-    count = progress(part.name, _total(part))
-    side = write_side(folder, part.name, blocks, write=write, file_tokens=options.file_tokens, count=count)
-    if not side.documents:
-        raise DataError(
-            f"No document is on the side {part.name}",
-            found=f"{count_of(len(part.spans), 'file')}, --valid-fraction {options.valid_fraction}",
-            fix="Give more documents, or another --valid-fraction.",
-        )
-    return side
+def numbered(folder: Path, name: str) -> Callable[[int], Path]:
+    """Return the paths of a side's files by their numbers."""
+    return lambda number: folder / f"{name}_{number:06d}.bin"
 
 
 def write_side(
-    folder: Path,
-    name: str,
+    path_of: Callable[[int], Path],
     blocks: Iterable[Encoded],
     *,
     write: WriteFile,
     file_tokens: int,
-    count: Callable[[int], object],
+    count: Callable[[int], object] = lambda _count: None,
 ) -> Side:
-    """Write a side of a split as token files of at most `file_tokens` tokens, named by side and number.
+    """Write a side of a split as token files of at most `file_tokens` tokens; without tokens, one that is empty.
 
     Args:
         write: writes a file of tokens.
@@ -316,12 +250,11 @@ def write_side(
     Raises:
         DataError: a file cannot be written.
     """
-    stream = _Stream(blocks, count)
-    files: list[Path] = []
-    while stream.has_more():
-        files.append(folder / f"{name}_{len(files):06d}.bin")
+    stream, files = _Stream(blocks, count), list[Path]()
+    while stream.has_more() or not files:
+        files.append(path_of(len(files)))
         write(files[-1], stream.take(file_tokens))
-    return Side(name, tuple(files), stream.documents, stream.tokens)
+    return Side(tuple(files), stream.documents, stream.tokens)
 
 
 class _Stream:
@@ -352,14 +285,13 @@ class _Stream:
             yield chunk
 
 
-def _blocks(part: _Part, options: PrepareOptions, cuts: Cuts) -> Iterator[TextBlock]:
-    for span in part.spans:
-        yield from read_blocks(
-            span, options.form, cuts, key=options.key, takes_bytes=options.takes_bytes, block_bytes=options.block_bytes
-        )
+def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
+    """Yield the blocks of all parts of a side."""
+    for part in parts:
+        yield from read_blocks(part, cuts)
 
 
-def _total(part: _Part) -> int | None:
+def _total(parts: Sequence[TextPart]) -> int | None:
     """Return the bytes of the text; None where a file is compressed."""
-    sizes = [span.hi - span.lo for span in part.spans if span.hi is not None]
-    return sum(sizes) if len(sizes) == len(part.spans) else None
+    ends = [end for part in parts if (end := part.size_bytes if part.stop is None else part.stop) is not None]
+    return sum(ends) - sum(part.start for part in parts) if len(ends) == len(parts) else None

@@ -6,6 +6,7 @@ Such an array is not read directly: without a header its dtype is unknown, and t
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,15 @@ import numpy as np
 from reprise.errors import DataError, count_of
 from trainer.data.corpus import refuse_shared
 from trainer.data.encoding import Encoded
-from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
+from trainer.data.prepared import (
+    FILE_TOKENS,
+    Prepared,
+    Progress,
+    check_file_tokens,
+    numbered,
+    prepared_folder,
+    write_side,
+)
 from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAGICS, write_token_file
 
@@ -62,49 +71,45 @@ def write_raw(
     """
     check_file_tokens(raw.file_tokens)
     refuse_shared(inputs["train"], inputs.get("valid", ()))
-    folder, form = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
-    read = [path for paths in inputs.values() for path in paths]
+    folder, dtype = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
     encoder = None if raw.tokenizer is None else open_encoder(raw.tokenizer)
     tokenizer = None if raw.tokenizer is None or str(raw.tokenizer) == BYTES else raw.tokenizer.absolute()
-    sides, largest = [], -1
-    with prepared_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
+    read = [*itertools.chain(*inputs.values()), *filter(None, [tokenizer])]
+    sides, largest = [], list[int]()
+    with prepared_folder(folder, read, replace=force) as partial:
         for name, paths in inputs.items():
-            count = progress(name, sum(_checked_size(path, form.itemsize) for path in paths))
-            arrays = _Arrays(paths, form)
-            write = functools.partial(write_token_file, dtype=form)
-            side = write_side(partial, name, arrays.blocks(), write=write, file_tokens=raw.file_tokens, count=count)
+            count = progress(name, sum(_checked_size(path, dtype.itemsize) for path in paths))
+            side = write_side(
+                numbered(partial, name),
+                _blocks(paths, dtype, largest),
+                write=functools.partial(write_token_file, dtype=dtype),
+                file_tokens=raw.file_tokens,
+                count=count,
+            )
             sides.append(replace(side.moved_to(folder), documents=None))
-            largest = max(largest, arrays.largest)
-        if encoder is not None and largest >= encoder.vocab_size:
+        if encoder is not None and max(largest) >= encoder.vocab_size:
             raise DataError(
                 "A token does not belong to the tokenizer",
                 where=raw.tokenizer,
                 expected=f"0 to {encoder.vocab_size - 1}",
-                found=largest,
+                found=max(largest),
                 fix="Name the tokenizer that made the tokens, or the other dtype.",
             )
     if encoder is None:
-        return Prepared(folder, tuple(sides), None, largest + 1, largest, has_text=False)
+        return Prepared(folder, tuple(sides), None, max(largest) + 1, max(largest), has_text=False)
     return Prepared(folder, tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
-class _Arrays:
-    """Headerless arrays in order; `largest` is the largest token read so far."""
-
-    def __init__(self, paths: Sequence[Path], dtype: np.dtype[Any]) -> None:
-        self._paths, self._dtype = paths, dtype
-        self.largest = -1
-
-    def blocks(self) -> Iterator[Encoded]:
-        """Yield the tokens of all arrays in blocks of some megabytes."""
-        for path in self._paths:
-            with path.open("rb") as file:
-                while data := file.read(_CHUNK_BYTES):
-                    if len(data) % self._dtype.itemsize:
-                        raise _odd_size(path, self._dtype.itemsize, "an odd number of bytes")
-                    tokens = np.frombuffer(data, self._dtype)
-                    self.largest = max(self.largest, int(tokens.max()))
-                    yield Encoded(tokens, 0, len(data))
+def _blocks(paths: Sequence[Path], dtype: np.dtype[Any], largest: list[int]) -> Iterator[Encoded]:
+    """Yield the tokens of all arrays in blocks of some megabytes, and append the largest token of each."""
+    for path in paths:
+        with path.open("rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                if len(data) % dtype.itemsize:
+                    raise _odd_size(path, dtype.itemsize, "an odd number of bytes")
+                tokens = np.frombuffer(data, dtype)
+                largest.append(int(tokens.max()))
+                yield Encoded(tokens, 0, len(data))
 
 
 def _checked_size(path: Path, token_bytes: int) -> int:

@@ -1,81 +1,37 @@
-"""Text files to tokens: finding files, splitting them into train and valid, encoding bytes or with a tokenizer."""
+"""Texts to tokens and back, as bytes or with a tokenizer."""
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import exists, files_of, is_dir, is_file, is_stored, is_symlink, read_regular
-from trainer.data.blocks import SplitRule, TextBlock, TextForm, texts
+from reprise.files import exists, files_of, is_stored, read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
-from trainer.data.cuts import ANYWHERE, Cuts, cuts_of
-from trainer.data.json_lines import is_json_lines
-from trainer.data.parquet import column_texts, row_count
-from trainer.data.text_file import (
-    FileForm,
-    Span,
-    file_form,
-    not_utf8,
-    open_text,
-    plain_name,
-    unreadable,
-)
-from trainer.data.token_file import TokenArray, listed
+from trainer.data.cuts import CHARACTERS, Cuts, cuts_of
+from trainer.data.text_file import unreadable
+from trainer.data.token_file import TokenArray
 
 _log = logging.getLogger(__name__)
-
-# Tests say little about the language and much about their fixtures; the others hold programs and their tests.
-_STDLIB_EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-)
-# Written by the build or the distribution: the text differs between two installations of one version.
-_STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 # It is saved beside every checkpoint; the largest in use are below 40 MiB.
 MOST_TOKENIZER_BYTES = 64 << 20
-# Of the texts of `data=text` in Parquet and JSON lines.
-DOCUMENT_KEY = "text"
-
-
-@dataclass(frozen=True, slots=True)
-class TextSource:
-    """A text file; ``name`` is its posix path relative to the root of its data set."""
-
-    path: Path
-    name: str
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text ended by an end-of-text token, or a part of such a text.
-
-    ``path`` is its file, ``offset`` its start in the file.
-    """
-
-    path: Path
-    text: bytes
-    offset: int = 0
+BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Converts documents to tokens and back; two encoders with the same ``label`` give the same tokens.
+    """Converts texts to tokens and back; two encoders with the same ``label`` give the same tokens.
 
     ``decode`` takes any numbers: an invalid token, or a part of a character, appears as such or not at all. ``cuts``
     returns where a text may be cut: the tokens of its parts are then those of the whole.
@@ -84,12 +40,14 @@ class Encoder:
     label: str
     vocab_size: int
     end_of_text: int
-    encode: Callable[[Document], TokenArray]
+    encode: Callable[[str], TokenArray]
     decode: Callable[[Sequence[int]], str]
     cuts: Callable[[], Cuts]
 
-
-BYTES = "bytes"
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Return the smallest dtype of a token file for the tokens."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
 def open_encoder(tokenizer: str | Path | None) -> Encoder:
@@ -114,9 +72,9 @@ def bytes_encoder() -> Encoder:
         label=BYTES,
         vocab_size=END_OF_TEXT_ID + 1,
         end_of_text=END_OF_TEXT_ID,
-        encode=lambda document: np.frombuffer(document.text, np.uint8),
+        encode=lambda text: np.frombuffer(text.encode(errors="surrogateescape"), np.uint8),
         decode=decode,
-        cuts=lambda: ANYWHERE,
+        cuts=lambda: CHARACTERS,
     )
 
 
@@ -160,9 +118,8 @@ def load_encoder(path: Path) -> Encoder:
         )
     end_of_text = vocabulary[name]
 
-    def encode(document: Document) -> TokenArray:
-        ids = tokenizer.encode(as_characters(document), add_special_tokens=False).ids
-        return np.array(ids, dtype=np.uint32)
+    def encode(text: str) -> TokenArray:
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -261,10 +218,10 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
         DataError: the prompt is not Unicode, or a token is not below ``vocab_size``.
     """
     try:
-        text = prompt.encode()
+        prompt.encode()
     except UnicodeEncodeError as error:
         raise DataError("a prompt is no Unicode text", found=str(error)) from error
-    tokens = [int(token) for token in encoder.encode(Document(Path("prompt"), text))] or [encoder.end_of_text]
+    tokens = [int(token) for token in encoder.encode(prompt)] or [encoder.end_of_text]
     if max(tokens) >= vocab_size:
         raise DataError(
             "a token of the prompt is outside the vocabulary of the model",
@@ -273,237 +230,3 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
             fix="Name the tokenizer that wrote the data.",
         )
     return tokens
-
-
-def find_files(pattern: str) -> list[Path]:
-    """Return the regular files matching a path or a glob (``**`` allowed), sorted, each once.
-
-    Raises:
-        DataError: there is none, or a folder cannot be listed.
-    """
-    expanded = Path(pattern).expanduser()
-    # A name that happens to hold glob characters still names itself.
-    if is_file(expanded):
-        return [expanded]
-    _require_listable(expanded)
-    paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
-    files = [path for path in paths if is_file(path)]
-    if not files:
-        entries = "a folder, pipe or device, or a dead link" if len(paths) == 1 else f"{len(paths)}, and no file"
-        raise DataError(
-            "no file matches",
-            where=pattern,
-            expected="a file, or a glob that matches files",
-            found=entries if paths else "nothing",
-            fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
-        )
-    for path in sorted({*paths}.difference(files)):
-        if not is_dir(path):
-            raise DataError(
-                "a match is no file",
-                where=path,
-                expected="a file, or a folder, which is passed over",
-                found="a link that leads nowhere" if is_symlink(path) else "a pipe or device",
-                fix="Restore the file, or remove the match.",
-            )
-    if empty := [path for path in files if not path.stat().st_size]:
-        _log.warning(f"{len(empty)} of {len(files)} files are empty and give nothing: {listed(empty)}")
-    return files
-
-
-def _require_listable(pattern: Path) -> None:
-    """Raise a DataError for a folder that a glob would pass over: its files would be missing without a word."""
-    for depth, part in enumerate(pattern.parts):
-        if not glob.has_magic(part):
-            continue
-        ends = depth + 1 if part == "**" else depth
-        for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
-            try:
-                os.scandir(folder).close()
-            except OSError as error:
-                _refuse_folder(error)
-
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    raise DataError(
-        "A folder cannot be listed",
-        where=error.filename,
-        found=error.strerror,
-        fix="Correct its permissions, or name the files without it.",
-    ) from error
-
-
-def text_sources(pattern: str) -> list[TextSource]:
-    """Return the files matching ``pattern``, sorted by name relative to the folders before its first wildcard.
-
-    Raises:
-        DataError: no file matches, or a file cannot be read.
-    """
-    paths = find_files(pattern)
-    fixed = Path(pattern).expanduser()
-    if paths == [fixed]:
-        return _sources(fixed.parent, paths)
-    # Not the deepest folder in common: that one moves, and with it every name, when a file is added.
-    while glob.has_magic(str(fixed)):
-        fixed = fixed.parent
-    return _sources(fixed, paths)
-
-
-def stdlib_sources(root: Path) -> list[TextSource]:
-    """Return the Python files of a standard library, without tests and installed packages, sorted by relative name.
-
-    Args:
-        root: the folder of the library, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
-
-    Raises:
-        DataError: there is none, or a folder cannot be listed.
-    """
-    paths = []
-    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
-        folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
-        for name in names:
-            path = Path(folder, name)
-            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIXES) and is_file(path):
-                paths.append(path)
-    if not paths:
-        raise DataError(
-            "the standard library of this Python has no source files",
-            where=root,
-            expected="*.py files",
-            found="none",
-            fix="Use another interpreter, or data=text data.path=FILE_OR_GLOB.",
-        )
-    return _sources(root, paths)
-
-
-def split_documents(
-    sources: Sequence[TextSource], valid_fraction: float, *, takes_bytes: bool = False
-) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Split into train and valid documents, read from disk lazily.
-
-    Several files are split by file: a file is valid if the hash of its name, without the suffix of a compression, falls
-    into the fraction, so it stays on its side when others are added or removed; the file nearest to the limit
-    moves if a side would be empty. The last ``valid_fraction`` of a single file is valid, cut between two UTF-8
-    characters, or between two rows of a Parquet file or two JSON lines, each of which is a document.
-
-    Args:
-        takes_bytes: accept files of any bytes.
-
-    Raises:
-        DataError: while reading, a file cannot be read, is no text, or was changed after it was found.
-    """
-    if len(sources) == 1:
-        source, path = sources[0], sources[0].path
-        if file_form(path) is FileForm.parquet:
-            rows = row_count(path)
-            first_valid = rows - round(rows * valid_fraction)
-            return _rows(source, 0, first_valid), _rows(source, first_valid, rows)
-        if is_json_lines(path, takes_bytes=takes_bytes):
-            documents = _lines(source)
-            first_valid = len(documents) - round(len(documents) * valid_fraction)
-            return documents[:first_valid], documents[first_valid:]
-        text = _read(source, takes_bytes=takes_bytes)
-        cut = _cut(text, valid_fraction)
-        return [Document(path, text[:cut])], [Document(path, text[cut:])]
-    ranks = {
-        source.name: xxhash.xxh3_64_intdigest(plain_name(source.name).encode("utf-8", "surrogateescape"))
-        for source in sources
-    }
-    limit = int(valid_fraction * 2**64)
-    # Between the lowest and the highest rank neither side is empty.
-    limit = min(max(limit, min(ranks.values()) + 1), max(ranks.values()))
-    train = [source for source in sources if ranks[source.name] >= limit]
-    valid = [source for source in sources if ranks[source.name] < limit]
-    return _documents(train, takes_bytes=takes_bytes), _documents(valid, takes_bytes=takes_bytes)
-
-
-def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[TokenArray]:
-    """Encode documents lazily, each followed by the end-of-text token.
-
-    Raises:
-        DataError: a document cannot be read or encoded.
-    """
-    end = np.array([encoder.end_of_text], dtype=np.uint32)
-    for document in documents:
-        yield encoder.encode(document)
-        yield end
-
-
-def _sources(root: Path, paths: Iterable[Path]) -> list[TextSource]:
-    sources = []
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from error
-        name = path.relative_to(root).as_posix()
-        sources.append(TextSource(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
-    return sorted(sources, key=lambda source: source.name)
-
-
-def _documents(sources: Iterable[TextSource], *, takes_bytes: bool) -> Iterator[Document]:
-    for source in sources:
-        if file_form(source.path) is FileForm.parquet:
-            yield from _rows(source, 0, None)
-        elif is_json_lines(source.path, takes_bytes=takes_bytes):
-            yield from _lines(source)
-        else:
-            yield Document(source.path, _read(source, takes_bytes=takes_bytes))
-
-
-def _rows(source: TextSource, first: int, end: int | None) -> Iterator[Document]:
-    """Yield rows of a Parquet file as documents."""
-    with source.path.open("rb") as file:
-        for text in islice(column_texts(file, source.path, DOCUMENT_KEY), first, end):
-            yield Document(source.path, text.encode())
-    _check_unchanged(source)
-
-
-def _lines(source: TextSource) -> list[Document]:
-    """Return the documents of a file of JSON lines."""
-    block = TextBlock(source.path, 0, 1, _read(source, takes_bytes=True), ends_text=True)
-    return [Document(source.path, text) for text in texts(block, SplitRule(TextForm.jsonl, DOCUMENT_KEY))]
-
-
-def _read(source: TextSource, *, takes_bytes: bool) -> bytes:
-    with open_text(Span(source.path), takes_bytes=takes_bytes) as reader:
-        text = reader.read_all()
-    _check_unchanged(source)
-    return text
-
-
-def _check_unchanged(source: TextSource) -> None:
-    """Refuse a file with another size or time than it was found with, by which the cache is named."""
-    try:
-        status = source.path.stat()
-    except OSError as error:
-        raise unreadable(source.path, error) from error
-    if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.mtime_ns):
-        raise DataError(
-            "a text file changed while it was being read",
-            where=source.path,
-            expected=f"{source.size_bytes} bytes",
-            found=f"{status.st_size} bytes, or another time of change",
-            fix="Start again when no other program writes to it.",
-        )
-
-
-def _cut(text: bytes, valid_fraction: float) -> int:
-    cut = len(text) - round(len(text) * valid_fraction)
-    # RFC 3629: bytes 10xxxxxx continue a character, at most three of them.
-    for _ in range(3):
-        if cut < len(text) and text[cut] & 0xC0 == 0x80:
-            cut += 1
-    return cut
-
-
-def as_characters(document: Document) -> str:
-    """Return a document as characters.
-
-    Raises:
-        DataError: it is not UTF-8; names file and byte.
-    """
-    try:
-        return document.text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise not_utf8(document.path, document.offset, error) from error

@@ -12,7 +12,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,6 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from trainer.data.parquet import column_texts, missing_package
 
-# Compressed text is held whole for `data=text` alone, where its size does not show before it is read.
-MOST_TEXT_BYTES = 4 << 30
 _HEAD_BYTES = 8 << 10
 _CHUNK_BYTES = 256 << 10
 # A block of Zstandard takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so
@@ -47,50 +44,14 @@ _FORMS = {
     FileForm.zstd: re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     FileForm.parquet: re.compile(rb"PAR1"),
 }
-# Other files by their first bytes, and how to make text of them.
-_BINARY: tuple[tuple[str, bytes, str], ...] = (
-    ("xz", rb"\xfd7zXZ\x00", "Decompress it: xz --decompress --keep FILE."),
-    ("bzip2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", "Decompress it: bzip2 --decompress --keep FILE."),
-    ("lz4", rb"\x04\x22\x4d\x18", "Decompress it: lz4 -d FILE."),
-    ("7z", rb"7z\xbc\xaf\x27\x1c", "Extract its files: 7z x FILE."),
-    ("zip", rb"PK(\x03\x04|\x05\x06)", "Extract its texts: unzip FILE. A checkpoint of torch is no text."),
-    ("tar", rb"(?s).{257}ustar", "Extract its files: tar -xf FILE."),
-    ("PNG", rb"\x89PNG\r\n", "Leave it out."),
-    ("JPEG", rb"\xff\xd8\xff", "Leave it out."),
-    ("PDF", rb"%PDF-", "Extract its text: pdftotext FILE."),
-    ("pickle", rb"\x80[\x02-\x05]", "Write its texts as JSON lines."),
-    ("NumPy", rb"\x93NUMPY", "Tokens in it are prepared with --raw, after numpy.load(FILE).tofile(OTHER)."),
-    ("safetensors", rb"(?s).{6}\x00\x00\{", "Leave it out."),
-    ("UTF-32", rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff", "Convert it: iconv -f UTF-32 -t UTF-8 FILE."),
-    ("UTF-16", rb"\xff\xfe|\xfe\xff", "Convert it: iconv -f UTF-16 -t UTF-8 FILE."),
-    ("binary", rb"(?s).*\x00", "Convert it to text in UTF-8, without NUL, or leave it out."),
+# Other files, by their first bytes or a NUL in them. The rest shows in bytes that are not UTF-8.
+_BINARY = re.compile(
+    rb"(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
+    rb"|(?P<UTF_16>\xff\xfe|\xfe\xff)|(?P<binary>(?s:.*)\0)"
 )
-_BINARY_FORMS = [(name, re.compile(pattern), advice) for name, pattern, advice in _BINARY]
 _AS_BYTES = (
     "To train on its bytes as they are, write out the tokenizer: --tokenizer bytes, data.tokenizer=bytes in a run."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes `[lo, hi)` of the text in a file, read as if they were a file; up to the end if `hi` is None."""
-
-    path: Path
-    lo: int = 0
-    hi: int | None = None
-
-
-def file_form(path: Path) -> FileForm:
-    """Return the form of a file by its first bytes.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return _form(file)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def plain_name(name: str) -> str:
@@ -98,141 +59,66 @@ def plain_name(name: str) -> str:
     return _COMPRESSED_SUFFIX.sub("", name)
 
 
-def text_span(path: Path) -> Span:
-    """Return the whole text of a file, to its size of now where it is plain."""
-    return Span(path, 0, path.stat().st_size if file_form(path) is FileForm.plain else None)
-
-
 @contextmanager
-def open_text(
-    span: Span, *, key: str = "text", takes_bytes: bool = False, checks_utf8: bool = True
-) -> Iterator[TextReader]:
+def open_text(path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False) -> Iterator[TextReader]:
     """Yield a reader of the text in a file.
 
     Args:
+        start: the first byte of the text to read.
         key: the column of a Parquet file.
         takes_bytes: accept any bytes. Compressed files are decompressed even so.
-        checks_utf8: check every byte read for UTF-8, beside the first bytes; lines of JSON are checked when they
-            are parsed.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or is no text.
+        DataError: the file cannot be read, is damaged, or is no text by its first bytes.
     """
     try:
-        with span.path.open("rb") as file:
-            yield TextReader(span, file, key=key, takes_bytes=takes_bytes, checks_utf8=checks_utf8)
+        with path.open("rb") as file:
+            yield TextReader(path, file, start=start, key=key, takes_bytes=takes_bytes)
     except OSError as error:
-        raise unreadable(span.path, error) from error
+        raise unreadable(path, error) from error
 
 
 class TextReader:
-    """Reads the text of a file from its begin to its end, see `open_text`. Memory holds little beyond what is read.
+    """Reads the text of a file to its end, see `open_text`. Memory holds little beyond what is read.
 
     A byte-order mark is passed over, unless any bytes are accepted. ``at`` is the position in the file's text, in
     bytes.
     """
 
-    def __init__(self, span: Span, file: BinaryIO, *, key: str, takes_bytes: bool, checks_utf8: bool) -> None:
-        self._span, self.at = span, 0
-        self.form = _form(file)
-        self._chunks = _chunks(self.form, file, span.path, key)
-        self._waiting = bytearray()
-        self._decoder = codecs.getincrementaldecoder("utf-8")() if checks_utf8 and not takes_bytes else None
-        lo = span.lo
+    def __init__(self, path: Path, file: BinaryIO, *, start: int, key: str, takes_bytes: bool) -> None:
+        magic = file.read(4)
+        file.seek(0)
+        self.form = next((form for form, pattern in _FORMS.items() if pattern.match(magic)), FileForm.plain)
+        self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), 0
         if not takes_bytes:
-            _check_head(self._peek(_HEAD_BYTES), self.form, span.path)
-            if self._peek(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                lo = max(lo, len(codecs.BOM_UTF8))
-        if lo and self.form is FileForm.plain:
-            file.seek(lo)
-            self._waiting.clear()
-            self._chunks = _chunks(self.form, file, span.path, key)
-            self.at = lo
-        while self.at < lo and (passed := self._take(min(_CHUNK_BYTES, lo - self.at))):
-            self.at += len(passed)
+            head = self._peek(_HEAD_BYTES)
+            _check_head(head, self.form, path)
+            self.read(len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8))
+        if start > self.at and self.form is FileForm.plain:
+            file.seek(start)
+            self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), start
+        while self.at < start and self.read(min(_CHUNK_BYTES, start - self.at)):
+            pass
 
     def has_more(self) -> bool:
-        """Return whether there is more to read.
-
-        Raises:
-            DataError: the file ends before the end of the span.
-        """
-        if self._span.hi is not None and self.at >= self._span.hi:
-            return False
-        if self._peek(1):
-            return True
-        if self._span.hi is not None:
-            raise DataError(
-                "a file changed while it was being read",
-                where=self._span.path,
-                expected=f"{self._span.hi} bytes",
-                found=f"{self.at} bytes",
-                fix="Start again when no other program writes to it.",
-            )
-        return False
+        """Return whether there is more to read."""
+        return bool(self._peek(1))
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes; fewer only at the end.
 
         Raises:
-            DataError: the file cannot be decompressed, or is not UTF-8.
+            DataError: the file cannot be decompressed.
         """
-        most = size if self._span.hi is None else min(size, self._span.hi - self.at)
-        data = self._take(most)
-        if self._decoder is not None:
-            pending = self._decoder.getstate()[0]
-            self.at += len(data)
-            try:
-                self._decoder.decode(data, final=not self.has_more())
-            except UnicodeDecodeError as error:
-                raise not_utf8(self._span.path, self.at - len(data) - len(pending), error) from error
-        else:
-            self.at += len(data)
+        data = self._peek(size)
+        del self._waiting[: len(data)]
+        self.at += len(data)
         return data
-
-    def read_all(self) -> bytes:
-        """Return the remaining bytes.
-
-        Raises:
-            DataError: see `read`; or the text is compressed and larger than `MOST_TEXT_BYTES`.
-        """
-        pieces = []
-        while self.has_more():
-            pieces.append(self.read(_CHUNK_BYTES))
-            if self.form is not FileForm.plain and self.at > MOST_TEXT_BYTES:
-                raise DataError(
-                    "A compressed text is too large to be held in memory",
-                    where=self._span.path,
-                    expected=f"at most {MOST_TEXT_BYTES} bytes",
-                    found="more",
-                    fix="Make token files of it with reprise prepare-data, which reads it in blocks.",
-                )
-        return b"".join(pieces)
 
     def _peek(self, size: int) -> bytes:
         while len(self._waiting) < size and (chunk := next(self._chunks, b"")):
             self._waiting += chunk
         return bytes(self._waiting[:size])
-
-    def _take(self, size: int) -> bytes:
-        data = self._peek(size)
-        del self._waiting[: len(data)]
-        return data
-
-
-def text_bytes(path: Path, *, takes_bytes: bool = False) -> int:
-    """Return the size of the text in a file; a compressed file is read for it.
-
-    Raises:
-        DataError: see `open_text`.
-    """
-    span = text_span(path)
-    if span.hi is not None:
-        return span.hi
-    with open_text(span, takes_bytes=takes_bytes, checks_utf8=False) as reader:
-        while reader.read(_CHUNK_BYTES):
-            pass
-        return reader.at
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
@@ -257,27 +143,20 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-def _form(file: BinaryIO) -> FileForm:
-    """Return the form of an open file, and leave it at its begin."""
-    head = file.read(4)
-    file.seek(0)
-    return next((form for form, magic in _FORMS.items() if magic.match(head)), FileForm.plain)
-
-
 def _check_head(head: bytes, form: FileForm, path: Path) -> None:
     """Refuse a text with the first bytes of another form of file."""
-    inner = next((inner.value for inner, magic in _FORMS.items() if magic.match(head)), None)
-    advice = f"Decompress it once: what is in it is {inner} again."
-    name = inner if form is not FileForm.plain else None
-    if name is None:
-        name, advice = next(((n, advice) for n, magic, advice in _BINARY_FORMS if magic.match(head)), (None, ""))
-    if name is not None:
+    binary = _BINARY.match(head)
+    name = str(binary.lastgroup).replace("_", "-") if binary else ""
+    if form is not FileForm.plain:
+        name = next((inner.value for inner, magic in _FORMS.items() if magic.match(head)), name)
+    if name:
         raise DataError(
             "A file is no text",
             where=path,
             expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
             found=name if form is FileForm.plain else f"{name} in {form.value}",
-            fix=f"{advice} {_AS_BYTES}",
+            fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out; prepare-data --raw takes "
+            f"arrays of tokens. {_AS_BYTES}",
         )
 
 

@@ -31,7 +31,7 @@ from trainer.data.digest_file import beside, digest_of
 from trainer.data.encoding import Encoded, in_order
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import PrepareOptions, write_prepared
-from trainer.data.text import find_files
+from trainer.data.sources import find_files, text_sources
 from trainer.data.token_file import open_token_file
 
 
@@ -55,7 +55,7 @@ def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form
         path.write_text(lines(texts) if form is TextForm.jsonl else "".join(texts), newline="")
     wanted = PrepareOptions(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000, block_bytes=500)
     for workers in (1, 3):
-        write_prepared(tmp_path / f"by{workers}", paths, wanted, workers=workers)
+        write_prepared(tmp_path / f"by{workers}", text_sources(f"{tmp_path}/*.{form.value}"), wanted, workers=workers)
     found = content(tmp_path / "by1")
     assert found == content(tmp_path / "by3")
     assert {"tokenizer.json", "train_000000.bin", "train_000001.bin", "valid_000000.bin"} <= set(found)
@@ -91,7 +91,7 @@ def test_what_was_encoded_decodes_to_the_text(
         for named in (None, tokenizer):
             out = folder / f"{form.value}-{named is None}"
             wanted = PrepareOptions(form, tokenizer=named, block_bytes=block_bytes)
-            made = write_prepared(out, [path], wanted, workers=1)
+            made = write_prepared(out, text_sources(str(path)), wanted, workers=1)
             found = documents(out / "train_000000.bin", made.end_of_text)
             assert made.sides[0].documents == len(found) == len(expected)
             if named is None:
@@ -103,11 +103,11 @@ def test_what_was_encoded_decodes_to_the_text(
 def test_only_so_many_blocks_are_in_memory() -> None:
     started = taken = 0
 
-    def start() -> Future[Encoded | str]:
+    def start() -> Future[Encoded]:
         nonlocal started
         started += 1
         assert started - taken <= 4
-        future: Future[Encoded | str] = Future()
+        future: Future[Encoded] = Future()
         future.set_result(Encoded(np.empty(0, np.uint16), 1, 1))
         return future
 
@@ -124,7 +124,7 @@ def test_equal_texts_are_on_one_side_whatever_their_order(tmp_path: Path) -> Non
     sides = []
     for path in (one, other):
         made = write_prepared(
-            tmp_path / path.stem, [path], PrepareOptions(TextForm.jsonl, valid_fraction=0.3), workers=1
+            tmp_path / path.stem, text_sources(str(path)), PrepareOptions(TextForm.jsonl, valid_fraction=0.3), workers=1
         )
         assert sum(side.documents for side in made.sides) == 200
         sides.append([{tuple(ids) for ids in documents(side.files[0], 256)} for side in made.sides])
@@ -137,7 +137,10 @@ def test_a_single_text_gives_its_end_to_valid(tmp_path: Path) -> None:
     text = "äöü" * 100
     (tmp_path / "text.txt").write_text(text)
     made = write_prepared(
-        tmp_path / "out", [tmp_path / "text.txt"], PrepareOptions(TextForm.text, valid_fraction=0.25), workers=1
+        tmp_path / "out",
+        text_sources(f"{tmp_path}/text.txt"),
+        PrepareOptions(TextForm.text, valid_fraction=0.25),
+        workers=1,
     )
     train, valid = (bytes(documents(side.files[0], 256)[0]).decode() for side in made.sides)
     assert train + valid == text
@@ -167,7 +170,6 @@ def test_a_bad_line_is_named_and_leaves_nothing(
 
 REFUSED = {
     "no such file": ("none.txt", "(none.txt)"),
-    "two forms": ("a.txt b.jsonl", "--form"),
     "tokenizer": ("a.txt --tokenizer train-bpe", "train-bpe N"),
     "a small vocabulary": ("a.txt --tokenizer train-bpe 256", "257"),
     "no tokenizer": ("a.txt --tokenizer b.jsonl", "(b.jsonl)"),

@@ -27,7 +27,7 @@ from trainer.config.saved import RUN_CONFIG
 from trainer.data import corpus
 from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
-from trainer.data.text import text_sources
+from trainer.data.sources import text_sources
 from trainer.data.token_file import write_token_file
 
 

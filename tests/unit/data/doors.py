@@ -44,7 +44,13 @@ def corpus_of(folder: Path, path: object, **keys: object) -> Corpus:
     return prepare(text_section(path, **keys), cache=folder / "cache")
 
 
+def sides(folder: Path, path: object, **keys: object) -> list[list[int]]:
+    """Return the tokens of both sides of a run."""
+    corpus = corpus_of(folder, path, **keys)
+    return [tokens_of(corpus.train), tokens_of(corpus.valid)]
+
+
 def trained(folder: Path, path: object, **keys: object) -> list[int]:
     """Return the tokens of a run, of training and then of validation."""
-    corpus = corpus_of(folder, path, **keys)
-    return tokens_of(corpus.train + corpus.valid)
+    train, valid = sides(folder, path, **keys)
+    return train + valid

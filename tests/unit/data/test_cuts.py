@@ -22,7 +22,8 @@ from trainer.data import blocks
 from trainer.data.blocks import TextForm
 from trainer.data.cuts import cuts_of
 from trainer.data.prepared import PrepareOptions, write_prepared
-from trainer.data.text import open_encoder, prompt_tokens, split_documents, text_sources
+from trainer.data.sources import text_sources
+from trainer.data.text import open_encoder, prompt_tokens
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -246,7 +247,9 @@ def whole(content: str, text: str) -> list[int]:
 def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
     """Return the tokens that `prepare-data` makes of `text.txt` in blocks."""
     options = PrepareOptions(TextForm.text, tokenizer=path, block_bytes=block_bytes)
-    return tokens_of(write_prepared(folder / "out", [folder / "text.txt"], options, workers=1).sides[0].files)
+    return tokens_of(
+        write_prepared(folder / "out", text_sources(f"{folder}/text.txt"), options, workers=1).sides[0].files
+    )
 
 
 def test_the_table_has_every_component_of_the_package() -> None:
@@ -262,7 +265,7 @@ def test_every_component_gives_the_tokens_of_the_whole(tmp_path: Path, name: str
     path, source = written(tmp_path, content, SETTINGS), tmp_path / "text.txt"
     source.write_text(raw, newline="")
     assert prepared(tmp_path, path, 20) == [*whole(content, raw), end]
-    sides = [document.text.decode() for side in split_documents(text_sources(str(source)), 0.25) for document in side]
+    sides = [bytes(side[:-1]).decode() for side in doors.sides(tmp_path, source, valid_fraction=0.25)]
     assert "".join(sides) == raw
     tokens = doors.trained(tmp_path, source, tokenizer=str(path), valid_fraction=0.25)
     assert tokens == [token for side in sides for token in [*whole(content, side), end]]

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.doors import corpus_of, text_section, tokens_of, trained
+from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.cuts import CHARACTERS
 from trainer.data.section import DataKind, DataSection, SampleCut, problems
-from trainer.data.text import TextSource, find_files, split_documents, stdlib_sources
+from trainer.data.sources import TextSource, find_files, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
 
 
@@ -61,9 +63,11 @@ def test_a_single_file_is_cut_between_characters(
     raw = text.encode("utf-8")
     path.write_bytes(raw)
     source = TextSource(path=path, name="a.txt", size_bytes=len(raw), mtime_ns=path.stat().st_mtime_ns)
-    sides = split_documents([source], valid_fraction, takes_bytes=True)  # a text may have NUL
-    train, valid = ([document.text for document in part] for part in sides)
-    assert train[0].decode() + valid[0].decode() == text
+    # A text may have NUL.
+    sides = split([source], SplitOptions(takes_bytes=True, valid_fraction=valid_fraction, block_bytes=7)).values()
+    parts = [b"".join(block.data for part in side for block in read_blocks(part, CHARACTERS)) for side in sides]
+    assert [part.decode() for part in parts] == [text[: len(parts[0].decode())], text[len(parts[0].decode()) :]]
+    assert abs(len(parts[1]) - len(raw) * valid_fraction) <= 4
 
 
 def test_files_are_split_whole_and_keep_their_sides(tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     for size_bytes, mtime_ns in ((4, path.stat().st_mtime_ns), (3, 1)):
         source = TextSource(path=path, name="a.txt", size_bytes=size_bytes, mtime_ns=mtime_ns)
         with pytest.raises(DataError, match=r"a\.txt"):
-            split_documents([source], 0.5)
+            list(read_blocks(*split([source], SplitOptions())["train"], CHARACTERS))
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from pyarrow import parquet
 
 from reprise.errors import DataError
 from tests.messages import refused
-from tests.unit.data.doors import content, corpus_of, prepared, prose, tokens_of, trained
-from trainer.commands.prepare_data import main
-from trainer.data import blocks, text_file
-from trainer.data.blocks import TextForm, read_blocks
+from tests.unit.data.doors import content, prepared, prose, sides, trained
+from trainer.data import blocks
+from trainer.data.blocks import SplitOptions, TextForm, read_blocks, split
 from trainer.data.cuts import LINES
 from trainer.data.prepared import PrepareOptions, write_prepared
-from trainer.data.text_file import Span, open_text
+from trainer.data.sources import text_sources
+from trainer.data.text_file import open_text
 
 SKIPPABLE = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"  # a frame that pzstd writes first
 
@@ -67,7 +67,7 @@ def test_compressed_texts_have_the_tokens_of_plain_ones(tmp_path: Path, suffix: 
         paths = {"plain": tmp_path / pattern, "packed": tmp_path / f"{pattern}.{suffix}"}
         for name, path in paths.items():
             options = PrepareOptions(TextForm.text, train_vocab_size=300, valid_fraction=0.4, block_bytes=700)
-            write_prepared(tmp_path / name, sorted(tmp_path.glob(path.name)), options, workers=1, replace=True)
+            write_prepared(tmp_path / name, text_sources(str(path)), options, workers=1, replace=True)
         assert content(tmp_path / "plain") == content(tmp_path / "packed")
         assert trained(tmp_path, paths["plain"]) == trained(tmp_path, paths["packed"])
 
@@ -88,9 +88,10 @@ def test_a_run_reads_the_rows_of_parquet_as_documents(tmp_path: Path) -> None:
     texts = [prose(5, seed) for seed in range(10)]
     for number in range(3):
         (tmp_path / f"{number}.pq").write_bytes(table(texts[number:]))
-    corpus = corpus_of(tmp_path, tmp_path / "0.pq", valid_fraction=0.3)
-    for paths, part in ((corpus.train, texts[:7]), (corpus.valid, texts[7:])):
-        assert tokens_of(paths) == [token for text in part for token in [*text.encode(), 256]]
+    expected = {(*text.encode(), 256) for text in texts}
+    train, valid = sides(tmp_path, tmp_path / "0.pq", valid_fraction=0.3)
+    assert sorted(train + valid) == sorted(token for text in expected for token in text)
+    assert train.count(256) + valid.count(256) == 10
     assert trained(tmp_path, tmp_path / "?.pq").count(256) == 10 + 9 + 8
 
 
@@ -99,13 +100,13 @@ BINARY = {
     "xz": (lzma.compress(TEXT), "found xz"),
     "bzip2": (bz2.compress(TEXT), "found bzip2"),
     "zip": (b"PK\3\4" + TEXT, "found zip"),
-    "tar": (tarfile.TarInfo("a.txt").tobuf() + TEXT, "found tar"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(100), "found PNG"),
+    "tar": (tarfile.TarInfo("a.txt").tobuf() + TEXT, "found binary"),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(100), "found binary"),
     "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "found PDF"),
-    "pickle": (pickle.dumps([1, "a"]), "found pickle"),
+    "pickle": (pickle.dumps([1, "a"]), "found binary"),
     "NumPy": (np.lib.format.magic(1, 0) + TEXT, "--raw"),
-    "safetensors": (b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"F32"}}', "found safetensors"),
-    "UTF-16": ("Grüße".encode("utf-16"), "iconv -f UTF-16"),
+    "safetensors": (b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"F32"}}', "found binary"),
+    "UTF-16": ("Grüße".encode("utf-16"), "found UTF-16"),
     "UTF-16 without a mark": ("Hello".encode("utf-16-le"), "found binary"),
     "Latin-1": (TEXT * 900 + "Grüße".encode("latin-1"), "in.txt, byte 684002"),
     "a cut character": (TEXT + "ü".encode()[:1], "in.txt, byte 760"),
@@ -119,7 +120,7 @@ def test_a_file_that_is_no_text_is_refused_with_advice(tmp_path: Path, name: str
     for packed in (data, gzip.compress(data), zstandard.compress(data)):
         path.write_bytes(packed)
         with refused(DataError, "in.txt", word, "--tokenizer bytes"):
-            write_prepared(tmp_path / "out", [path], options, workers=1)
+            write_prepared(tmp_path / "out", text_sources(str(path)), options, workers=1)
         with refused(DataError, "in.txt", word, "data.tokenizer=bytes"):
             trained(tmp_path, path)
         assert not (tmp_path / "out").exists()
@@ -128,7 +129,7 @@ def test_a_file_that_is_no_text_is_refused_with_advice(tmp_path: Path, name: str
 @pytest.mark.parametrize("inner", [gzipped(TEXT), zstd(TEXT), table(["a"])], ids=["gz", "zst", "parquet"])
 def test_what_is_packed_twice_is_refused(tmp_path: Path, inner: bytes) -> None:
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(inner))
-    with refused(DataError, "in gzip"), open_text(Span(tmp_path / "in.jsonl.gz")):
+    with refused(DataError, "in gzip"), open_text(tmp_path / "in.jsonl.gz"):
         pass
 
 
@@ -163,7 +164,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
     (tmp_path / "in.txt").write_bytes(DAMAGED[case])
     options = PrepareOptions(TextForm.jsonl if "parquet" in case else TextForm.text, takes_bytes=True)
     with refused(DataError, "in.txt"):
-        write_prepared(tmp_path / "out", [tmp_path / "in.txt"], options, workers=1)
+        write_prepared(tmp_path / "out", text_sources(f"{tmp_path}/in.txt"), options, workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
@@ -183,7 +184,7 @@ def test_a_missing_package_is_named_with_its_extra(
     ("rows", "word"),
     [
         (table(["a", None]), "row 2"),
-        (table([1, 2]), "int64"),
+        (table([1, 2]), "found a value of type int64: 1"),
         (table([b"a", b"b"]), "binary"),
         (table(["a"], "body"), "id, body"),
     ],
@@ -195,24 +196,14 @@ def test_a_row_without_a_text_is_refused(tmp_path: Path, rows: bytes, word: str)
         trained(tmp_path, tmp_path / "in")
 
 
-def test_a_table_is_not_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.txt").write_bytes(table(["a"], use_dictionary=False))
-    command = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]
-    assert main([*command, "--form", "text"]) == 2
-    assert "--form" in capsys.readouterr().err
-    assert main(command) == 0
-
-
 def test_a_line_and_a_text_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "b"}\n{"text": "' + b"a" * 3_000_000 + b'"}\n'))
-    assert sum(len(block.data) for block in read_blocks(Span(path), TextForm.jsonl, LINES)) == 3_000_027
+    (part,) = split(text_sources(str(path)), SplitOptions())["train"]
+    assert sum(len(block.data) for block in read_blocks(part, LINES)) == 3_000_027
     monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 1 << 20)
     with refused(DataError, "line 2", "1048576"):
-        list(read_blocks(Span(path), TextForm.jsonl, LINES))
-    monkeypatch.setattr(text_file, "MOST_TEXT_BYTES", 1 << 20)
-    with refused(DataError, "prepare-data"):
-        trained(tmp_path, path)
+        list(read_blocks(part, LINES))
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
@@ -220,7 +211,7 @@ def test_a_bomb_takes_the_memory_of_a_few_blocks(tmp_path: Path, pack: Callable[
     (tmp_path / "in").write_bytes(pack(b"bomb-" * (32 << 20)))
     tracemalloc.start()
     try:
-        with open_text(Span(tmp_path / "in")) as reader:
+        with open_text(tmp_path / "in") as reader:
             size = sum(len(reader.read(1 << 18)) for _ in iter(reader.has_more, False))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

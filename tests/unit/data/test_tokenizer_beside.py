@@ -14,7 +14,8 @@ from trainer.data import corpus
 from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import DataKind, DataSection, problems
-from trainer.data.text import open_encoder, text_sources
+from trainer.data.sources import text_sources
+from trainer.data.text import open_encoder
 from trainer.data.token_file import open_token_file
 from trainer.data.tokenizer_beside import tokenizer_files_in, with_tokenizer
 

@@ -1,0 +1,165 @@
+"""Finds the files of a corpus, in an order and with names that do not depend on where it lies."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from reprise.errors import DataError
+from reprise.files import is_dir, is_file, is_symlink
+from trainer.data.text_file import unreadable
+from trainer.data.token_file import listed
+
+_log = logging.getLogger(__name__)
+
+# Tests say little about the language and much about their fixtures; the others hold programs and their tests.
+_STDLIB_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+)
+# Written by the build or the distribution: the text differs between two installations of one version.
+_STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """A text file as it was found; ``name`` is its posix path relative to the root of its data set."""
+
+    path: Path
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+    def check_unchanged(self) -> None:
+        """Refuse a file with another size or time than it was found with, by which a cache is named.
+
+        Raises:
+            DataError: it has, or cannot be found again.
+        """
+        now = _source(self.path, self.name)
+        if now != self:
+            raise DataError(
+                "a text file changed while it was being read",
+                where=self.path,
+                expected=f"{self.size_bytes} bytes",
+                found=f"{now.size_bytes} bytes, or another time of change",
+                fix="Start again when no other program writes to it.",
+            )
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Return the regular files matching a path or a glob (``**`` allowed), sorted, each once.
+
+    Raises:
+        DataError: there is none, or a folder cannot be listed.
+    """
+    expanded = Path(pattern).expanduser()
+    # A name that happens to hold glob characters still names itself.
+    if is_file(expanded):
+        return [expanded]
+    _require_listable(expanded)
+    paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
+    files = [path for path in paths if is_file(path)]
+    if not files:
+        entries = "a folder, pipe or device, or a dead link" if len(paths) == 1 else f"{len(paths)}, and no file"
+        raise DataError(
+            "no file matches",
+            where=pattern,
+            expected="a file, or a glob that matches files",
+            found=entries if paths else "nothing",
+            fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
+        )
+    for path in sorted({*paths}.difference(files)):
+        if not is_dir(path):
+            raise DataError(
+                "a match is no file",
+                where=path,
+                expected="a file, or a folder, which is passed over",
+                found="a link that leads nowhere" if is_symlink(path) else "a pipe or device",
+                fix="Restore the file, or remove the match.",
+            )
+    if empty := [path for path in files if not path.stat().st_size]:
+        _log.warning(f"{len(empty)} of {len(files)} files are empty: {listed(empty)}")
+    return files
+
+
+def _require_listable(pattern: Path) -> None:
+    """Raise a DataError for a folder that a glob would pass over: its files would be missing without a word."""
+    for depth, part in enumerate(pattern.parts):
+        if not glob.has_magic(part):
+            continue
+        ends = depth + 1 if part == "**" else depth
+        for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                _refuse_folder(error)
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise DataError(
+        "A folder cannot be listed",
+        where=error.filename,
+        found=error.strerror,
+        fix="Correct its permissions, or name the files without it.",
+    ) from error
+
+
+def text_sources(pattern: str) -> list[TextSource]:
+    """Return the files matching ``pattern``, sorted by name relative to the folders before its first wildcard.
+
+    Raises:
+        DataError: no file matches, or a file cannot be read.
+    """
+    paths = find_files(pattern)
+    fixed = Path(pattern).expanduser()
+    if paths == [fixed]:
+        return _sources(fixed.parent, paths)
+    # Not the deepest folder in common: that one moves, and with it every name, when a file is added.
+    while glob.has_magic(str(fixed)):
+        fixed = fixed.parent
+    return _sources(fixed, paths)
+
+
+def stdlib_sources(root: Path) -> list[TextSource]:
+    """Return the Python files of a standard library, without tests and installed packages, sorted by relative name.
+
+    Args:
+        root: the folder of the library, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
+
+    Raises:
+        DataError: there is none, or a folder cannot be listed.
+    """
+    paths = []
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
+        folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIXES) and is_file(path):
+                paths.append(path)
+    if not paths:
+        raise DataError(
+            "the standard library of this Python has no source files",
+            where=root,
+            expected="*.py files",
+            found="none",
+            fix="Use another interpreter, or data=text data.path=FILE_OR_GLOB.",
+        )
+    return _sources(root, paths)
+
+
+def _sources(root: Path, paths: Iterable[Path]) -> list[TextSource]:
+    sources = (_source(path, path.relative_to(root).as_posix()) for path in paths)
+    return sorted(sources, key=lambda source: source.name)
+
+
+def _source(path: Path, name: str) -> TextSource:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return TextSource(path, name, status.st_size, status.st_mtime_ns)
