@@ -24,7 +24,8 @@ from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype, to
 from reprise.live_tensors import Contents, LiveTensor
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.worker import Job
-from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
+from trainer.data.data_file import DataFile, TokenArray
+from trainer.data.token_file import HEADER_BYTES, TokenFile
 from trainer.metrics.run_log import IterationRecord
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def tokens_in_memory(tokens: TokenArray, name: str = "memory") -> TokenFile:
     """Return a token file that lies on no disk."""
     descriptor = os.memfd_create(name)
     os.write(descriptor, bytes(HEADER_BYTES) + tokens.tobytes())
-    return TokenFile(Path(name), np.dtype(tokens.dtype), tokens.size, descriptor)
+    return TokenFile(DataFile(Path(name), descriptor), np.dtype(tokens.dtype), tokens.size)
 
 
 def iteration_record(iteration: int, *, loss: float = 2.5, tokens: int = 1000, seconds: float = 0.5) -> IterationRecord:

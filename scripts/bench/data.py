@@ -28,6 +28,7 @@ from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import Blend
+from trainer.data.data_file import DataFile
 from trainer.data.token_file import TokenFile
 
 SOURCES, SAMPLES, BATCH, LENGTH, DOCUMENT = 50, 10**9, 512, 128, 256
@@ -70,7 +71,7 @@ def measure_blend(rounds: int) -> tuple[float, float]:
 def _empty_file(count: int, name: str) -> TokenFile:
     descriptor = os.memfd_create(name)
     os.truncate(descriptor, 2 * count)
-    return TokenFile(Path(name), np.dtype(np.uint16), count, descriptor, first_byte=0)
+    return TokenFile(DataFile(Path(name), descriptor), np.dtype(np.uint16), count, first_byte=0)
 
 
 def measure_mask(samples: int, length: int, rounds: int) -> list[float]:

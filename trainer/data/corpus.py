@@ -16,13 +16,13 @@ import xxhash
 
 from reprise.errors import DataError
 from trainer.data.blocks import SplitOptions, split
+from trainer.data.data_file import unreadable
 from trainer.data.encoding import encode_block
 from trainer.data.indexed_file import find_indexed
 from trainer.data.prepared import blocks_of, write_side
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.sources import TextSource, find_files, stdlib_sources, text_sources
 from trainer.data.text import BYTES, Encoder, open_encoder
-from trainer.data.text_file import unreadable
 from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_file
 
 # Part of every cache name: raise it when the same texts give other token files.

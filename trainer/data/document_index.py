@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import errno
-import os
-import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -13,26 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
+from trainer.data.data_file import DataFile
 
 READ_DOCUMENTS = 1 << 18  # a pass over an index reads so many at once
 
 
-class DocumentIndex(ABC):
-    """An open index of documents, whose format a subclass knows.
+class DocumentIndex(DataFile, ABC):
+    """An open index of `count` documents, whose format a subclass knows."""
 
-    Args:
-        descriptor: of the index, closed with this object.
-    """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Return the number of documents."""
+    count: int
 
     @abstractmethod
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
@@ -44,10 +30,6 @@ class DocumentIndex(ABC):
         Raises:
             DataError: the index cannot be read, or is damaged there.
         """
-
-    def status(self) -> os.stat_result:
-        """Return the status of the open index."""
-        return os.fstat(self._descriptor)
 
     @abstractmethod
     def _begin(self, document: int) -> int:
@@ -70,23 +52,16 @@ class DocumentIndex(ABC):
                 positions.append(begin)
         return positions
 
-    def _array(self, at: int, count: int) -> npt.NDArray[np.int64]:
-        """Return `count` int64 from a byte of the index on."""
-        values = np.empty(count, dtype="<i8")
-        unread = values.view(np.uint8).data
-        while unread.nbytes:
-            try:
-                read_bytes = os.preadv(self._descriptor, [unread], at)
-            except OSError as error:
-                raise unreadable(self.path, error) from error
-            if not read_bytes:
-                raise damaged(self.path, f"{8 * count} bytes", f"{unread.nbytes} fewer")
-            unread, at = unread[read_bytes:], at + read_bytes
+    def _array(self, at: int, count: int, dtype: str = "<i8") -> npt.NDArray[np.int64]:
+        """Return `count` numbers from a byte of the index on."""
+        values = np.empty(count, dtype=dtype)
+        if missing_bytes := self.fill(values, at):
+            raise damaged(self.path, f"{values.nbytes} bytes", f"{missing_bytes} fewer")
         return values
 
-    def _read(self, at: int) -> int:
-        """Return the int64 at a byte of the index."""
-        return int(self._array(at, 1)[0])
+    def _read(self, at: int, dtype: str = "<i8") -> int:
+        """Return the number at a byte of the index."""
+        return int(self._array(at, 1, dtype)[0])
 
 
 def damaged(place: Path, expected: str, actual: str) -> DataError:
@@ -100,15 +75,12 @@ def damaged(place: Path, expected: str, actual: str) -> DataError:
     )
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of an unreadable file of tokens, or of its index."""
-    fix = "Check data.train and data.valid, or write the file again."
-    if error.errno == errno.EMFILE:
-        fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
+def other_size(path: Path, index: Path, expected: str, size: int) -> DataError:
+    """Return the error of a file of tokens with another size than its index tells."""
     return DataError(
-        "a token file cannot be read",
+        "The size of a file of tokens differs from its index",
         where=path,
-        expected="a readable file",
-        found=error.strerror or str(error),
-        fix=fix,
+        expected=f"{expected}, by {index.name}",
+        found=f"{size} bytes",
+        fix="One of them was cut off, is still being written, or is of another data set: copy or write both again.",
     )

@@ -15,8 +15,8 @@ import numpy as np
 
 from reprise.errors import DataError
 from trainer.data.blocks import TextBlock, TextForm, texts
+from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
-from trainer.data.token_file import TokenArray
 from trainer.workers import spawned_pool
 
 # Blocks that wait for each process, so that none waits for the file.

@@ -12,7 +12,8 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from trainer.data.token_file import TokenArray, TokenFile
+from trainer.data.data_file import TokenArray
+from trainer.data.token_file import TokenFile
 
 _SCAN_TOKENS = 4 * 2**20
 

@@ -8,20 +8,20 @@ int64, and the borders, as numbers of sequences, as int64. Multimodal files add 
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import FileCalls, atomic_output, is_file, open_regular
-from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, unreadable
+from reprise.files import is_file
+from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
+from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, other_size
 from trainer.data.sources import find_files
-from trainer.data.token_file import TokenArray, TokenFile
+from trainer.data.token_file import TokenFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -35,25 +35,56 @@ _MOST_TOKEN = 2**31 - 1  # of int32
 
 
 class IndexedDocuments(DocumentIndex):
-    """The documents of a `.bin` file, by its `.idx` file.
+    """The documents of a `.bin` file, by its `.idx` file, which is checked at both of its ends, in constant time.
 
-    Args:
-        end: where, in bytes of `.bin`, the last sequence ends.
+    ``end`` is where, in bytes of `.bin`, the last sequence ends.
     """
 
-    def __init__(
-        self, path: Path, descriptor: int, dtype: np.dtype[Any], *, sequences: int, borders: int, end: int
-    ) -> None:
-        super().__init__(path, descriptor)
-        self.dtype, self.end = dtype, end
-        self._sequences, self._borders = sequences, borders
-        self._offsets_at = _HEADER.size + sequences * _LENGTH_BYTES
-        self._borders_at = self._offsets_at + sequences * _OFFSET_BYTES
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.dtype, self._sequences, self._borders = self._check_header()
+        self._offsets_at = _HEADER.size + self._sequences * _LENGTH_BYTES
+        self._borders_at = self._offsets_at + self._sequences * _OFFSET_BYTES
+        # Without borders every sequence is a document.
+        self.count, self.end = self._borders - 1 if self._borders > 1 else self._sequences, 0
+        if self._sequences:
+            first, last = self._read(self._offsets_at), self._read(self._borders_at - _OFFSET_BYTES)
+            length = self._read(self._offsets_at - _LENGTH_BYTES, "<i4")
+            border = self._read(self._borders_at + (self._borders - 1) * _BORDER_BYTES) if self._borders else 0
+            self.end = last + length * self.dtype.itemsize
+            if first != 0 or length < 0 or last < 0 or border not in (0, self._sequences):
+                actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
+                raise damaged(path, f"{self._sequences} sequences that begin at byte 0", actual)
 
-    @property
-    def count(self) -> int:
-        """Return the number of documents; without borders every sequence is a document."""
-        return self._borders - 1 if self._borders > 1 else self._sequences
+    def _check_header(self) -> tuple[np.dtype[Any], int, int]:
+        """Return the dtype, and the numbers of sequences and of borders."""
+        size, header = self.size, np.zeros(_HEADER.size, np.uint8)
+        if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
+            raise DataError(
+                "A file is no index of Megatron's data",
+                where=self.path,
+                expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
+                found=f"{size} bytes that begin with {header[:9].tobytes()!r}",
+                fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
+            )
+        _, version, code, sequences, borders = _HEADER.unpack(header.tobytes())
+        if version != _VERSION or code not in _DTYPES:
+            raise DataError(
+                "An index of Megatron's data has another version or dtype",
+                where=self.path,
+                expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
+                found=f"version {version}, and {_NAMES.get(code, 'an unknown one')} ({code})",
+            )
+        expected = _HEADER.size + sequences * (_LENGTH_BYTES + _OFFSET_BYTES) + borders * _BORDER_BYTES
+        if size not in (expected, expected + sequences * _MODE_BYTES):
+            raise DataError(
+                "The size of an index differs from its header",
+                where=self.path,
+                expected=f"{expected} bytes for {sequences} sequences and {borders} borders of documents",
+                found=f"{size} bytes",
+                fix="It was cut off or appended to: copy it again.",
+            )
+        return _DTYPES[code], sequences, borders
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
@@ -118,28 +149,16 @@ def find_indexed(pattern: str) -> list[Path]:
 
 
 def open_indexed_file(path: Path) -> TokenFile:
-    """Open a `.bin` file by the `.idx` file beside it. The index is checked at both of its ends, in constant time.
+    """Open a `.bin` file by the `.idx` file beside it, in constant time.
 
     Raises:
         DataError: a file cannot be read, has another format or dtype, or the two do not fit together.
     """
-    place = path.with_suffix(".idx")
-    index = _read_index(place)
-    try:
-        descriptor = open_regular(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    size = os.fstat(descriptor).st_size
-    if size != index.end or size % index.dtype.itemsize:
-        os.close(descriptor)
-        raise DataError(
-            "The size of a file of tokens differs from its index",
-            where=path,
-            expected=f"{index.end} bytes, by {place.name}",
-            found=f"{size} bytes",
-            fix="One of the two was cut off, or is of another data set: copy both again.",
-        )
-    return TokenFile(path, index.dtype, size // index.dtype.itemsize, descriptor, first_byte=0, documents=index)
+    index, file = IndexedDocuments(path.with_suffix(".idx")), DataFile(path)
+    count, odd_bytes = divmod(file.size, index.dtype.itemsize)
+    if odd_bytes or file.size != index.end:
+        raise other_size(path, index.path, f"{index.end} bytes", file.size)
+    return TokenFile(file, index.dtype, count, first_byte=0, documents=index)
 
 
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
@@ -151,118 +170,21 @@ def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dt
         DataError: a token does not fit, or the file system fails.
         ValueError: for a dtype other than uint16 and uint32.
     """
-    code = {stored: code for code, stored in _DTYPES.items()}.get(np.dtype(dtype).newbyteorder("<"))
+    dtype = np.dtype(dtype).newbyteorder("<")
+    code = {stored: code for code, stored in _DTYPES.items()}.get(dtype)
     if code is None:
-        raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {np.dtype(dtype)}")
-    try:
-        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
-            lengths = _write_tokens(path, file, chunks, _DTYPES[code], end_of_text)
-            file.flush()
-            os.fsync(file.fileno())
-        ends = np.cumsum(lengths, dtype=np.int64) * _DTYPES[code].itemsize
-        offsets = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-        borders = np.arange(len(lengths) + 1, dtype="<i8")
-        header = _HEADER.pack(MAGIC, _VERSION, code, len(lengths), len(borders))
-        arrays = (np.asarray(lengths, "<i4"), np.asarray(offsets, "<i8"), borders)
-        with atomic_output(path.with_suffix(".idx"), FileCalls(), replaces=True) as partial:
-            FileCalls().write_whole(partial, header + b"".join(array.tobytes() for array in arrays))
-    except OSError as error:
-        raise DataError(
-            "Megatron's data files cannot be written",
-            where=path,
-            found=error.strerror or str(error),
-            fix="Check space and permissions, or name another folder.",
-        ) from error
-
-
-def _write_tokens(
-    path: Path, file: BinaryIO, chunks: Iterable[TokenArray], dtype: np.dtype[Any], end_of_text: int
-) -> Sequence[int]:
-    """Write the tokens, and return the length of each sequence."""
-    limit = min(int(np.iinfo(dtype).max), _MOST_TOKEN)
-    lengths, waiting = list[int](), 0
-    for chunk in chunks:
-        if not chunk.size:
-            continue
-        low, high = int(chunk.min()), int(chunk.max())
-        if low < 0 or high > limit:
-            raise DataError("a token does not fit its file", where=path, expected=f"0 to {limit}", found=(low, high))
-        file.write(np.ascontiguousarray(chunk, dtype).data)
-        ends = np.flatnonzero(chunk == end_of_text) + 1
-        if ends.size:
-            lengths += np.diff(ends, prepend=-waiting).tolist()
-            waiting = chunk.size - int(ends[-1])
-        else:
-            waiting += chunk.size
-    return [*lengths, waiting] if waiting else lengths
-
-
-def _read_index(place: Path) -> IndexedDocuments:
-    try:
-        descriptor = open_regular(place)
-    except OSError as error:
-        raise unreadable(place, error) from error
-    try:
-        size = os.fstat(descriptor).st_size
-        dtype, sequences, borders = _check_header(place, os.pread(descriptor, _HEADER.size, 0), size)
-        if not sequences:
-            return IndexedDocuments(place, descriptor, dtype, sequences=0, borders=0, end=0)
-        lengths = _HEADER.size
-        offsets = lengths + sequences * _LENGTH_BYTES
-        limits = offsets + sequences * _OFFSET_BYTES
-        (first_offset,) = struct.unpack("<q", os.pread(descriptor, _OFFSET_BYTES, offsets))
-        (last_length,) = struct.unpack("<i", os.pread(descriptor, _LENGTH_BYTES, offsets - _LENGTH_BYTES))
-        (last_offset,) = struct.unpack("<q", os.pread(descriptor, _OFFSET_BYTES, limits - _OFFSET_BYTES))
-        last_border = 0
-        if borders:
-            (last_border,) = struct.unpack(
-                "<q", os.pread(descriptor, _BORDER_BYTES, limits + (borders - 1) * _BORDER_BYTES)
-            )
-    except OSError as error:
-        os.close(descriptor)
-        raise unreadable(place, error) from error
-    except DataError:
-        os.close(descriptor)
-        raise
-    end = last_offset + last_length * dtype.itemsize
-    index = IndexedDocuments(place, descriptor, dtype, sequences=sequences, borders=borders, end=end)
-    if first_offset != 0 or last_length < 0 or last_offset < 0 or last_border not in (0, sequences):
-        description = (
-            f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}"
-        )
-        raise damaged(place, f"{sequences} sequences that begin at byte 0", description)
-    return index
-
-
-def _check_header(place: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
-    """Return the dtype, and the numbers of sequences and of borders.
-
-    Raises:
-        DataError: for another format, version or dtype, or a file of another size.
-    """
-    if len(header) < _HEADER.size or not header.startswith(MAGIC):
-        raise DataError(
-            "A file is no index of Megatron's data",
-            where=place,
-            expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
-            found=f"{size} bytes that begin with {header[:9]!r}",
-            fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
-        )
-    _, version, code, sequences, borders = _HEADER.unpack(header)
-    if version != _VERSION or code not in _DTYPES:
-        raise DataError(
-            "An index of Megatron's data has another version or dtype",
-            where=place,
-            expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
-            found=f"version {version}, and {_NAMES.get(code, 'an unknown one')} ({code})",
-        )
-    expected = _HEADER.size + sequences * (_LENGTH_BYTES + _OFFSET_BYTES) + borders * _BORDER_BYTES
-    if size not in (expected, expected + sequences * _MODE_BYTES):
-        raise DataError(
-            "The size of an index differs from its header",
-            where=place,
-            expected=f"{expected} bytes for {sequences} sequences and {borders} borders of documents",
-            found=f"{size} bytes",
-            fix="It was cut off or appended to: copy it again.",
-        )
-    return _DTYPES[code], sequences, borders
+        raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {dtype}")
+    ends, size = list[int](), 0  # of sequences, in tokens
+    with new_file(path) as file:
+        for chunk in fitting_chunks(path, chunks, dtype, largest=min(int(np.iinfo(dtype).max), _MOST_TOKEN)):
+            file.write(chunk.data)
+            ends += (np.flatnonzero(chunk == end_of_text) + size + 1).tolist()
+            size += chunk.size
+    if size > (ends[-1] if ends else 0):
+        ends.append(size)
+    borders = np.array([0, *ends], "<i8")
+    lengths, offsets = np.diff(borders).astype("<i4"), borders[:-1] * dtype.itemsize
+    with new_file(path.with_suffix(".idx")) as file:
+        file.write(_HEADER.pack(MAGIC, _VERSION, code, len(ends), len(borders)))
+        for array in (lengths, offsets, np.arange(len(borders), dtype="<i8")):
+            file.write(array.tobytes())

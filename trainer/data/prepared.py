@@ -19,12 +19,13 @@ from reprise.files import FileCalls, atomic_output, is_dir, lexists
 from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS, Cuts
+from trainer.data.data_file import TokenArray
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
 from trainer.data.sources import TextSource
 from trainer.data.text import TOKENIZER, open_encoder
-from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
+from trainer.data.token_file import MAX_TOKENS, write_token_file
 
 FILE_TOKENS = 1 << 30
 # A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.

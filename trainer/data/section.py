@@ -67,7 +67,7 @@ class DataSection:
             document and pads its last sample, without targets.
         document_mask: keep attention and positions within documents, ended by end-of-text tokens or the index.
         end_of_text: token that ends a document for `document_mask`; null takes the index, else the tokenizer's.
-        valid_fraction: fraction held out for validation: of several texts files, of a single text bytes, else documents.
+        valid_fraction: fraction held out for validation: of texts whole files, of a single text bytes, else documents.
         cache: folder of prepared token files; null is the user's cache.
         verify: digests of token files: `sidecar` computes them if size or times of change differ from a record beside
             the file; `full`, at every start.

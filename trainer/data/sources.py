@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from reprise.errors import DataError
 from reprise.files import is_dir, is_file, is_symlink
-from trainer.data.text_file import unreadable
+from trainer.data.data_file import unreadable
 from trainer.data.token_file import listed
 
 _log = logging.getLogger(__name__)

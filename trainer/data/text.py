@@ -17,8 +17,7 @@ from reprise.errors import DataError
 from reprise.files import exists, files_of, is_stored, read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.cuts import CHARACTERS, Cuts, cuts_of
-from trainer.data.text_file import unreadable
-from trainer.data.token_file import TokenArray
+from trainer.data.data_file import TokenArray, unreadable
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from reprise.errors import DataError
+from trainer.data.data_file import unreadable
 from trainer.data.parquet import column_texts, missing_package
 
 _HEAD_BYTES = 8 << 10
@@ -133,13 +134,6 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
         expected="UTF-8",
         found=f"byte 0x{error.object[error.start]:02x} ({error.reason})",
         fix=f"Convert the file to UTF-8 with iconv, or leave it out. {_AS_BYTES}",
-    )
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of an unreadable file."""
-    return DataError(
-        "a file cannot be read", where=path, expected="a readable file", found=error.strerror or str(error)
     )
 
 

@@ -1,29 +1,24 @@
-"""Token files: a 1024-byte header and a flat array of tokens, read with pread and never mapped into memory.
+"""Token files: a 1024-byte header and a flat array of tokens.
 
 The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values ``[magic,
 version, n_tokens, 0, ...]``, then the tokens.
-
-Truncating a mapped file ends the process with SIGBUS and without a message; pread returns fewer bytes.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError, count_of
-from reprise.files import FileCalls, atomic_output, open_regular
-from trainer.data.document_index import DocumentIndex, unreadable
-
-TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
+from trainer.data.document_index import DocumentIndex
 
 HEADER_BYTES = 256 * 4
 # The count is an int32 in the header.
@@ -49,9 +44,7 @@ MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
 class TokenFile:
-    """An open token file of `count` tokens, uint16 or uint32.
-
-    The descriptor stays open, so if the file is replaced under the same name, the old tokens are still read.
+    """A file of `count` tokens, uint16 or uint32.
 
     Args:
         first_byte: where the tokens begin.
@@ -60,17 +53,15 @@ class TokenFile:
 
     def __init__(
         self,
-        path: Path,
+        file: DataFile,
         dtype: np.dtype[Any],
         count: int,
-        descriptor: int,
         *,
         first_byte: int = HEADER_BYTES,
         documents: DocumentIndex | None = None,
     ) -> None:
-        self.path, self.dtype, self.count, self.documents = path, dtype, count, documents
-        self._descriptor, self._first_byte = descriptor, first_byte
-        weakref.finalize(self, os.close, descriptor)
+        self.path, self.dtype, self.count, self.documents = file.path, dtype, count, documents
+        self._file, self._first_byte = file, first_byte
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +70,7 @@ class TokenFile:
 
     def status(self) -> os.stat_result:
         """Return the status of the open file."""
-        return os.fstat(self._descriptor)
+        return self._file.status()
 
     def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
         """Return a copy of tokens `start` to `stop` - 1, by default all; shape [stop - start].
@@ -92,25 +83,15 @@ class TokenFile:
         if not 0 <= start <= stop <= self.count:
             raise IndexError(f"expected tokens in range({self.count}), found {start} to {stop}")
         tokens = np.empty(stop - start, dtype=self.dtype)
-        unread, at = tokens.view(np.uint8).data, self._first_byte + start * self.dtype.itemsize
-        while unread.nbytes:
-            try:
-                read_bytes = os.preadv(self._descriptor, [unread], at)
-            except OSError as error:
-                raise unreadable(self.path, error) from error
-            if not read_bytes:
-                raise self._cut()
-            unread, at = unread[read_bytes:], at + read_bytes
+        if self._file.fill(tokens, self._first_byte + start * self.dtype.itemsize):
+            raise DataError(
+                "A token file was cut while it was in use",
+                where=self.path,
+                expected=f"{self._first_byte + self.nbytes} bytes",
+                found=f"{self._file.size} bytes",
+                fix="Write or copy it again, and start again when no other program writes to it.",
+            )
         return tokens
-
-    def _cut(self) -> DataError:
-        return DataError(
-            "A token file was cut while it was in use",
-            where=self.path,
-            expected=f"{self._first_byte + self.nbytes} bytes",
-            found=f"{self.status().st_size} bytes",
-            fix="Write or copy it again, and start again when no other program writes to it.",
-        )
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -125,21 +106,37 @@ def open_token_file(path: str | Path) -> TokenFile:
     Raises:
         DataError: the file cannot be read, has another magic or version, or its size contradicts its header.
     """
-    path = Path(path)
-    try:
-        descriptor = open_regular(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        size = os.fstat(descriptor).st_size
-        form, count = _check_header(path, os.pread(descriptor, HEADER_BYTES, 0), size)
-    except OSError as error:
-        os.close(descriptor)
-        raise unreadable(path, error) from error
-    except DataError:
-        os.close(descriptor)
-        raise
-    return TokenFile(path, form.dtype, count, descriptor)
+    file, header = DataFile(Path(path)), np.zeros(HEADER_BYTES // 4, "<i4")
+    if file.fill(header, 0):
+        raise DataError(
+            "a token file is shorter than its header",
+            where=path,
+            expected=f"at least {HEADER_BYTES} bytes",
+            found=f"{file.size} bytes",
+            fix="It is not a token file, or was cut off: write or copy it again.",
+        )
+    magic, version, count = header[:3].tolist()
+    form = next((form for form in _FORMATS if (form.magic, form.version) == (magic, version)), None)
+    if form is None:
+        formats = " or ".join(f"magic {form.magic} version {form.version} ({form.dtype.name})" for form in _FORMATS)
+        raise DataError(
+            "a token file has an unknown header",
+            where=path,
+            expected=formats,
+            found=f"magic {magic} version {version}",
+            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does. "
+            "Files of datatrove are data=datatrove, those of Megatron data=megatron.",
+        )
+    tokens, odd_bytes = divmod(file.size - HEADER_BYTES, form.dtype.itemsize)
+    if odd_bytes or tokens != count:
+        raise DataError(
+            "the size of a token file differs from its header",
+            where=path,
+            expected=f"{count_of(count, 'token')} of {form.dtype.itemsize} bytes",
+            found=count_of(tokens, "token") + (f" and {count_of(odd_bytes, 'odd byte')}" if odd_bytes else ""),
+            fix="It was cut off or appended to: write or copy it again.",
+        )
+    return TokenFile(file, form.dtype, count)
 
 
 def open_token_files(
@@ -170,88 +167,22 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
         DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
         ValueError: ``dtype`` is neither uint16 nor uint32, or a chunk is not a 1-D array of integers.
     """
-    path = Path(path)
+    path, count = Path(path), 0
     form = next((form for form in _FORMATS if form.dtype == np.dtype(dtype).newbyteorder("<")), None)
     if form is None:
         raise ValueError(f"token files hold uint16 or uint32, not {np.dtype(dtype)}")
-    try:
-        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
-            _write_tokens(path, file, chunks, form)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise DataError(
-            "a token file cannot be written",
-            where=path,
-            found=error.strerror or str(error),
-            fix="Check space and permissions, or name another folder.",
-        ) from error
-
-
-def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, int]:
-    if len(header) < HEADER_BYTES:
-        raise DataError(
-            "a token file is shorter than its header",
-            where=path,
-            expected=f"at least {HEADER_BYTES} bytes",
-            found=f"{size_bytes} bytes",
-            fix="It is not a token file, or was cut off: write or copy it again.",
-        )
-    magic, version, count = (int(value) for value in np.frombuffer(header, dtype="<i4", count=3))
-    form = next((form for form in _FORMATS if (form.magic, form.version) == (magic, version)), None)
-    if form is None:
-        formats = " or ".join(f"magic {form.magic} version {form.version} ({form.dtype.name})" for form in _FORMATS)
-        raise DataError(
-            "a token file has an unknown header",
-            where=path,
-            expected=formats,
-            found=f"magic {magic} version {version}",
-            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does. "
-            "Files of datatrove are data=datatrove, those of Megatron data=megatron.",
-        )
-    body_bytes = size_bytes - HEADER_BYTES
-    if body_bytes != count * form.dtype.itemsize:
-        tokens, trailing_bytes = divmod(body_bytes, form.dtype.itemsize)
-        raise DataError(
-            "the size of a token file differs from its header",
-            where=path,
-            expected=f"{count_of(count, 'token')} of {form.dtype.itemsize} bytes",
-            found=count_of(tokens, "token")
-            + (f" and {count_of(trailing_bytes, 'odd byte')}" if trailing_bytes else ""),
-            fix="It was cut off or appended to: write or copy it again.",
-        )
-    return form, count
-
-
-def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form: _Format) -> None:
-    file.write(bytes(HEADER_BYTES))
-    limit = int(np.iinfo(form.dtype).max)
-    count = 0
-    for chunk in chunks:
-        if chunk.ndim != 1 or chunk.dtype.kind not in "iu":
-            raise ValueError(f"expected 1-D arrays of integers, found {chunk.ndim}-D {chunk.dtype}")
-        if not chunk.size:
-            continue
-        low, high = int(chunk.min()), int(chunk.max())
-        if low < 0 or high > limit:
-            raise DataError(
-                "a token does not fit its file",
-                where=path,
-                expected=f"0 to {limit} ({form.dtype.name})",
-                found=low if low < 0 else high,
-                fix="Use uint32 for vocabularies above 65536.",
-            )
-        count += chunk.size
-        if count > MAX_TOKENS:
-            raise DataError(
-                "a token file would hold too many tokens",
-                where=path,
-                expected=f"at most {MAX_TOKENS}",
-                found=f"at least {count}",
-                fix="Write several files; a data set is a list of files.",
-            )
-        file.write(np.ascontiguousarray(chunk, dtype=form.dtype).data)
-    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = (form.magic, form.version, count)
-    file.seek(0)
-    file.write(header.tobytes())
+    with new_file(path) as file:
+        file.write(bytes(HEADER_BYTES))
+        for chunk in fitting_chunks(path, chunks, form.dtype, largest=int(np.iinfo(form.dtype).max)):
+            count += chunk.size
+            if count > MAX_TOKENS:
+                raise DataError(
+                    "a token file would hold too many tokens",
+                    where=path,
+                    expected=f"at most {MAX_TOKENS}",
+                    found=f"at least {count}",
+                    fix="Write several files; a data set is a list of files.",
+                )
+            file.write(chunk.data)
+        file.seek(0)
+        file.write(np.array([form.magic, form.version, count], "<i4").tobytes())

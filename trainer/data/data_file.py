@@ -1,0 +1,127 @@
+"""Files of data that stay open: read by position and never mapped into memory, written atomically.
+
+Truncating a mapped file ends the process with SIGBUS and without a message; pread returns fewer bytes. If a file is
+replaced under the same name, the old content is still read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from reprise.errors import DataError
+from reprise.files import FileCalls, atomic_output, open_regular
+
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+class DataFile:
+    """An open regular file, whose descriptor is closed with this object.
+
+    Args:
+        descriptor: of the file, if it is open already.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self.path = path
+        try:
+            self._descriptor = open_regular(path) if descriptor is None else descriptor
+        except OSError as error:
+            raise unreadable(path, error) from error
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def status(self) -> os.stat_result:
+        """Return the status of the file."""
+        return os.fstat(self._descriptor)
+
+    @property
+    def size(self) -> int:
+        """Return the size in bytes."""
+        return self.status().st_size
+
+    def fill(self, values: npt.NDArray[Any], at: int) -> int:
+        """Fill an array with the bytes from a position on, and return how many bytes are missing.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        unread = values.view(np.uint8).data
+        while unread.nbytes:
+            try:
+                read_bytes = os.preadv(self._descriptor, [unread], at)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            if not read_bytes:
+                break
+            unread, at = unread[read_bytes:], at + read_bytes
+        return unread.nbytes
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of an unreadable file."""
+    fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
+    return DataError(
+        "a file cannot be read",
+        where=path,
+        expected="a readable file",
+        found=error.strerror or str(error),
+        fix=fix if error.errno == errno.EMFILE else None,
+    )
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write, which appears under its name durable and whole. Processes may race to write it.
+
+    Raises:
+        DataError: the file system fails.
+    """
+    try:
+        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise DataError(
+            "a token file cannot be written",
+            where=path,
+            found=error.strerror or str(error),
+            fix="Check space and permissions, or name another folder.",
+        ) from error
+
+
+def fitting_chunks(
+    path: Path, chunks: Iterable[TokenArray], dtype: np.dtype[Any], *, largest: int
+) -> Iterator[TokenArray]:
+    """Yield the chunks with a token, in the dtype of a file.
+
+    Raises:
+        DataError: a token does not fit the file.
+        ValueError: a chunk is not a 1-D array of integers.
+    """
+    for chunk in chunks:
+        if not chunk.size:
+            continue
+        if chunk.ndim != 1 or chunk.dtype.kind not in "iu":
+            raise ValueError(f"expected 1-D arrays of integers, found {chunk.ndim}-D {chunk.dtype}")
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high > largest:
+            raise DataError(
+                "a token does not fit its file",
+                where=path,
+                expected=f"0 to {largest} ({dtype.name})",
+                found=low if low < 0 else high,
+                fix="Use uint32 for vocabularies above 65536.",
+            )
+        yield np.ascontiguousarray(chunk, dtype)
