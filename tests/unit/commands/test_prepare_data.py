@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -11,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from tests.harness import compose
 from tests.profiles import examples
@@ -32,19 +31,12 @@ from trainer.data.encoding import Encoded, in_order
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import find_files, text_sources
+from trainer.data.text import open_encoder
 from trainer.data.token_file import open_token_file
 
 
 def lines(texts: list[str]) -> str:
     return "".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(texts))
-
-
-def documents(path: Path, end: int) -> list[list[int]]:
-    """Return the tokens of each document of a file, which ends with an end-of-text token."""
-    tokens = tokens_of([path])
-    ends = [-1, *(number for number, token in enumerate(tokens) if token == end)]
-    assert ends[-1] == len(tokens) - 1
-    return [tokens[first + 1 : last] for first, last in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("form", [TextForm.text, pytest.param(TextForm.jsonl, marks=pytest.mark.slow)])
@@ -69,35 +61,30 @@ def small_tokenizer() -> bytes:
 
 # A file with NUL is not text.
 CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
-TEXTS = st.lists(st.text(CHARACTERS) | st.sampled_from(WORDS), max_size=6)
+TEXTS = st.lists(st.text(CHARACTERS) | st.sampled_from(WORDS), min_size=1, max_size=6)
 
 
 @examples(30)
 @given(texts=TEXTS, block_bytes=st.integers(1, 40))
 @example(texts=["<|endoftext|>", "a<|endoftext|>\n"], block_bytes=3)
-def test_what_was_encoded_decodes_to_the_text(
+def test_every_text_has_the_tokens_of_the_whole(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("texts")
-    tokenizer = folder / "tokenizer.json"
-    tokenizer.write_bytes(small_tokenizer())
-    decoder = Tokenizer.from_file(str(tokenizer))
-    jsonl, whole = folder / "texts.jsonl", folder / "whole.txt"
-    jsonl.write_text(lines(texts))
-    whole.write_bytes("".join(texts).encode())
-    for form, path, expected in ((TextForm.jsonl, jsonl, texts), (TextForm.text, whole, ["".join(texts)])):
-        if not any(expected) and (form is TextForm.text or not texts):
-            continue
-        for named in (None, tokenizer):
-            out = folder / f"{form.value}-{named is None}"
-            wanted = PrepareOptions(form, tokenizer=named, block_bytes=block_bytes)
-            made = write_prepared(out, text_sources(str(path)), wanted, workers=1)
-            found = documents(out / "train_000000.bin", made.end_of_text)
-            assert made.sides[0].documents == len(found) == len(expected)
-            if named is None:
-                assert [bytes(ids).decode() for ids in found] == expected
-            else:
-                assert [decoder.decode(ids, skip_special_tokens=False) for ids in found] == expected
+    path = folder / "tokenizer.json"
+    path.write_bytes(small_tokenizer())
+    (folder / "lines.jsonl").write_text(lines(texts))
+    (folder / "text.txt").write_bytes("".join(texts).removeprefix("\ufeff").encode())
+    for name, documents in (("lines.jsonl", texts), ("text.txt", ["".join(texts).removeprefix("\ufeff")])):
+        for tokenizer in (None, path):
+            options = PrepareOptions(tokenizer=tokenizer, block_bytes=block_bytes)
+            if name == "text.txt":
+                options = replace(options, form=TextForm.text)
+            folders = write_prepared(folder / "out", text_sources(f"{folder}/{name}"), options, workers=1, replace=True)
+            encoder = open_encoder(tokenizer)
+            expected = [token for text in documents for token in [*encoder.encode(text), encoder.end_of_text]]
+            assert tokens_of(folders.sides[0].files) == expected
+            assert folders.sides[0].documents == len(documents)
 
 
 def test_only_so_many_blocks_are_in_memory() -> None:
@@ -114,37 +101,6 @@ def test_only_so_many_blocks_are_in_memory() -> None:
     for _ in in_order((start for _ in range(50)), most=4):
         taken += 1
     assert started == taken == 50
-
-
-def test_equal_texts_are_on_one_side_whatever_their_order(tmp_path: Path) -> None:
-    texts = [f"document {number % 50}" for number in range(200)]
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    one.write_text(lines(texts))
-    other.write_text(lines(texts[::-1]))
-    sides = []
-    for path in (one, other):
-        made = write_prepared(
-            tmp_path / path.stem, text_sources(str(path)), PrepareOptions(TextForm.jsonl, valid_fraction=0.3), workers=1
-        )
-        assert sum(side.documents for side in made.sides) == 200
-        sides.append([{tuple(ids) for ids in documents(side.files[0], 256)} for side in made.sides])
-    assert sides[0] == sides[1]
-    assert all(sides[0])
-    assert not sides[0][0] & sides[0][1]
-
-
-def test_a_single_text_gives_its_end_to_valid(tmp_path: Path) -> None:
-    text = "äöü" * 100
-    (tmp_path / "text.txt").write_text(text)
-    made = write_prepared(
-        tmp_path / "out",
-        text_sources(f"{tmp_path}/text.txt"),
-        PrepareOptions(TextForm.text, valid_fraction=0.25),
-        workers=1,
-    )
-    train, valid = (bytes(documents(side.files[0], 256)[0]).decode() for side in made.sides)
-    assert train + valid == text
-    assert len(valid) == pytest.approx(75, abs=1)
 
 
 BAD_LINES = {

@@ -13,6 +13,7 @@ from trainer.data.section import DataKind, DataSection
 from trainer.data.token_file import open_token_file
 
 WORDS = ["checkpoint", "wörter", "日本語。", "it's", "1234567", "...\n\n", "  ", "\t", "\r\n", "🙂", "x=y;", "Zeile\n"]
+END = 256
 
 
 def prose(count: int, seed: int = 0) -> str:
@@ -23,6 +24,18 @@ def prose(count: int, seed: int = 0) -> str:
 
 def tokens_of(paths: Iterable[Path]) -> list[int]:
     return [token for path in paths for token in open_token_file(path).read().tolist()]
+
+
+def of_texts(*texts: str | bytes) -> list[int]:
+    """Return the bytes of texts with their ends."""
+    return [token for text in texts for token in [*(text if isinstance(text, bytes) else text.encode()), END]]
+
+
+def texts_of(tokens: Iterable[int]) -> list[bytes]:
+    """Return the texts of tokens of bytes, each of which has an end."""
+    text = "".join(map(chr, tokens))
+    assert not text or text.endswith(chr(END))
+    return [part.encode("latin-1") for part in text.split(chr(END))[:-1]]
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -23,9 +23,9 @@ from pyarrow import parquet
 
 from reprise.errors import DataError
 from tests.messages import refused
-from tests.unit.data.doors import content, prepared, prose, sides, trained
+from tests.unit.data.doors import content, of_texts, prepared, prose, trained
 from trainer.data import blocks
-from trainer.data.blocks import SplitOptions, TextForm, read_blocks, split
+from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.cuts import LINES
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
@@ -63,13 +63,11 @@ def test_compressed_texts_have_the_tokens_of_plain_ones(tmp_path: Path, suffix: 
         text = prose(2000 if number == 0 else 200, seed=number).encode()
         (tmp_path / f"{number}.txt").write_bytes(text)
         (tmp_path / f"{number}.txt.{suffix}").write_bytes(PACKED[suffix](text))
+    options = PrepareOptions(train_vocab_size=300, valid_fraction=0.4, block_bytes=700)
     for pattern in ("0.txt", "?.txt"):
-        paths = {"plain": tmp_path / pattern, "packed": tmp_path / f"{pattern}.{suffix}"}
-        for name, path in paths.items():
-            options = PrepareOptions(TextForm.text, train_vocab_size=300, valid_fraction=0.4, block_bytes=700)
-            write_prepared(tmp_path / name, text_sources(str(path)), options, workers=1, replace=True)
+        for name, path in (("plain", pattern), ("packed", f"{pattern}.{suffix}")):
+            write_prepared(tmp_path / name, text_sources(f"{tmp_path}/{path}"), options, workers=1, replace=True)
         assert content(tmp_path / "plain") == content(tmp_path / "packed")
-        assert trained(tmp_path, paths["plain"]) == trained(tmp_path, paths["packed"])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "ndjson.zst", "parquet", "without"])
@@ -80,32 +78,23 @@ def test_documents_give_the_files_of_plain_lines(tmp_path: Path, suffix: str) ->
     named = tmp_path / ("in" if suffix == "without" else f"in.{suffix}")  # the name is no matter for Parquet
     named.write_bytes(PACKED[suffix[-3:].strip(".")](lines) if "." in suffix else table(texts, "content"))
     for path, out in ((tmp_path / "in.jsonl", "plain"), (named, "packed")):
+        tokens = prepared(tmp_path / out, path, "--key", "content")
+        assert tokens == of_texts(*texts)
         prepared(tmp_path / out, path, "--key", "content", "--valid-fraction", "0.3", "--file-tokens", "5000")
     assert content(tmp_path / "plain") == content(tmp_path / "packed")
 
 
-def test_a_run_reads_the_rows_of_parquet_as_documents(tmp_path: Path) -> None:
-    texts = [prose(5, seed) for seed in range(10)]
-    for number in range(3):
-        (tmp_path / f"{number}.pq").write_bytes(table(texts[number:]))
-    expected = {(*text.encode(), 256) for text in texts}
-    train, valid = sides(tmp_path, tmp_path / "0.pq", valid_fraction=0.3)
-    assert sorted(train + valid) == sorted(token for text in expected for token in text)
-    assert train.count(256) + valid.count(256) == 10
-    assert trained(tmp_path, tmp_path / "?.pq").count(256) == 10 + 9 + 8
-
-
 TEXT = b"A text that is long enough to be one. " * 20
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 BINARY = {
     "xz": (lzma.compress(TEXT), "found xz"),
     "bzip2": (bz2.compress(TEXT), "found bzip2"),
     "zip": (b"PK\3\4" + TEXT, "found zip"),
     "tar": (tarfile.TarInfo("a.txt").tobuf() + TEXT, "found binary"),
-    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(100), "found binary"),
+    "PNG": (PNG, "found binary"),
     "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "found PDF"),
     "pickle": (pickle.dumps([1, "a"]), "found binary"),
     "NumPy": (np.lib.format.magic(1, 0) + TEXT, "--raw"),
-    "safetensors": (b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"F32"}}', "found binary"),
     "UTF-16": ("Grüße".encode("utf-16"), "found UTF-16"),
     "UTF-16 without a mark": ("Hello".encode("utf-16-le"), "found binary"),
     "Latin-1": (TEXT * 900 + "Grüße".encode("latin-1"), "in.txt, byte 684002"),
@@ -116,13 +105,11 @@ BINARY = {
 @pytest.mark.parametrize("name", BINARY)
 def test_a_file_that_is_no_text_is_refused_with_advice(tmp_path: Path, name: str) -> None:
     data, word = BINARY[name]
-    path, options = tmp_path / "in.txt", PrepareOptions(TextForm.text)
+    path = tmp_path / "in.txt"
     for packed in (data, gzip.compress(data), zstandard.compress(data)):
         path.write_bytes(packed)
-        with refused(DataError, "in.txt", word, "--tokenizer bytes"):
-            write_prepared(tmp_path / "out", text_sources(str(path)), options, workers=1)
-        with refused(DataError, "in.txt", word, "data.tokenizer=bytes"):
-            trained(tmp_path, path)
+        with refused(DataError, "in.txt", word, "--tokenizer bytes", "data.tokenizer=bytes"):
+            write_prepared(tmp_path / "out", text_sources(str(path)), PrepareOptions(), workers=1)
         assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +120,7 @@ def test_what_is_packed_twice_is_refused(tmp_path: Path, inner: bytes) -> None:
         pass
 
 
-@pytest.mark.parametrize("data", [BINARY["PNG"][0], codecs.BOM_UTF8 + b"abc\xff"], ids=["PNG", "no UTF-8"])
+@pytest.mark.parametrize("data", [PNG, codecs.BOM_UTF8 + b"abc\xff"], ids=["PNG", "no UTF-8"])
 def test_bytes_of_any_file_train_where_they_are_asked_for(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "in"
     for packed in (data, gzip.compress(data)):
@@ -162,41 +149,34 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
     (tmp_path / "in.txt").write_bytes(DAMAGED[case])
-    options = PrepareOptions(TextForm.jsonl if "parquet" in case else TextForm.text, takes_bytes=True)
     with refused(DataError, "in.txt"):
-        write_prepared(tmp_path / "out", text_sources(f"{tmp_path}/in.txt"), options, workers=1)
+        sources = text_sources(f"{tmp_path}/in.txt")
+        write_prepared(tmp_path / "out", sources, PrepareOptions(takes_bytes=True), workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
 @pytest.mark.parametrize(
-    ("package", "data"), [("zstandard", zstd(TEXT)), ("pyarrow", table(["a"]))], ids=["zstandard", "pyarrow"]
-)
-def test_a_missing_package_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, data: bytes
-) -> None:
-    (tmp_path / "in").write_bytes(data)
-    monkeypatch.setitem(sys.modules, package, None)
-    with refused(DataError, package, "pip install 'torch-reprise["):
-        trained(tmp_path, tmp_path / "in")
-
-
-@pytest.mark.parametrize(
-    ("rows", "word"),
+    ("rows", "missing", "words"),
     [
-        (table(["a", None]), "row 2"),
-        (table([1, 2]), "found a value of type int64: 1"),
-        (table([b"a", b"b"]), "binary"),
-        (table(["a"], "body"), "id, body"),
+        (zstd(TEXT), "zstandard", ("zstandard", "pip install 'torch-reprise[zstd]'")),
+        (table(["a"]), "pyarrow", ("pyarrow", "pip install 'torch-reprise[parquet]'")),
+        (table(["a", None]), "", ("row 2",)),
+        (table([1, 2]), "", ("row 1", "int64")),
+        (table([b"a", b"b"]), "", ("row 1", "binary")),
+        (table(["a"], "body"), "", ("id, body",)),
     ],
-    ids=["null", "number", "bytes", "other key"],
+    ids=["no zstandard", "no pyarrow", "null", "number", "bytes", "other key"],
 )
-def test_a_row_without_a_text_is_refused(tmp_path: Path, rows: bytes, word: str) -> None:
+def test_rows_and_forms_that_cannot_be_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bytes, missing: str, words: tuple[str, ...]
+) -> None:
     (tmp_path / "in").write_bytes(rows)
-    with refused(DataError, word):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with refused(DataError, *words):
         trained(tmp_path, tmp_path / "in")
 
 
-def test_a_line_and_a_text_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "b"}\n{"text": "' + b"a" * 3_000_000 + b'"}\n'))
     (part,) = split(text_sources(str(path)), SplitOptions())["train"]

@@ -1,0 +1,78 @@
+"""The files of a corpus: whatever a pattern names and cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import DataError
+from tests.messages import refused
+from tests.unit.data.test_corpus import write_texts
+from trainer.data.blocks import SplitOptions, read_blocks, split
+from trainer.data.cuts import CHARACTERS
+from trainer.data.sources import TextSource, find_files, stdlib_sources
+
+
+def test_a_match_that_gives_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    write_texts(texts, 3)
+    (texts / "folder").mkdir()
+    (texts / "link").symlink_to("000.txt")
+    assert len(find_files(f"{texts}/*")) == 4
+    for pattern in (f"{texts}/nothing-*.txt", "/dev/null", str(texts)):
+        with refused(DataError, pattern):
+            find_files(pattern)
+    odd = texts / "odd"
+    for make in (lambda: odd.symlink_to("gone"), lambda: odd.symlink_to("odd"), lambda: os.mkfifo(odd)):
+        make()
+        for pattern in (f"{texts}/*", f"{texts}/odd"):
+            with refused(DataError, f"{odd}"):
+                find_files(pattern)
+        odd.unlink()
+
+
+@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "a?/[0-9]*.txt"])
+def test_a_folder_that_cannot_be_listed_is_no_smaller_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    for name in ("a1", "a2"):
+        write_texts(tmp_path / name, 3)
+    listed = os.scandir
+    assert len(find_files(str(tmp_path / pattern))) == 6
+
+    def scandir(path: str) -> object:
+        if str(path).rstrip("/").endswith("a2"):
+            raise OSError(errno.EIO, "the disk fails", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for find in (lambda: find_files(str(tmp_path / pattern)), lambda: stdlib_sources(tmp_path)):
+        with refused(DataError, "a2", "the disk fails"):
+            find()
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc")
+    for size_bytes, mtime_ns in ((4, path.stat().st_mtime_ns), (3, 1)):
+        (part,) = split([TextSource(path, "a.txt", size_bytes, mtime_ns)], SplitOptions())["train"]
+        with pytest.raises(DataError, match=r"a\.txt"):
+            list(read_blocks(part, CHARACTERS))
+
+
+def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:
+    names = [source.name for source in stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))]
+    assert names == sorted(set(names))
+    with refused(DataError, "*.py"):
+        stdlib_sources(tmp_path)
+    kept = ["a.py", "json/b.py", "testing.py"]
+    left = ["site-packages/c.py", "dist-packages/d.py", "test/e.py", "json/tests/f.py", "idlelib/g.py", "lib2to3/h.py"]
+    left += ["__pycache__/i.py", "_sysconfigdata__linux.py", "json/j.txt", "sitecustomize.py"]
+    for name in kept + left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [source.name for source in stdlib_sources(tmp_path)] == kept
