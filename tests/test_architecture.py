@@ -874,7 +874,7 @@ def test_every_unit_test_of_no_module_is_there() -> None:
 
 
 def test_tests_hold_no_path_of_a_machine() -> None:
-    examples = {"tests.test_architecture", "tests.unit.data.test_text"}  # hold made-up paths
+    examples = {"tests.test_architecture", "tests.unit.data.test_corpus"}  # hold made-up paths
     assert clean_text([source for source in TESTS if source.module not in examples]) == []
 
 
