@@ -26,7 +26,7 @@ from models.layers import token_loss
 from models.network import Model
 from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
-from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.blend import Blend
 from trainer.data.data_file import DataFile
 from trainer.data.token_file import TokenFile
@@ -57,7 +57,7 @@ def measure_blend(rounds: int) -> tuple[float, float]:
     share = SAMPLES // SOURCES
     sources = [Samples([_empty_file(share * LENGTH + 1, f"s{n}")], seq_length=LENGTH) for n in range(SOURCES)]
     start = time.process_time()
-    blended = BlendedSamples(sources, Blend([Fraction(str(rng.random())) for _ in sources]))
+    blended = OrderedSamples(sources, Blend([Fraction(str(rng.random())) for _ in sources]))
     start_s = time.process_time() - start
     seconds = []
     for _ in range(rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile, listed
 
+Ints = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
+_ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
 class Samples:
@@ -91,24 +94,11 @@ class Samples:
         return int(self._bounds[-1])
 
     @property
-    def sources(self) -> tuple[Samples, ...]:
-        """Return these samples as the only source of a run."""
-        return (self,)
-
-    @property
     def path(self) -> Path:
         """Return the first file."""
         return self._files[0].path
 
-    def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the samples at global positions of the order of `seed`, int64 [n]."""
-        return sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed)
-
-    def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
-        """Return these samples as a blend of a single source, see `BlendedSamples.starting_at`."""
-        return BlendedSamples([self], Blend([Fraction(1)])).starting_at(position, consumed)
-
-    def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def windows(self, ids: Ints) -> Ints:
         """Copy samples out of the files.
 
         Args:
@@ -133,9 +123,7 @@ class Samples:
                 self._marks.mark(row[: stop - start], self._files[number], start)
         return out
 
-    def _extents(
-        self, numbers: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _extents(self, numbers: Ints, samples: Ints) -> tuple[Ints, Ints]:
         """Return the first token and the end of samples, each int64 [n].
 
         Args:
@@ -154,80 +142,50 @@ class Samples:
         return starts, np.minimum(starts + self.seq_length + 1, ends)
 
 
-class BlendedSamples:
-    """The samples of several sources by weight, each in an order and epochs of its own.
+@dataclass(frozen=True, slots=True)
+class OrderedSamples:
+    """The samples of sources by weight, each in an order and epochs of its own, and some passed over.
 
     Args:
-        sources: as many as the blend has.
+        blend: of as many sources.
         position: the global position at which the blend begins.
         consumed: for each source the number of samples consumed before; zeros by default.
+        position_map: the positions of the samples that a run counts.
     """
 
-    __slots__ = ("_blend", "_bounds", "_consumed", "_counts", "_position", "sources")
+    sources: Sequence[Samples]
+    blend: Blend = _ALONE
+    position: int = 0
+    consumed: Sequence[int] | None = None
+    position_map: PositionMap = _NO_GAPS
+    # The samples of source i are bounds[i] to bounds[i + 1] - 1 of all.
+    _bounds: Ints = field(init=False, compare=False, repr=False)
 
-    def __init__(
-        self, sources: Sequence[Samples], blend: Blend, *, position: int = 0, consumed: Sequence[int] | None = None
-    ) -> None:
-        self.sources, self._blend, self._position = tuple(sources), blend, position
-        self._consumed = np.array([0] * len(sources) if consumed is None else consumed, dtype=np.int64)
-        self._counts = np.array([source.count for source in sources], dtype=np.int64)
-        # The samples of source i are bounds[i] to bounds[i + 1] - 1 of all.
-        self._bounds = np.cumsum([0, *self._counts])
-
-    def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
-        """Return the same blend, begun at a global position after samples of each source were consumed."""
-        return BlendedSamples(self.sources, self._blend, position=position, consumed=consumed)
-
-    def sample_ids(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the samples at global positions from the blend's begin, int64 [n], numbered through all sources."""
-        sources, index = self._blend.locate(positions - self._position)
-        index = index + self._consumed[sources]
-        ids = sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
-        return self._bounds[sources] + ids
-
-    def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Copy samples, by their numbers through all sources, out of the files; see `Samples.windows`."""
-        sources = np.searchsorted(self._bounds, ids, side="right") - 1
-        out = np.empty((ids.size, self.sources[0].seq_length + 1), dtype=np.int64)
-        for source in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == source)
-            out[rows] = self.sources[source].windows(ids[rows] - self._bounds[source])
-        return out
-
-
-class MappedSamples:
-    """Samples of which a run passes over some: it asks for them by their counts, in place of their positions."""
-
-    __slots__ = ("_borders", "_map", "_samples", "_totals")
-
-    def __init__(self, samples: Samples | BlendedSamples, position_map: PositionMap) -> None:
-        self._samples, self._map = samples, position_map
-        borders, totals = position_map.steps()
-        self._borders, self._totals = np.array(borders, np.int64), np.array(totals, np.int64)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_bounds", np.cumsum([0, *(source.count for source in self.sources)]))
 
     @property
-    def sources(self) -> tuple[Samples, ...]:
-        """Return the samples of each source."""
-        return self._samples.sources
+    def count(self) -> int:
+        """Return the number of samples of all sources."""
+        return int(self._bounds[-1])
 
-    def mapped(self, position_map: PositionMap) -> MappedSamples | Samples | BlendedSamples:
-        """Return the same samples with another map."""
-        return MappedSamples(self._samples, position_map) if position_map.gaps else self._samples
+    def sample_ids(self, counts: Ints, seed: int) -> Ints:
+        """Return the samples with these counts from 0, int64 [n], numbered through all sources."""
+        sources, index = self.blend.locate(self.position_map.positions(counts) - self.position)
+        if self.consumed is not None:
+            index = index + np.array(self.consumed, np.int64)[sources]
+        return self._bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(self._bounds)[sources], seed=seed)
 
-    def starting_at(self, position: int, consumed: Sequence[int]) -> MappedSamples:
-        """Return the same samples begun at a position, see `BlendedSamples.starting_at`."""
-        return MappedSamples(self._samples.starting_at(position, consumed), self._map)
-
-    def sample_ids(self, counts: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
-        """Return the samples with these counts from 0, int64 [n]."""
-        return self._samples.sample_ids(self._positions(counts), seed)
-
-    def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Copy samples out of the files, see `Samples.windows`."""
-        return self._samples.windows(ids)
-
-    def _positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return counts + self._totals[np.searchsorted(self._borders, counts, side="right")]
+    def windows(self, ids: Ints) -> Ints:
+        """Copy samples, by their numbers through all sources, out of the files; see `Samples.windows`."""
+        if len(self.sources) == 1:
+            return self.sources[0].windows(ids)
+        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
+        out = np.empty((ids.size, self.sources[0].seq_length + 1), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            out[rows] = self.sources[number].windows(ids[rows] - self._bounds[number])
+        return out
 
 
 def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from trainer.data.batches import BlendedSamples, MappedSamples, Samples, micro_batch_positions
+from trainer.data.batches import OrderedSamples, micro_batch_positions
 from trainer.data.look_ahead import Ints, LookAhead
 from trainer.data.position_map import PositionMap
 
@@ -23,7 +23,7 @@ class BatchLoader:
             iteration has the first of them.
     """
 
-    samples: Samples | BlendedSamples | MappedSamples
+    samples: OrderedSamples
     global_batch_size: int
     micro_batch_size: int
     numbers: Sequence[int]
@@ -35,14 +35,11 @@ class BatchLoader:
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
-        return replace(self, samples=self.samples.starting_at(position, consumed))
+        return replace(self, samples=replace(self.samples, position=position, consumed=consumed))
 
     def mapped(self, position_map: PositionMap) -> BatchLoader:
         """Return the loader with other samples passed over."""
-        samples = self.samples
-        if isinstance(samples, MappedSamples):
-            return replace(self, samples=samples.mapped(position_map))
-        return replace(self, samples=MappedSamples(samples, position_map)) if position_map.gaps else self
+        return replace(self, samples=replace(self.samples, position_map=position_map))
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""
@@ -64,17 +61,10 @@ class BatchLoader:
         return np.concatenate([*self._positions(consumed_samples, self.numbers_of(size))])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
-        """Yield the micro batches of each of the first global batches in data order, cycling.
-
-        Raises:
-            TypeError: for a blend, which has no such order.
-        """
-        samples = self.samples
-        if not isinstance(samples, Samples):
-            raise TypeError("a blend of sources has no data order")
+        """Yield the micro batches of each of the first global batches in data order, cycling."""
         for batch in range(global_batches):
-            positions = self._positions(batch * self.global_batch_size, self.numbers)
-            yield [to_device(samples.windows(of_batch % samples.count), self.device) for of_batch in positions]
+            for_batch = self._positions(batch * self.global_batch_size, self.numbers)
+            yield [to_device(self.samples.windows(ids % self.samples.count), self.device) for ids in for_batch]
 
     def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[Ints]:
         for number in numbers:

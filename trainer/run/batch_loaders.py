@@ -11,7 +11,7 @@ import torch
 
 from trainer.config.derived import batch_schedule_of, micro_batches_of
 from trainer.config.schema import Config
-from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.position_map import parse_ranges
@@ -60,13 +60,16 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             cache=data_cache(config),
         )
 
-    def loader(source: Samples | BlendedSamples, size: int) -> BatchLoader:
+    def loader(source: OrderedSamples, size: int) -> BatchLoader:
         numbers = micro_batches_of(config, topology, dp_rank, size)
         return BatchLoader(source, size, train.micro_batch_size, numbers, cluster.device)
 
-    sources = [samples(source.files) for source in data.train]
-    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
-    training = loader(blended, max(batch_schedule_of(train).sizes)).mapped(parse_ranges(train.skip_samples))
+    ordered = OrderedSamples(
+        [samples(source.files) for source in data.train],
+        _build_blend(data, cluster),
+        position_map=parse_ranges(train.skip_samples),
+    )
+    training = loader(ordered, max(batch_schedule_of(train).sizes))
     if not train.eval_interval:
         return training, ValidData()
     held_out, drawn = samples(data.valid), train.eval_iters * train.global_batch_size
@@ -76,14 +79,14 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
             f"data has {held_out.count}, which repeat in order{uneven}"
         )
-    valid = loader(held_out, train.global_batch_size)
+    valid = loader(OrderedSamples([held_out]), train.global_batch_size)
     return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:
     """Return the blend of the sources, and log the share of each."""
     blend = Blend([source.weight for source in data.train])
-    if cluster.rank:
+    if cluster.rank or len(data.train) == 1:
         return blend
     if not blend.is_exact:
         _log.warning(f"data.train: weights are rounded to parts of {blend.period}, see docs/samples.md")

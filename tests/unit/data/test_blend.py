@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fakes import tokens_in_memory
 from tests.profiles import examples
 from tests.sample_order import sample_ids
-from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend, places_of
 
 decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number: Fraction(number, 100))
@@ -82,7 +82,7 @@ def source(number: int, count: int) -> Samples:
 
 def test_each_source_has_its_own_order_and_epochs() -> None:
     sizes = (7, 40, 3)
-    blended = BlendedSamples([source(n, size) for n, size in enumerate(sizes)], Blend([Fraction(n) for n in (2, 5, 1)]))
+    blended = OrderedSamples([source(n, size) for n, size in enumerate(sizes)], Blend([Fraction(n) for n in (2, 5, 1)]))
     tokens = blended.windows(blended.sample_ids(np.arange(160), 5))[:, 0]
     for number, size in enumerate(sizes):
         own = tokens[tokens // 1000 == number] % 1000
@@ -93,7 +93,7 @@ def test_each_source_has_its_own_order_and_epochs() -> None:
 def test_sources_go_on_at_their_counts_from_a_position() -> None:
     sources = [source(0, 50), source(1, 50)]
     blend = Blend([Fraction(1), Fraction(3)])
-    later = BlendedSamples(sources, blend).starting_at(100, [30, 9])
+    later = OrderedSamples(sources, blend, 100, [30, 9])
     tokens = later.windows(later.sample_ids(np.arange(100, 140), 5))[:, 0]
     for number, (first, count) in enumerate([(30, 10), (9, 30)]):
         own = tokens[tokens // 1000 == number] % 1000

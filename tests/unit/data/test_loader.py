@@ -10,20 +10,20 @@ import torch
 
 from tests.fakes import tokens_in_memory
 from tests.sample_order import sample_ids
-from trainer.data.batches import Samples
+from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.loader import BatchLoader
 
 SEQ_LENGTH = 4
 
 
 @pytest.fixture
-def samples() -> Samples:
+def samples() -> OrderedSamples:
     """Return 30 samples whose first tokens are their numbers times 4."""
     tokens = np.arange(30 * SEQ_LENGTH + 1, dtype=np.uint16)
-    return Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)
+    return OrderedSamples([Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)])
 
 
-def feeds(samples: Samples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
+def feeds(samples: OrderedSamples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
     count = 12 // micro_batch_size
     dealt = [range(rank, count, ranks) for rank in range(ranks)]
     return [BatchLoader(samples, 12, micro_batch_size, numbers, torch.device("cpu")) for numbers in dealt]
@@ -35,7 +35,9 @@ def read(found: list[list[torch.Tensor]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 12), (6, 1)])
-def test_all_ranks_together_read_the_samples_of_the_order(samples: Samples, ranks: int, micro_batch_size: int) -> None:
+def test_all_ranks_together_read_the_samples_of_the_order(
+    samples: OrderedSamples, ranks: int, micro_batch_size: int
+) -> None:
     for consumed in (0, 12, 24, 36):  # the third crosses an epoch of 30
         group = feeds(samples, ranks=ranks, micro_batch_size=micro_batch_size)
         found = [feed.train_batch(consumed, 7) for feed in group]
@@ -47,6 +49,6 @@ def test_all_ranks_together_read_the_samples_of_the_order(samples: Samples, rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: Samples, ranks: int) -> None:
+def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: OrderedSamples, ranks: int) -> None:
     found = [list(itertools.chain(*feed.eval_batches(3))) for feed in feeds(samples, ranks=ranks)]
     assert read(found) == [number % 30 for number in range(36)]

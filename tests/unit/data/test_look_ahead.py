@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.fakes import tokens_in_memory
-from trainer.data.batches import BlendedSamples, MappedSamples, Samples
+from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.look_ahead import Ints, LookAhead
@@ -20,12 +21,12 @@ def source(count: int, first: int = 0) -> Samples:
     return Samples([tokens_in_memory(np.arange(first, first + count + 1, dtype=np.uint16))], seq_length=1)
 
 
-BLENDED = BlendedSamples([source(31), source(47, 1000)], Blend([Fraction(2), Fraction(3)]))
+BLENDED = OrderedSamples([source(31), source(47, 1000)], Blend([Fraction(2), Fraction(3)]))
 KINDS = {
-    "one source": source(1000),
+    "one source": OrderedSamples([source(1000)]),
     "blend": BLENDED,
-    "begun later": BLENDED.starting_at(7, [4, 3]),
-    "passed over": MappedSamples(BLENDED, PositionMap.of([(30, 40), (1020, 1030)])),
+    "begun later": replace(BLENDED, position=7, consumed=[4, 3]),
+    "passed over": replace(BLENDED, position_map=PositionMap.of([(30, 40), (1020, 1030)])),
 }
 
 
@@ -34,7 +35,7 @@ KINDS = {
 PHASES = ((3, 24, 1, 0), (50, 48, 1, 72), (3, 48, 1, 1000), (3, 48, 1, 20), (3, 48, 1, 480), (2, 48, 2, 0))
 
 
-def loader(samples: Samples | BlendedSamples | MappedSamples) -> BatchLoader:
+def loader(samples: OrderedSamples) -> BatchLoader:
     return BatchLoader(samples, 48, 4, [1, 3, 5, 7, 9, 11], torch.device("cpu"))
 
 

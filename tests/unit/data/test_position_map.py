@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from trainer.data.batches import MappedSamples, Samples
 from trainer.data.position_map import PositionMap, parse_ranges, resume_map
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))), max_size=4)
 
 
-class Positions:
-    """Stands for samples: their ids are the positions."""
-
-    def sample_ids(self, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
-        return positions
-
-
 def positions(position_map: PositionMap, first: int, count: int) -> list[int]:
-    samples = MappedSamples(cast(Samples, Positions()), position_map)
-    found: list[int] = samples.sample_ids(np.arange(first, first + count), 0).tolist()
-    return found
+    return list(position_map.positions(np.arange(first, first + count)))
 
 
 @examples(60)
