@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import Samples
+from trainer.data.batches import OrderedSamples
 from trainer.data.look_ahead import Ints
 
 
 def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:
-    """Return methods of `Samples` by name, for a single source without evaluation.
+    """Return methods of `OrderedSamples` by name, for a single source without evaluation.
 
     Args:
         change: returns in place of windows [n, seq_length + 1] at positions [n] others.
     """
-    order, read = Samples.sample_ids, Samples.windows
+    order, read = OrderedSamples.sample_ids, OrderedSamples.windows
 
-    def sample_ids(samples: Samples, positions: Ints, seed: int) -> Ints:
-        return positions * samples.count + order(samples, positions, seed)
+    def sample_ids(samples: OrderedSamples, counts: Ints, seed: int) -> Ints:
+        return samples.position_map.positions(counts) * samples.count + order(samples, counts, seed)
 
-    def windows(samples: Samples, numbers: Ints) -> Ints:
+    def windows(samples: OrderedSamples, numbers: Ints) -> Ints:
         positions, ids = np.divmod(numbers, samples.count)
         return change(read(samples, ids), positions)
 

@@ -34,7 +34,7 @@ from reprise.reading import Checkpoint
 from tests.crash.hosts import run_trainer
 from tests.harness import Running, started
 from tests.positions import methods_with
-from trainer.data.batches import Samples
+from trainer.data.batches import OrderedSamples
 from trainer.data.loader import BatchLoader
 from trainer.data.look_ahead import Ints
 from trainer.launch.signals import SignalHandler
@@ -262,7 +262,7 @@ def _note_feed(gate: Gate) -> None:
         return windows
 
     for name, method in methods_with(note).items():
-        setattr(Samples, name, method)
+        setattr(OrderedSamples, name, method)
     BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 

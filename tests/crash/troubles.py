@@ -33,7 +33,7 @@ from reprise.live_tensors import local_of, parameter_names
 from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
-from trainer.data.batches import Samples
+from trainer.data.batches import OrderedSamples
 from trainer.data.look_ahead import Ints
 from trainer.launch.control import RunControl
 from trainer.run import saves
@@ -218,7 +218,7 @@ def bad_data(first: int, end: int) -> None:
         has_waited = True
 
     for name, method in methods_with(with_noise).items():
-        setattr(Samples, name, method)
+        setattr(OrderedSamples, name, method)
     checkpointer.save, checkpointer.wait = saving, waiting
     checkpointer.reports = lambda saver: reports(saver) if has_waited else []
 

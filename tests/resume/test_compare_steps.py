@@ -18,7 +18,7 @@ from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
 from trainer.commands.compare_steps import compare_steps
 from trainer.config.compose import compose_command, over_saved, resolve
-from trainer.data.batches import Samples
+from trainer.data.batches import OrderedSamples
 from trainer.data.look_ahead import Ints
 from trainer.launch.environment import Environment
 from trainer.train_command import run
@@ -83,7 +83,7 @@ def change_sample(patch: Patch) -> None:
         return windows
 
     for name, method in methods_with(changed).items():
-        patch.setattr(Samples, name, method)
+        patch.setattr(OrderedSamples, name, method)
 
 
 def round_output(patch: Patch) -> None:
