@@ -157,8 +157,7 @@ def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Ite
         DataError: the folder cannot be made, or an existing folder must not be replaced.
     """
     try:
-        _refuse_to_overwrite(folder, replace=replace)
-        _refuse_to_replace_inputs(folder, read)
+        _refuse_to_overwrite(folder, read, replace=replace)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_output(folder, FileCalls(), replaces=True) as partial:
             partial.mkdir()
@@ -182,32 +181,19 @@ def check_file_tokens(file_tokens: int) -> None:
         raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=file_tokens)
 
 
-def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
-    if not lexists(folder):
-        return
-    if not is_dir(folder):
-        raise DataError("A file has the name of the folder to make", where=folder, fix="Name another folder.")
-    names = sorted(path.name for path in folder.iterdir())
+def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -> None:
+    is_file = lexists(folder) and not is_dir(folder)
+    names = sorted(path.name for path in folder.iterdir()) if is_dir(folder) else []
     foreign = [name for name in names if not _OURS.fullmatch(name)]
-    if foreign and replace:
+    inputs = [path for path in read if folder in Path(os.path.realpath(path)).parents]
+    if is_file or foreign or inputs or (names and not replace):
         raise DataError(
-            "A folder holds something else than token files and is not replaced",
-            where=folder,
-            found=", ".join(foreign[:5]),
-            fix="Name another folder, or move these away.",
+            "A folder cannot be made in the place of what is there",
+            where=folder if foreign or not inputs else inputs[0],
+            expected="nothing, or with --force token files of an earlier call, none of which is read",
+            found="a file" if is_file else ", ".join((foreign or names)[:5]),
+            fix="Name another folder, or replace token files with --force.",
         )
-    if names and not replace:
-        raise DataError("A folder is there already", where=folder, fix="Name another one, or replace it with --force.")
-
-
-def _refuse_to_replace_inputs(folder: Path, paths: Iterable[Path]) -> None:
-    for path in paths:
-        if folder in Path(os.path.realpath(path)).parents:
-            raise DataError(
-                "A file to read lies in the folder to make, which replaces all that is there",
-                where=path,
-                fix="Name another folder, or move the file away.",
-            )
 
 
 def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:

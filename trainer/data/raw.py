@@ -106,7 +106,7 @@ def _blocks(paths: Sequence[Path], dtype: np.dtype[Any], largest: list[int]) -> 
         with path.open("rb") as file:
             while data := file.read(_CHUNK_BYTES):
                 if len(data) % dtype.itemsize:
-                    raise _odd_size(path, dtype.itemsize, "an odd number of bytes")
+                    raise _no_array(path, dtype.itemsize, "an odd number of bytes")
                 tokens = np.frombuffer(data, dtype)
                 largest.append(int(tokens.max()))
                 yield Encoded(tokens, 0, len(data))
@@ -116,31 +116,20 @@ def _checked_size(path: Path, token_bytes: int) -> int:
     """Return the size of an array; refuse an array with the header of a known format."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size == 0 or status.st_size % token_bytes:
-        raise _odd_size(path, token_bytes, count_of(status.st_size, "byte"))
+        raise _no_array(path, token_bytes, count_of(status.st_size, "byte"))
     with path.open("rb") as file:
         begin = file.read(8)
     if begin.startswith(_NUMPY_MAGIC):
-        raise DataError(
-            "A file is a NumPy array with a header",
-            where=path,
-            expected="tokens from the first byte on",
-            fix="Write it again by numpy.load(PATH).tofile(OTHER).",
-        )
+        raise _no_array(path, token_bytes, "a NumPy array: write it again by numpy.load(PATH).tofile(OTHER)")
     if len(begin) == 8 and tuple(np.frombuffer(begin, "<i4").tolist()) in MAGICS:
-        raise DataError(
-            "A file is a token file already",
-            where=path,
-            expected="tokens from the first byte on, without a header",
-            fix=f"Train on it as it is: data=token_file data.train={path}.",
-        )
+        raise _no_array(path, token_bytes, f"a token file: train on it with data=token_file data.train={path}")
     return status.st_size
 
 
-def _odd_size(path: Path, token_bytes: int, actual: str) -> DataError:
+def _no_array(path: Path, token_bytes: int, actual: str) -> DataError:
     return DataError(
         "A file is no array of tokens",
         where=path,
-        expected=f"a file of {token_bytes} bytes a token, at least one",
+        expected=f"a file of {token_bytes} bytes a token, at least one, from the first byte on",
         found=actual,
-        fix="It was cut off, or its tokens are of another size: see --raw.",
     )
