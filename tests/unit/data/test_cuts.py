@@ -265,10 +265,6 @@ def test_every_component_gives_the_tokens_of_the_whole(tmp_path: Path, name: str
     path, source = written(tmp_path, content, SETTINGS), tmp_path / "text.txt"
     source.write_text(raw, newline="")
     assert prepared(tmp_path, path, 20) == [*whole(content, raw), end]
-    sides = [bytes(side[:-1]).decode() for side in doors.sides(tmp_path, source, valid_fraction=0.25)]
-    assert "".join(sides) == raw
-    tokens = doors.trained(tmp_path, source, tokenizer=str(path), valid_fraction=0.25)
-    assert tokens == [token for side in sides for token in [*whole(content, side), end]]
     assert prompt_tokens(open_encoder(path), raw, 10_000) == whole(content, raw)
 
 

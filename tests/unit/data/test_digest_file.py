@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -88,64 +89,56 @@ def test_a_file_that_cannot_have_one_beside_has_it_in_the_cache(path: Path, tmp_
     assert look(path, tmp_path) == look(path, tmp_path) == (expected, True)
 
 
-def test_other_tokens_of_the_same_size_and_time_are_read(path: Path, tmp_path: Path) -> None:
-    before, _ = look(path, tmp_path)
-    status = path.stat()
+def overwrite(path: Path, folder: Path) -> Path:
     with path.open("r+b") as file:
         file.seek(1500)
         file.write(b"\x07")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert path.stat().st_mtime_ns == status.st_mtime_ns
-    found, was_read = look(path, tmp_path)
-    assert was_read
-    assert found == scan(open_token_file(path)) != before
+    return path
 
 
-def test_a_file_in_the_place_of_another_is_read(path: Path, tmp_path: Path) -> None:
-    look(path, tmp_path)
-    status = path.stat()
-    other = written(tmp_path / "b.bin", range(1, 1001))
-    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-    os.replace(other, path)
-    assert look(path, tmp_path) == (scan(open_token_file(path)), True)
+def put_in_place(path: Path, folder: Path) -> Path:
+    return written(folder / "b.bin", range(1, 1001)).replace(path)
 
 
-def test_a_copy_with_its_kept_digest_is_read(path: Path, tmp_path: Path) -> None:
-    expected, _ = look(path, tmp_path)
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    for source in (path, beside(path)):
-        copy, status = copies / source.name, source.stat()
+def copy_both(path: Path, folder: Path) -> Path:
+    for source in (beside(path), path):
+        copy = folder / source.name
         copy.write_bytes(source.read_bytes())
-        os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert look(copies / path.name, tmp_path) == (expected, True)
+        os.utime(copy, ns=(0, source.stat().st_mtime_ns))
+    return copy
+
+
+@pytest.mark.parametrize("change", [overwrite, put_in_place, copy_both])
+def test_another_file_of_the_same_size_and_time_is_read(
+    path: Path, tmp_path: Path, change: Callable[[Path, Path], Path]
+) -> None:
+    before, _ = look(path, tmp_path)
+    modified_ns = path.stat().st_mtime_ns
+    other = change(path, tmp_path)
+    os.utime(other, ns=(0, modified_ns))
+    expected = scan(open_token_file(other))
+    assert look(other, tmp_path) == (expected, True)
+    assert (expected == before) is (change is copy_both)
 
 
 def test_what_is_malformed_counts_for_nothing_and_is_replaced(path: Path, tmp_path: Path) -> None:
     expected, _ = look(path, tmp_path)
-    good = beside(path).read_bytes()
-    chance = random.Random(4)
+    good, chance = beside(path).read_bytes(), random.Random(4)
     broken = [b"", good[:-1], good + b"\n", good * 2, b"[" * 5000, bytes(200), good.replace(b" 1 ", b" 2 ", 1)]
     for _ in range(200):
         at = chance.randrange(len(good))
-        changed = bytes([(good[at] + chance.randrange(1, 256)) % 256])
-        broken.append(good[:at] + changed + good[at + 1 :])
+        broken.append(good[:at] + bytes([(good[at] + chance.randrange(1, 256)) % 256]) + good[at + 1 :])
     for data in broken:
         beside(path).write_bytes(data)
         assert look(path, tmp_path) == (expected, True)
         assert beside(path).read_bytes() == good
-
-
-def test_a_link_or_pipe_in_its_place_is_not_followed_or_awaited(path: Path, tmp_path: Path) -> None:
-    expected, _ = look(path, tmp_path)
-    good = tmp_path / "good"
-    beside(path).rename(good)
-    beside(path).symlink_to(good)
-    assert look(path, tmp_path) == (expected, True)
-    beside(path).unlink()
-    os.mkfifo(beside(path))
-    assert look(path, tmp_path) == (expected, True)
-    assert stat.S_ISREG(beside(path).lstat().st_mode)
+    # Neither a link nor a pipe is followed or awaited.
+    (tmp_path / "good").write_bytes(good)
+    for make in (lambda: beside(path).symlink_to(tmp_path / "good"), lambda: os.mkfifo(beside(path))):
+        beside(path).unlink()
+        make()
+        assert look(path, tmp_path) == (expected, True)
+        assert stat.S_ISREG(beside(path).lstat().st_mode)
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_refused(path: Path, tmp_path: Path) -> None:
