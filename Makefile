@@ -26,7 +26,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-all test-nightly messages times collect test-interop test-engines test-trackers test-stores test-report test-cuda bench bench-cuda tables check lint docs format clean
+.PHONY: setup demo test test-all test-nightly messages times collect test-interop test-engines test-trackers test-stores test-report test-cuda bench bench-cuda check lint docs format clean
 
 setup: $(STAMP)
 
@@ -118,15 +118,11 @@ test-cuda: $(if $(CUDA_PYTHON),,setup)
 	$(or $(CUDA_PYTHON),$(BIN)/python) -m tests.cuda
 
 bench-cuda: $(if $(CUDA_PYTHON),,setup)
-	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench.cuda $(if $(GROUPS),--only "$(GROUPS)")
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench cuda $(if $(GROUPS),--only "$(GROUPS)")
 
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup
-	$(BIN)/python -m scripts.bench.checkpoint
-
-# Some minutes: resumes from topology to topology, written to docs/support.md.
-tables: setup
-	$(BIN)/python -m scripts.make_tables
+	$(BIN)/python -m scripts.bench checkpoint
 
 check: lint
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_documents.py

@@ -114,7 +114,7 @@ FRONT = {LIBRARY} | {
 }
 # Modules and packages that measure parts of reprise, break them or count their calls, and the parts.
 PARTS_UNDER_TEST = {
-    "scripts.bench": "commit format saving storage.worker stores tensors",
+    "scripts.bench": "commit format",
     "scripts.faults": "format.manifest loading.blocks",
     "tests.crash": "commit format loading local storage tensors",
     "tests.cuda": "commit format nested saving tensors",
@@ -316,7 +316,7 @@ PICKLING_CALLS = {
 }
 # The benchmark measures torch's own way of saving beside ours, and loads only the file that it has just written: these
 # two names, in this module, and nothing else of what pickles.
-MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.peers", "torch.load")}
+MEASURED_AS_A_PEER = {("scripts.bench.ways", "torch.save"), ("scripts.bench.ways", "torch.load")}
 # Megatron reads `common.pt` with torch.load: it is written in that form, from plain data.
 WRITTEN_FOR_OTHERS = {("trainer.interop.megatron.export", "torch.save")}
 # Other programs' pickles are read by an unpickler of our own, which admits what its callers name and nothing else.
@@ -953,7 +953,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "dist.broadcast_object_list([])\nfrom torch.distributed import all_gather_object\nnp.load(x, allow_pickle=1)",
         "pickle marshal torch.load torch.save eval exec broadcast_object_list all_gather_object allow_pickle",
     ),
-    (nothing_runs_code, "scripts.bench.peers", "import pickle", "pickle"),
+    (nothing_runs_code, "scripts.bench.ways", "import pickle", "pickle"),
     (nothing_runs_code, "trainer.interop.plain_pickle", "import pickle\npickle.load('x')", "pickle.load"),
     (submodules_are_imported, "trainer.x", "x = np.linalg.norm(y)", "numpy.linalg"),
     (

@@ -1,137 +1,207 @@
-"""Measure saving and loading against raw I/O and other ways: `python -m scripts.bench.checkpoint`.
+"""Saving and loading a training state against raw I/O and other ways, and training with a save of every iteration.
 
-Every figure has its ratio to the raw write or read of the same round, so that a slow or busy disk cancels out.
+With `--ranks 2 --parallel zero3` or `tp2`, the ranks save and load together.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import itertools
+import os
 import shutil
-import sys
-import tempfile
+import statistics
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from scripts.bench import machine, tables, targets
-from scripts.bench.peers import leave, peer_ways
-from scripts.bench.probe import Loop
-from scripts.bench.ranks import run_ranks
-from scripts.bench.rounds import Rounds, run_rounds
+import numpy as np
+import torch.distributed as dist
+
+from scripts.bench.harness import BenchSide, Figures, Goal, WrongBytesError, report, seconds_of, take_turns
+from scripts.bench.probe import Loop, evict, files_of, peak_memory, read_through, trim
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
-from scripts.bench.targets import BenchTarget
-from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves_into
-from scripts.bench.ways import own_ways
-from trainer.commands.arguments import existing_folder
+from scripts.bench.ways import (
+    AT_ONCE,
+    BACKGROUND,
+    COPY,
+    DIRECT,
+    INLINE,
+    LIBRARY,
+    RAW,
+    Way,
+    opened_checkpointer,
+    ways,
+)
 from trainer.launch import process_group as launch
 
-_HELD_SIZE = "gpt2_124m"  # the size of the targets; at smaller sizes the fixed cost of a save dominates
-PARTS = ("ways", "back-to-back", "growth", "training", "ranks")
+_HELD_SIZE = "gpt2_124m"  # of the bounds; at smaller sizes the fixed cost of a save dominates
+PARTS = ("ways", "training")
+DURABLE, BLOCKED, COST, LOAD, DISK = "durable, s", "blocked, s", "cost to training, s", "load, s", "disk, GB"
+QUIET, SAVING, ITERATION = "without saves", "with a save each", "iteration, s"
+_PEAK = "peak memory, GB"
+_MEASURED_SAVE = 3  # in order: the first two allocate and populate the staging memory
+_BLOCK = 3  # consecutive iterations with, or without, saves
+_OF_RANKS = (RAW, DIRECT, INLINE, BACKGROUND)
+_MOST = {"zero3": 1.15, "tp2": 1.3}  # of an inline save of ranks over their raw write
+
+GOALS = (
+    Goal("inline save / raw write", INLINE, DURABLE, [RAW], 0.85),
+    Goal("inline save / direct write", INLINE, DURABLE, [DIRECT]),
+    Goal("load with digests / raw read", INLINE, LOAD, [RAW], 0.55),
+    Goal("blocked, step after the write / one copy", BACKGROUND, BLOCKED, [COPY], 0.1),
+    Goal("blocked, step at once / one copy", AT_ONCE, BLOCKED, [COPY], 1.3),
+    Goal("AsyncSaver: call and step / one copy", LIBRARY, BLOCKED, [COPY]),
+    Goal("cost to training / raw write", BACKGROUND, COST, [RAW], 0.3, base_figure=DURABLE),
+    Goal("peak memory / state", BACKGROUND, _PEAK, [COPY], 1.1),
+    Goal("bytes on disk / state", INLINE, DISK, [COPY], 1.0005),
+)
+NOTES = (
+    "- Durable: until files and folder are synced. Blocked: time of the main thread. Cost to training: that, and the "
+    "slowdown of matrix products on all cores during the save. The row of one copy has the bytes of the state.",
+    "- Load: from the page cache. The raw read fills fresh memory and no state; ours checks every digest.",
+    "- The optimizer step comes after the background save has ended, or at once. The third save is measured.",
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurements, print the tables and return the exit status."""
-    options = _parser().parse_args(arguments)
-    log = logging.getLogger("trainer")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="torch")
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.folder))
-    try:
-        lines = _measure(options, folder)
-    finally:
-        leave()
-        shutil.rmtree(folder)
-        log.setLevel(level)
-    print("\n".join(lines))
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0
-
-
-def _measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    cluster = launch.start("cpu", deterministic=False)
-    subject = build_subject(SIZES[options.size], PARALLEL["one rank"], cluster)
-    measured: list[BenchTarget] = []
-    rows: list[str] = []
-    if "ways" in options.only:
-        ways = {**own_ways(subject), **peer_ways(subject)}
-        chosen = {name: way for name, way in ways.items() if not options.rows or name in options.rows}
-        loop = Loop() if options.size != "small" else Loop(width=64, quiet_s=0.02)
-        rounds = Rounds()
-        if options.samples:
-            rounds.read(options.samples)
-        run_rounds(subject, chosen, folder, results=rounds, rounds=options.rounds, loop=loop, say=_say)
-        if options.samples:
-            rounds.write(options.samples)
-        rows = _ways_lines(rounds, list(chosen), subject)
-        measured += targets.of_rounds(rounds, total_bytes=subject.total_bytes)
-    if "back-to-back" in options.only:
-        _say("saves back to back")
-        measured += targets.of_back_to_back(save_back_to_back(subject, folder / "saves", saves=options.rounds))
-    if "training" in options.only:
-        _say("training with a save of every iteration")
-        measured += targets.of_training(train_with_saves_into(subject, folder / "training", rounds=options.rounds))
-    total_gb = subject.total_bytes / 1e9
-    del subject
-    if "growth" in options.only:
-        _say(f"{options.saves} saves")
-        small = build_subject(SIZES[options.growth_size], PARALLEL["one rank"], cluster)
-        grown = growth_over_saves(small, folder / "growth", saves=options.saves)
-        measured += targets.of_growth(grown, saves=options.saves)
-    if "ranks" in options.only:
-        _say("two ranks")
-        measured += targets.of_ranks(run_ranks(folder / "ranks", size=options.size, rounds=options.rounds))
-    if options.size != _HELD_SIZE:
-        measured = [replace(target, most=None) for target in measured]
-    measured.sort(key=lambda target: target.letter)
-    head = [f"- {line}" for line in machine.describe(folder)]
-    about = f"State: {options.size}, {total_gb:.3f} GB, parameters and moments in float32."
-    return [*head, "", about, *rows, "", *tables.table(targets.HEAD, [target.row() for target in measured])]
-
-
-def _ways_lines(rounds: Rounds, names: Sequence[str], subject: Subject) -> list[str]:
-    rows = tables.ways_table(rounds, names, total_bytes=subject.total_bytes)
-    counted = f"{len(rounds.all)} rounds."
-    notes = [f"- {line}" for line in [counted, *tables.NOTES, *tables.round_lines(rounds)]]
-    return ["", *rows, "", *notes]
-
-
-def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench_checkpoint", description=__doc__)
-    parser.add_argument("--folder", type=existing_folder, default=Path(), help="parent of a temporary folder")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this subject."""
     parser.add_argument("--size", choices=SIZES, default=_HELD_SIZE, help="the model (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in which all ways take turns (%(default)d)")
-    parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--rows", type=_names, default=(), metavar="NAME;...", help="of the table of ways")
-    parser.add_argument("--saves", type=int, default=100, help="saves of the memory-growth test (%(default)d)")
-    parser.add_argument(
-        "--growth-size", choices=SIZES, default="gpt2_4m", help="model of the memory-growth test (%(default)s)"
-    )
-    parser.add_argument(
-        "--samples", type=Path, metavar="FILE", help="add the rounds stored in FILE, and store all rounds there"
-    )
-    parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="also write the tables to FILE")
-    return parser
+    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
+    parser.add_argument("--rows", type=lambda text: text.split(";"), metavar="NAME;...", help="of the table of ways")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that save and load together (%(default)d)")
+    parser.add_argument("--parallel", choices=PARALLEL, default="zero0", help="of several ranks (%(default)s)")
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    if unknown := set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return parts
+def measure(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the tables."""
+    cluster = launch.start("cpu", deterministic=False)
+    subject = build_subject(SIZES[options.size], cluster, parallel=options.parallel)
+    lines = [f"State: {options.size}, {subject.total_bytes / 1e9:.3f} GB in float32, {cluster.world_size} ranks."]
+    if "ways" in options.only:
+        sides = {name: side for name, side in _sides(subject, folder).items() if name in (options.rows or [name])}
+        goals: Sequence[Goal] = GOALS
+        if cluster.world_size > 1:
+            name = f"inline save / raw write, {options.parallel}"
+            goals = (Goal(name, INLINE, DURABLE, [RAW], _MOST.get(options.parallel)),)
+        if options.size != _HELD_SIZE:
+            goals = [replace(goal, bound=None) for goal in goals]
+        lines += ["", *report(take_turns(sides, options.rounds), RAW, goals), "", *NOTES]
+    if "training" in options.only and cluster.world_size == 1:
+        rows = take_turns(training_sides(subject, folder / "training"), options.rounds)
+        goal = Goal("iteration with a save each / without", SAVING, ITERATION, [QUIET], 1.15)
+        lines += ["", *report(rows, QUIET, [goal])]
+    launch.shutdown(cluster)
+    return lines
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(";"))
+def _sides(subject: Subject, folder: Path) -> Mapping[str, BenchSide]:
+    subject.fill()
+    is_alone, loop = subject.cluster.world_size == 1, Loop(width=768 if subject.total_bytes > 1e9 else 64)
+    chosen = {name: way for name, way in ways(subject).items() if is_alone or name in _OF_RANKS}
+    sides = {
+        name: BenchSide(partial(_measure, subject, way, folder / "way", loop if is_alone else None))
+        for name, way in chosen.items()
+    }
+    return {COPY: BenchSide(partial(_copy, subject)), **sides} if is_alone else sides
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _copy(subject: Subject) -> Figures:
+    """Copy the whole state between buffers that are there already."""
+    sources = [tensor.local.detach().reshape(-1).numpy() for tensor in subject.tensors()]
+    targets = [np.ones_like(source) for source in sources]
+
+    def copy() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            np.copyto(target, source)
+
+    state_gb = subject.total_bytes / 1e9
+    return {BLOCKED: min(seconds_of(copy) for _ in range(3)), _PEAK: state_gb, DISK: state_gb}
+
+
+def _measure(subject: Subject, way: Way, folder: Path, loop: Loop | None) -> Figures:
+    """Save some times into a folder, of which the last counts, and load that save, which must be what was saved."""
+    digest, is_first = subject.digest(), subject.cluster.rank == 0
+    trim()
+    grown, figures = peak_memory(), Figures()
+    try:
+        if is_first:
+            folder.mkdir()
+        _barrier()
+        with way.opened(folder) as begin:
+            for number in range(1, _MEASURED_SAVE + 1):
+                _barrier()
+                if is_first:
+                    for path in filter(Path.is_dir, list(folder.iterdir())):
+                        shutil.rmtree(path)
+                os.sync()
+                figures = _save(subject, way, partial(begin, number), loop)
+            figures |= {**grown(), DISK: sum(path.stat().st_size for path in files_of(folder)) / 1e9}
+        _barrier()
+        read_through(folder)
+        for name in (LOAD, LOAD, "cold load, s"):
+            if way.fills:
+                subject.spoil()
+            if name != LOAD:
+                evict(folder)
+            figures[name] = seconds_of(lambda: way.load(folder, _MEASURED_SAVE))
+            if subject.digest() != digest:
+                raise WrongBytesError("what was loaded is not what was saved")
+    finally:
+        _barrier()
+        subject.fill()  # a way that failed may have changed the state
+        if is_first:
+            shutil.rmtree(folder)
+    return figures
+
+
+def _save(subject: Subject, way: Way, begin: partial, loop: Loop | None) -> Figures:  # type: ignore[type-arg]
+    if loop is not None:
+        loop.learn()
+    begun = []
+
+    def call() -> None:
+        begun.append(begin())
+        if way.steps_at_once:
+            with subject.hooked(begun[0].hold):
+                subject.step()
+
+    blocked_s = seconds_of(call)
+    start, slowed_s = time.perf_counter(), 0.0
+    if loop is not None:
+        slowed_s = loop.run_until(begun[0].is_over)
+    begun[0].settle()
+    durable_s = blocked_s + time.perf_counter() - start
+    if not way.steps_at_once:
+        blocked_s += seconds_of(subject.step)
+    return {DURABLE: durable_s, BLOCKED: blocked_s, COST: blocked_s + slowed_s}
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def training_sides(subject: Subject, folder: Path) -> Mapping[str, BenchSide]:
+    """Return some iterations without saves, and some with a save of each."""
+    subject.initialize()
+    iterate, numbers = subject.iteration(), itertools.count(1)
+
+    def quiet() -> Figures:
+        return {ITERATION: statistics.median(seconds_of(iterate) for _ in range(_BLOCK))}
+
+    def saving() -> Figures:
+        with opened_checkpointer(subject, folder, keep=1) as begin:
+            begin(next(numbers))
+
+            def iterate_and_save() -> None:
+                iterate()
+                begin(next(numbers))
+
+            iterate_and_save()  # the staging memory is there then
+            seconds = [seconds_of(iterate_and_save) for _ in range(_BLOCK)]
+            begin(next(numbers)).settle()
+        return {ITERATION: statistics.median(seconds)}
+
+    return {QUIET: BenchSide(quiet), SAVING: BenchSide(saving)}

@@ -1,6 +1,6 @@
-"""GPT-2 in the way of nanoGPT, written for the benchmark: one compiled model with the loss inside, and fused AdamW.
+"""GPT-2 in the way of nanoGPT, written for the benchmark: one compiled model with the loss inside.
 
-Source: https://github.com/karpathy/nanoGPT, model.py and train.py: the same layers, dtypes and calls of torch.
+Source: https://github.com/karpathy/nanoGPT, model.py: the same layers, dtypes and calls of torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class NanoGPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-1)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 class _Block(nn.Module):
@@ -43,22 +42,14 @@ class _Block(nn.Module):
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.attention(self.norm_1(x)).split(width, dim=2)
-        q, k, v = (part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for part in self.attention(self.norm_1(x)).chunk(3, dim=2)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).contiguous().view(batch, length, width))
-        down: torch.Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        down: torch.Tensor = self.feed_forward(self.norm_2(x))
         return x + down
-
-
-def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return nanoGPT's optimizer: fused, with decay of matrices and tables alone."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)

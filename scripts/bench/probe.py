@@ -7,13 +7,13 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
+
+from scripts.bench.harness import Figures
 
 _libc = ctypes.CDLL(None)
 _READ_BYTES = 8 << 20
@@ -52,11 +52,6 @@ class Loop:
             lost_s += self._iterate() - self.usual_s
         return lost_s
 
-    def noise(self) -> float:
-        """Return the result of `run_until` for half a second in which nothing else runs."""
-        end = time.perf_counter() + 0.5
-        return self.run_until(lambda: time.perf_counter() >= end)
-
     def _iterate(self) -> float:
         start = time.perf_counter()
         a, b, out = self._matrices
@@ -65,28 +60,30 @@ class Loop:
         return time.perf_counter() - start
 
 
-class PeakMemory:
-    """The peak growth in memory of this process and its children, without the page cache."""
+def peak_memory() -> Callable[[], Figures]:
+    """Begin to measure the peak growth in memory of this process and its children, without the page cache.
 
-    def __init__(self) -> None:
+    Returns:
+        A call for the figure since then, by name; for child processes it counts their current memory. It has no figure
+        on a kernel that measures none, such as gVisor's.
+    """
+    try:
         Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
-        self._base = _status_bytes("self", "VmRSS")
-        self._children = _children_bytes()
+    except OSError:
+        return dict
+    before, children = _status_bytes("self", "VmRSS"), _children_bytes()
 
-    def grown_bytes(self) -> int:
-        """Return the peak growth since construction; for child processes, their current memory."""
-        return _status_bytes("self", "VmHWM") - self._base + max(0, _children_bytes() - self._children)
+    def grown() -> Figures:
+        bytes_now = _status_bytes("self", "VmHWM") - before + max(0, _children_bytes() - children)
+        return {"peak memory, GB": bytes_now / 1e9}
+
+    return grown
 
 
 def trim() -> None:
     """Return free memory to the system, so that the next allocation is visible. Source: malloc_trim(3)."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
         _libc.malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """Return the current memory of this process in bytes."""
-    return _status_bytes("self", "VmRSS")
 
 
 def _status_bytes(process: str, key: str) -> int:
@@ -142,23 +139,3 @@ def sync_all(folder: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)
-
-
-def touched(size: int) -> npt.NDArray[np.uint8]:
-    """Return memory whose pages are allocated."""
-    return np.ones(size, np.uint8)
-
-
-def fill_from(paths: Iterator[Path] | list[Path], memory: memoryview) -> None:
-    """Read files in turn into memory of their total size."""
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(memory):
-                memory = memory[count:]
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

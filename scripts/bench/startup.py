@@ -1,8 +1,7 @@
-"""Measure the seconds from a launch to the first iteration: `python -m scripts.bench.startup [--ranks N ...] [--json]`.
+"""The seconds from the launch of a tiny run to its first iteration, beside a process that only imports torch.
 
-A fresh run, a resumed run, and `import torch` with a rendezvous and nothing else take turns, each as a process (with
-several ranks, a torchrun) of its own. The phases are those of the run's own record, which counts from the start of that
-process; the other seconds count from outside, until a line is printed.
+A fresh run, a resumed run and the bare start take turns, each as a process (with several ranks, a torchrun) of its own.
+The phases are those of the run's own record; the seconds count from outside, until a line is printed.
 """
 
 from __future__ import annotations
@@ -12,139 +11,85 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from scripts.bench.bare_start import READY
-from scripts.bench.machine import describe
-from scripts.bench.tables import table
+from scripts.bench.harness import BenchSide, Figures, Goal, report, take_turns
 
 BARE, FRESH, RESUME = "import torch and rendezvous", "fresh", "resume"
-_TO_BEGIN, _TO_END = "to the first iteration", "to its end"
+_BEGUN, _TO_BEGIN = "line, s", "first iteration, s"
+_BOUND = 1.5
+_READY, _STEP = "ready", "step "
+_BARE_START = f"""
+import os
+import torch.distributed as dist
+if "WORLD_SIZE" in os.environ:
+    dist.init_process_group("gloo")
+    dist.barrier()
+print("{_READY}", flush=True)
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
 _PHASES = ("torchrun", "imports", "rendezvous", "data", "build", "load")
 _OVERRIDES = ("model=gpt2_tiny", "train.exit_interval=1", "train.train_iters=100000", "train.threads=1")
-_ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 120.0
 
-Seconds = Mapping[str, float]
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this subject."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further settings of the runs")
+    parser.add_argument("--of", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 and 2)")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and return 0."""
-    options = _parser().parse_args(arguments)
-    measured: dict[tuple[int, str], list[Seconds]] = {}
-    with tempfile.TemporaryDirectory(prefix="startup-") as name:
-        folder = Path(name)
-        for number in range(-1, options.rounds):  # the round before the first fills caches
-            for ranks in options.ranks:
-                for side, tree in _sides(options.tree):
-                    seconds = measure(side.partition(",")[0], ranks, folder, tree=tree, overrides=options.overrides)
-                    if number >= 0:
-                        measured.setdefault((ranks, side), []).append(seconds)
-        if options.json:
-            rows = [{"ranks": ranks, "side": side, "rounds": rounds} for (ranks, side), rounds in measured.items()]
-            print(json.dumps({"machine": describe(folder), "rows": rows}))
-        else:
-            print("\n".join([*describe(folder), *report(measured)]))
-    return 0
+def measure(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return a table for each number of ranks."""
+    lines = []
+    (folder / "bare.py").write_text(_BARE_START)
+    for ranks in options.of:
+        start = partial(_start, ranks=ranks, folder=folder, overrides=options.overrides)
+        sides = {side: BenchSide(partial(start, side)) for side in (BARE, FRESH, RESUME)}
+        rows = take_turns(sides, options.rounds, warm_up=1)  # which fills caches, and leaves a run to resume
+        goals = [Goal(f"{side}, {ranks} ranks", side, _TO_BEGIN, [BARE], _BOUND) for side in (FRESH, RESUME)]
+        lines += [*report(rows, BARE, goals), ""]
+    return lines
 
 
-def _sides(trees: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return what starts in a round: its name, and the checkout whose trainer it is."""
-    names = [f", {tree.name}" if len(trees) > 1 else "" for tree in trees]
-    runs = [(f"{side}{name}", tree) for name, tree in zip(names, trees, strict=True) for side in (FRESH, RESUME)]
-    return [(BARE, _ROOT), *runs]
-
-
-def measure(side: str, ranks: int, folder: Path, *, tree: Path = _ROOT, overrides: Sequence[str] = ()) -> Seconds:
-    """Start a side once, and return its seconds by name.
-
-    Args:
-        folder: the folder of runs. A fresh run replaces that of this number of ranks, a resume continues it.
-        tree: the checkout whose trainer starts.
-
-    Raises:
-        SystemExit: if the process fails.
-    """
+def _start(side: str, *, ranks: int, folder: Path, overrides: Sequence[str]) -> Figures:
+    """Start a side; a fresh run replaces that of this number of ranks, a resume goes on with it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = launcher if ranks > 1 else [sys.executable]
     if side == BARE:
-        return {_TO_BEGIN: _seconds_to_line(_command(ranks, "scripts.bench.bare_start"), READY, tree=_ROOT)}
+        return {_TO_BEGIN: _seconds_to_line([*command, str(folder / "bare.py")], _READY)}
     run = folder / str(ranks)
     if side == FRESH:
         shutil.rmtree(run, ignore_errors=True)
-    command = [*_command(ranks, "trainer"), *_OVERRIDES, f"run.dir={run}", *overrides]
-    seconds = {_TO_END: _seconds_to_line(command, "step ", tree=tree)}
+    seconds = _seconds_to_line([*command, "-m", "trainer", *_OVERRIDES, f"run.dir={run}", *overrides], _STEP)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    start = next((record["start"] for record in reversed(records) if "start" in record), None)
-    if start is not None:  # an older tree records none
-        seconds |= {_TO_BEGIN: start["seconds"], **{phase: start.get(phase, 0.0) for phase in _PHASES}}
-    return seconds
+    start = next(record["start"] for record in reversed(records) if "start" in record)
+    return {_TO_BEGIN: start["seconds"], _BEGUN: seconds, **{phase: start.get(phase, 0.0) for phase in _PHASES}}
 
 
-def _command(ranks: int, module: str) -> list[str]:
-    if ranks == 1:
-        return [sys.executable, "-m", module]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "-m", module]
-
-
-def _seconds_to_line(command: Sequence[str], beginning: str, *, tree: Path) -> float:
+def _seconds_to_line(command: Sequence[str], beginning: str) -> float:
     """Start a command, and return the seconds until it prints a line with this beginning; then wait for its end."""
     # Without OMP_NUM_THREADS, torchrun sets it to this and prints a warning. Bytecode is kept, as Python does where the
-    # environment does not turn it off: torch's was compiled when it was installed.
-    variables = {"OMP_NUM_THREADS": "1"} if "--standalone" in command else {}
-    variables = {**variables, **os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
-    began, elapsed = time.perf_counter(), None
-    with subprocess.Popen(
-        command, cwd=tree, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE
-    ) as process:
+    # environment does not turn it off.
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    start, elapsed = time.perf_counter(), None
+    with subprocess.Popen(command, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE) as process:
         killer = threading.Timer(_TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
         killer.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 if elapsed is None and line.startswith(beginning):
-                    elapsed = time.perf_counter() - began
+                    elapsed = time.perf_counter() - start
         finally:
             killer.cancel()
     if process.returncode or elapsed is None:
-        raise SystemExit(f"bench_startup: {' '.join(command)} ended with status {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
     return elapsed
-
-
-def report(measured: Mapping[tuple[int, str], Sequence[Seconds]]) -> list[str]:
-    """Return the table: medians over rounds, in brackets the median of the ratio to the bare start of the round."""
-    rows = []
-    for (ranks, side), rounds in measured.items():
-        bare = [seconds[_TO_BEGIN] for seconds in measured[ranks, BARE]]
-        cells = []
-        for name in (_TO_BEGIN, _TO_END, *_PHASES):
-            values = [seconds[name] for seconds in rounds if name in seconds]
-            cell = f"{statistics.median(values):.2f}" if values else "-"
-            if values and name in (_TO_BEGIN, _TO_END):
-                ratio = statistics.median(value / base for value, base in zip(values, bare, strict=True))
-                cell += f" ({ratio:.2f})"
-            cells.append(cell)
-        rows.append([str(ranks), side, *cells])
-    return table(["ranks", "start", _TO_BEGIN, _TO_END, *_PHASES], rows)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench_startup", description="Measure the start of a run.")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further settings of the runs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 and 2)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds, after one more (%(default)d)")
-    parser.add_argument(
-        "--tree", type=Path, nargs="+", default=[_ROOT], help="the checkouts whose trainers start (this one)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the seconds of every round as one JSON object")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

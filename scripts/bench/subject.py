@@ -1,56 +1,91 @@
-"""The state that is saved and loaded: built as the trainer builds it, filled with noise."""
+"""The training state that is saved, loaded and stepped: built as the trainer builds it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from models import families
-from models.config import ModelConfig
+from models.config import Family, ModelConfig
 from reprise.folder import STATE
 from reprise.json_file import Json
+from reprise.layout import TensorKind
 from reprise.live_tensors import Contents, LiveTensor
-from scripts.bench.gpt2 import gpt2_config
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import topology_of
 from trainer.config.parallel import ParallelSection
 from trainer.config.schema import Config
-from trainer.config.train import TrainSection
+from trainer.config.train import Dtype, TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.progress import Progress
-
-SAMPLES, SEQ_LENGTH = 4, 64
-
-
-# The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
-SIZES: Mapping[str, ModelConfig] = {
-    "gpt2_124m": gpt2_config(12, 12, 768, 50257, pad_vocab_multiple=128),
-    "gpt2_4m": gpt2_config(4, 4, 256, 4096, positions=256),
-    "small": gpt2_config(2, 2, 64, 512, positions=64),
-}
+from trainer.training.step import train_step
 
 PARALLEL: Mapping[str, ParallelSection] = {
-    "one rank": ParallelSection(zero_stage=0),
     "zero0": ParallelSection(zero_stage=0),
     "zero3": ParallelSection(zero_stage=3),
     "tp2": ParallelSection(zero_stage=0, tensor_model_parallel_size=2),
 }
 
 
+def gpt2(layers: int, heads: int, width: int, vocab_size: int, *, positions: int = 1024, pad: int = 1) -> ModelConfig:
+    """Return a GPT-2 whose last token begins and ends texts, as the original's does."""
+    return ModelConfig(
+        family=Family.gpt2,
+        n_layer=layers,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=width,
+        intermediate_size=4 * width,
+        vocab_size=vocab_size,
+        max_position_embeddings=positions,
+        bos_token_id=vocab_size - 1,
+        eos_token_id=vocab_size - 1,
+        dropout=0.0,
+        pad_vocab_multiple=pad,
+    )
+
+
+# The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
+SIZES: Mapping[str, ModelConfig] = {
+    "gpt2_124m": gpt2(12, 12, 768, 50257, pad=128),
+    "gpt2_4m": gpt2(4, 4, 256, 4096, positions=256),
+    "small": gpt2(2, 2, 64, 512, positions=64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of an iteration, in one micro batch; `compiles` applies to every side that trains on them."""
+
+    samples: int = 4
+    seq_length: int = 64
+    dtype: Dtype = Dtype.float32
+    compiles: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq_length
+
+    def windows(self, model: ModelConfig, device: torch.device) -> torch.Tensor:
+        """Return random tokens, int64 [samples, seq_length + 1], the same ones on every side."""
+        generator = torch.Generator().manual_seed(1234)
+        return torch.randint(model.vocab_size, (self.samples, self.seq_length + 1), generator=generator).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A training state on one rank, with the inputs of an iteration."""
+    """A training state on one rank, and the batch of its iterations."""
 
     config: Config
+    batch: Batch
     cluster: Cluster
     state: TrainerState
     context: ParallelContext
@@ -59,27 +94,39 @@ class Subject:
         """Yield this rank's part of every tensor that is saved."""
         yield from (tensor for tensor in self.state.shards() if not tensor.is_copy)
 
-    def flat(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the memory of every tensor of this rank, each as flat bytes. One rank: all are contiguous."""
-        return [t.local.detach().reshape(-1).view(torch.uint8).numpy() for t in self.tensors()]
-
     def named(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by name, the live ones."""
         return {tensor.spec.name: tensor.local.detach() for tensor in self.tensors()}
 
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers of this rank's stages."""
-        return [part.optimizer for part in self.state.parts]
+    @contextmanager
+    def hooked(self, call: Callable[[], object]) -> Iterator[None]:
+        """Run `call` at each step of the optimizers, before it changes a tensor."""
+        with ExitStack() as stack:
+            for part in self.state.parts:
+                stack.callback(part.optimizer.register_step_pre_hook(lambda *_: (call(), None)[1]).remove)
+            yield
 
     def step(self) -> None:
         """Step the optimizers without gradients: no value changes, but step hooks run."""
-        for optimizer in self.optimizers():
-            optimizer.zero_grad(set_to_none=True)
-            optimizer.step()
+        for part in self.state.parts:
+            part.optimizer.zero_grad(set_to_none=True)
+            part.optimizer.step()
+
+    def iteration(self) -> Callable[[], float]:
+        """Return the trainer's iteration on a random batch; it returns the loss."""
+        windows = self.batch.windows(self.config.model, self.cluster.device)
+
+        def iterate() -> float:
+            context, cluster = self.context, self.cluster
+            return train_step(
+                self.state, [windows], keys=[1], lr=1e-4, clip_grad=1.0, context=context, cluster=cluster
+            ).loss
+
+        return iterate
 
     def contents(self, iteration: int) -> Contents:
         """Return the contents that the trainer saves after `iteration`."""
-        progress = Progress(iteration, SAMPLES * iteration, SAMPLES * SEQ_LENGTH * iteration)
+        progress = Progress(iteration, self.batch.samples * iteration, self.batch.tokens * iteration)
         documents: dict[str, Json] = {
             "config.json": families.hf_config(self.config.model),
             "generation_config.json": families.generation_config(self.config.model),
@@ -97,12 +144,20 @@ class Subject:
         """Return the bytes of all tensors of a checkpoint."""
         return sum(spec.total_bytes for spec in self.contents(0).specs)
 
-    def fill(self, seed: int) -> None:
+    def fill(self) -> None:
         """Fill every tensor with noise, equal on ranks that hold the same box."""
         generator = torch.Generator()
         for number, tensor in enumerate(self.tensors()):
-            generator.manual_seed(seed << 20 | number)
+            generator.manual_seed(number)
             tensor.local.detach().uniform_(-1, 1, generator=generator)
+
+    def initialize(self) -> None:
+        """Set initial values for training, since noise in the moments would lead to NaN."""
+        for tensor in self.tensors():
+            if tensor.spec.kind is TensorKind.MODEL:
+                tensor.local.detach().normal_(0.0, 0.02)
+            else:
+                tensor.local.detach().zero_()
 
     def spoil(self) -> None:
         """Set every tensor to zero before a load."""
@@ -113,14 +168,23 @@ class Subject:
         """Return a digest of all tensors of this rank."""
         hasher = xxhash.xxh3_64()
         for tensor in self.tensors():
-            hasher.update(tensor.local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            hasher.update(tensor.local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return hasher.intdigest()
 
 
-def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluster) -> Subject:
+def build_subject(
+    model: ModelConfig, cluster: Cluster, batch: Batch | None = None, *, parallel: str = "zero0"
+) -> Subject:
     """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
-    train = TrainSection(global_batch_size=SAMPLES, micro_batch_size=SAMPLES, seq_length=SEQ_LENGTH)
-    config = Config(model, train=train, parallel=parallel, checkpoint=CheckpointSection())
+    batch = batch or Batch()
+    train = TrainSection(
+        global_batch_size=batch.samples,
+        micro_batch_size=batch.samples,
+        seq_length=batch.seq_length,
+        dtype=batch.dtype,
+        compile=batch.compiles,
+    )
+    config = Config(model, train=train, parallel=PARALLEL[parallel], checkpoint=CheckpointSection())
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -128,8 +192,7 @@ def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluste
     file_bytes = config.checkpoint.file_bytes
     parts = [build_part(model, stage, config.optimizer, grid=grid, file_bytes=file_bytes) for stage in stages]
     state = TrainerState(model, parts, grid)
-    subject = Subject(
-        config, cluster, state, build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
-    )
-    subject.fill(0)
+    context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
+    subject = Subject(config, batch, cluster, state, context)
+    subject.initialize()
     return subject

@@ -1,228 +1,325 @@
-"""Raw reading and writing, and our ways of saving and loading. The alternatives are in `peers.py`."""
+"""Ways of saving and loading a training state: raw I/O, ours, and those of others.
+
+This is the only module of the project that uses torch.save and torch.load, which pickle, and only for files that it has
+just written. Every way saves the same tensors and ends with files and folder synced.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
+import importlib
+import mmap
 import os
+import resource
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from reprise import AsyncSaver, load_state_dict
-from reprise.channel import single_rank_channel
-from reprise.files import Files
-from reprise.folder import iteration_name
-from reprise.format.layout import PAGE_BYTES
-from reprise.live_tensors import map_memory
 from reprise.reading import LoadSource
-from reprise.savers import Checkpointer, Restorer, SavePolicy, SaveReport
-from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
+from reprise.savers import Checkpointer, Restorer, Retention, SavePolicy
+from scripts.bench.probe import sync_all, sync_folder
 from scripts.bench.subject import Subject
 
-RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
-INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"
-LIBRARY, LIBRARY_FIRST = "ours, AsyncSaver", "ours, AsyncSaver, prepared first save"
+RAW, DIRECT, COPY = "raw write + fsync", "raw write, O_DIRECT", "one copy of the state"
+INLINE, BACKGROUND, AT_ONCE, LIBRARY = "ours, inline", "ours, background", "ours, step at once", "ours, AsyncSaver"
+DCP, THREAD, PROCESS = "DCP save", "DCP async_save, thread", "DCP async_save, process"
 _DIRECT_BYTES = 8 << 20  # in one call
-_PREPARE_S = 5.0  # in which a prepared saver gets its memory, some GB at most
-MEASURED_SAVE = 3  # in order: the second may still populate the staging memory, beside the thread that does
+_NONCES = count()  # no two savers of a run have one nonce
+_START_S = 300  # for the process of torch_checkpointing, which takes more than its own 30 s beside other programs
+
+
+def _nothing() -> None:
+    """Return: a save that is over has nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """The cost of a save.
+class Begun:
+    """A save under way.
 
     Args:
-        durable_s: from the call until files and folder are durable.
-        blocked_s: time for which the main thread is blocked.
-        slowed_s: slowdown of a loop beside the save.
-        peak_bytes: peak memory of the save.
-        reported_blocked_s: `blocked_s` in our own report; 0 for the alternatives.
+        is_over: whether its bytes are written.
+        settle: returns when all is durable.
+        hold: returns when the next step may change the tensors.
     """
 
-    durable_s: float
-    blocked_s: float
-    slowed_s: float
-    peak_bytes: int
-    reported_blocked_s: float = 0.0
+    is_over: Callable[[], bool] = lambda: True
+    settle: Callable[[], None] = _nothing
+    hold: Callable[[], object] = _nothing
+
+
+Begin = Callable[[int], Begun]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of saving a subject into an empty folder, and of loading it from there.
+    """A way of saving a state into a folder, save after save, and of loading the last one.
 
     Args:
-        fills: whether `load` fills the subject, or only reads what was written.
-        may_raise: errors that mean that this way is not available here; they do not end the benchmark.
+        opened: yields what begins a save of a number.
+        load: loads the save of a number.
+        fills: whether `load` fills the state, or only reads what was written.
+        steps_at_once: whether the optimizer's next step comes at once after the call of a save.
     """
 
-    save: Callable[[Path, Loop], Saved]
-    load: Callable[[Path], object]
+    opened: Callable[[Path], AbstractContextManager[Begin]]
+    load: Callable[[Path, int], object]
     fills: bool = True
-    may_raise: tuple[type[BaseException], ...] = ()
+    steps_at_once: bool = False
 
 
-def blocking(write: Callable[[Path], object]) -> Callable[[Path, Loop], Saved]:
-    """Return the save that calls `write`, which returns when all is durable."""
-
-    def save(folder: Path, _: Loop) -> Saved:
-        peak = PeakMemory()
-        took_s = seconds_of(lambda: write(folder))
-        return Saved(took_s, took_s, 0.0, peak.grown_bytes())
-
-    return save
-
-
-def own_ways(subject: Subject) -> Mapping[str, Way]:
-    """Return the raw write and our ways."""
-    load = functools.partial(load_ours, subject)
+def ways(subject: Subject) -> Mapping[str, Way]:
+    """Return all ways of saving and loading a state."""
+    data = _page_aligned(subject.total_bytes // subject.cluster.world_size)
+    engine = functools.partial(opened_checkpointer, subject)
+    load, library = functools.partial(load_ours, subject), functools.partial(_opened_library, subject)
+    save_raw = functools.partial(_write_raw, subject.cluster.rank, data, 0)
+    save_direct = functools.partial(_write_raw, subject.cluster.rank, data, os.O_DIRECT)
+    read_raw = functools.partial(_read_raw, subject.cluster.rank, data)
+    dcp = {kind: functools.partial(opened_dcp, subject, kind) for kind in AsyncCheckpointerType}
+    load_dcp = functools.partial(_load_dcp, subject)
     return {
-        RAW: Way(blocking(functools.partial(write_raw, subject)), functools.partial(read_raw, subject), fills=False),
-        DIRECT: Way(_direct_write(subject), functools.partial(read_raw, subject), fills=False, may_raise=(OSError,)),
-        INLINE: Way(functools.partial(_save_inline, subject), load),
-        BACKGROUND: Way(functools.partial(_save_in_background, subject, steps_at_once=False), load),
-        AT_ONCE: Way(functools.partial(_save_in_background, subject, steps_at_once=True), load),
-        LIBRARY: Way(functools.partial(_save_with_library, subject), functools.partial(_load_with_library, subject)),
-        LIBRARY_FIRST: Way(
-            functools.partial(_save_with_library, subject, measured=1), functools.partial(_load_with_library, subject)
+        RAW: Way(_blocking(save_raw), read_raw, fills=False),
+        DIRECT: Way(_blocking(save_direct), read_raw, fills=False),
+        INLINE: Way(functools.partial(engine, async_save=False), load),
+        BACKGROUND: Way(engine, load),
+        AT_ONCE: Way(engine, load, steps_at_once=True),
+        LIBRARY: Way(library, functools.partial(_load_library, subject), steps_at_once=True),
+        "torch.save": Way(_blocking(functools.partial(_save_torch, subject)), functools.partial(_load_torch, subject)),
+        "safetensors save_file": Way(
+            _blocking(functools.partial(_save_safetensors, subject)), functools.partial(_load_safetensors, subject)
+        ),
+        DCP: Way(_blocking(functools.partial(_save_dcp, subject)), load_dcp),
+        THREAD: Way(dcp[AsyncCheckpointerType.THREAD], load_dcp, steps_at_once=True),
+        PROCESS: Way(dcp[AsyncCheckpointerType.PROCESS], load_dcp, steps_at_once=True),
+        "torch_checkpointing": Way(
+            functools.partial(_opened_torch_checkpointing, subject),
+            functools.partial(_load_torch_checkpointing, subject),
+            steps_at_once=True,
         ),
     }
 
 
-def write_raw(subject: Subject, folder: Path) -> None:
-    """Write the bytes of all tensors to a file, tensor after tensor."""
-    with (folder / "raw").open("wb") as file:
-        for memory in subject.flat():
-            file.write(memory.data)
-        file.flush()
-        os.fsync(file.fileno())
+def _blocking(write: Callable[[Path], object]) -> Callable[[Path], AbstractContextManager[Begin]]:
+    """Return the way of `write`, which returns when all in a folder is durable."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Begin]:
+        def begin(number: int) -> Begun:
+            (folder / str(number)).mkdir(exist_ok=True)
+            write(folder / str(number))
+            return Begun()
+
+        yield begin
+
+    return opened
+
+
+def _page_aligned(size: int) -> memoryview:
+    """Return memory that begins with a page, whose pages are there."""
+    memory = memoryview(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE))
+    np.frombuffer(memory, np.uint8)[:] = 1
+    return memory
+
+
+def _write_raw(rank: int, data: memoryview, flags: int, folder: Path) -> None:
+    """Write a rank's share of the state's bytes to a file."""
+    descriptor = os.open(folder / f"raw{rank}", os.O_WRONLY | os.O_CREAT | flags)
+    try:
+        os.posix_fallocate(descriptor, 0, data.nbytes)
+        for at in range(0, data.nbytes, _DIRECT_BYTES):
+            os.pwrite(descriptor, data[at : at + _DIRECT_BYTES], at)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     sync_folder(folder)
 
 
-def _direct_write(subject: Subject) -> Callable[[Path, Loop], Saved]:
-    """Return a direct write of the same bytes from page-aligned memory, without the page cache."""
-    data = map_memory(-(-subject.own_bytes // PAGE_BYTES) * PAGE_BYTES)
-    data[: subject.own_bytes] = np.concatenate(list(subject.flat()))
-    files = Files()
-
-    def write(folder: Path) -> None:
-        descriptor = files.open_for_writing(folder / "direct")
-        try:
-            files.reserve(descriptor, data.nbytes)
-            direct = files.open_direct(folder / "direct")
-            if direct is None:
-                raise OSError(errno.EOPNOTSUPP, "no O_DIRECT", str(folder))
-            with contextlib.ExitStack() as stack:
-                stack.callback(files.close, direct)
-                for at in range(0, data.nbytes, _DIRECT_BYTES):
-                    files.write(direct, [data[at : at + _DIRECT_BYTES].data], offset=at)
-            files.sync(descriptor)
-        finally:
-            files.close(descriptor)
-        sync_folder(folder)
-
-    return blocking(write)
+def _read_raw(rank: int, data: memoryview, folder: Path, number: int) -> None:
+    """Read a rank's file into fresh memory."""
+    memory = memoryview(bytearray(data.nbytes))
+    with (folder / str(number) / f"raw{rank}").open("rb", buffering=0) as file:
+        while count := file.readinto(memory):
+            memory = memory[count:]
 
 
-def read_raw(subject: Subject, folder: Path) -> None:
-    """Read a raw file into fresh memory."""
-    fill_from(files_of(folder), memoryview(bytearray(subject.own_bytes)))
+@contextmanager
+def opened_checkpointer(subject: Subject, folder: Path, *, async_save: bool = True, keep: int = 0) -> Iterator[Begin]:
+    """Yield what begins a save of the engine, as the trainer has it; it keeps so many checkpoints, or all for 0."""
+    cluster = subject.cluster
+    policy = SavePolicy(folder, retention=Retention(keep), async_save=async_save, commit_timeout_s=300.0)
+    saver = Checkpointer(policy, cluster.channel, nonce=f"save-{next(_NONCES)}", local_ranks=cluster.local_ranks)
+    saver.start()
+
+    def begin(number: int) -> Begun:
+        report = saver.save(number, subject.contents(number))
+        if report is not None and report.error is not None:
+            raise report.error
+        return Begun(lambda: not saver.is_saving, settle)
+
+    def settle() -> None:
+        saver.wait()
+        for report in saver.reports():
+            if report.error is not None:
+                raise report.error
+
+    try:
+        yield begin
+    finally:
+        saver.close()
 
 
-def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
-    """Return a checkpointer of a single rank, ready to save."""
-    checkpointer = Checkpointer(SavePolicy(folder, async_save=async_save), single_rank_channel(), nonce="bench")
-    checkpointer.start()
-    return checkpointer
-
-
-def load_ours(subject: Subject, folder: Path) -> None:
+def load_ours(subject: Subject, folder: Path, _: int = 0) -> None:
     """Load the newest checkpoint of a folder, checking every digest."""
-    restorer = Restorer(single_rank_channel(), nonce="bench")
-    restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()), is_new=True)
+    live = list(subject.state.shards())
+    restorer = Restorer(subject.cluster.channel, nonce=f"load-{next(_NONCES)}")
+    restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live, is_new=True)
 
 
-def proven(report: SaveReport | None) -> SaveReport:
-    """Return the report of a save that became a checkpoint.
+@contextmanager
+def _opened_library(subject: Subject, folder: Path) -> Iterator[Begin]:
+    with AsyncSaver(folder) as saver:
+
+        def begin(number: int) -> Begun:
+            saver.save_state_dict(number, {"state": subject.named()})
+            return Begun(lambda: not saver.is_saving, saver.wait)
+
+        yield begin
+
+
+def _load_library(subject: Subject, folder: Path, _: int) -> None:
+    load_state_dict(folder, {"state": subject.named()})
+
+
+def _save_torch(subject: Subject, folder: Path) -> None:
+    torch.save(subject.named(), folder / "state.pt")
+    sync_all(folder)
+
+
+def _load_torch(subject: Subject, folder: Path, number: int) -> None:
+    _copy(torch.load(folder / str(number) / "state.pt", weights_only=True), subject)
+
+
+def _save_safetensors(subject: Subject, folder: Path) -> None:
+    safetensors.torch.save_file(subject.named(), folder / "state.safetensors")
+    sync_all(folder)
+
+
+def _load_safetensors(subject: Subject, folder: Path, number: int) -> None:
+    _copy(safetensors.torch.load_file(folder / str(number) / "state.safetensors"), subject)
+
+
+def _copy(tensors: Mapping[str, torch.Tensor], subject: Subject) -> None:
+    for name, tensor in subject.named().items():
+        tensor.copy_(tensors[name])
+
+
+def _save_dcp(subject: Subject, folder: Path) -> None:
+    state_dict_saver.save(subject.named(), checkpoint_id=folder, no_dist=True)  # syncs its files itself
+    sync_folder(folder)
+
+
+def _load_dcp(subject: Subject, folder: Path, number: int) -> None:
+    state_dict_loader.load(subject.named(), checkpoint_id=folder / str(number), no_dist=True)
+
+
+@contextmanager
+def opened_dcp(subject: Subject, kind: AsyncCheckpointerType, folder: Path) -> Iterator[Begin]:
+    """Yield what begins a save of DCP with its own fastest staging: pinned memory, in the background on a device."""
+    is_process, is_on = kind is AsyncCheckpointerType.PROCESS, subject.cluster.device.type != "cpu"
+    if is_process:
+        _require_shared_memory(subject.own_bytes)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    options = StagingOptions(
+        use_pinned_memory=is_on, use_shared_memory=is_process, use_async_staging=is_on, use_non_blocking_copy=is_on
+    )
+    stager = DefaultStager(options)
+    close = stager._state_dict_stager.close
+    # torch 2.11 closes it after every save, and fails in the next one; torch 2.13 keeps it, with its pinned memory.
+    stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
+    def begin(number: int) -> Begun:
+        path = folder / str(number)
+        response: Any = state_dict_saver.async_save(
+            subject.named(),
+            checkpoint_id=path,
+            async_checkpointer_type=kind,
+            async_stager=stager,
+            no_dist=not is_process,
+        )
+        is_staged = isinstance(response, AsyncSaveResponse)
+        ending: Future[Any] = response.upload_completion if is_staged else response
+        hold = response.staging_completion.result if is_staged else _nothing
+        return Begun(ending.done, functools.partial(_end, ending, path), hold)
+
+    try:
+        yield begin
+    finally:
+        stager.close()
+        close()  # type: ignore[no-untyped-call]
+        if is_process:
+            dist.destroy_process_group()
+
+
+def _end(ending: Future[Any], path: Path) -> None:
+    ending.result()
+    sync_all(path)
+
+
+def _require_shared_memory(total_bytes: int, *, folder: Path = Path("/dev/shm")) -> None:
+    """Allow this process, and those that it starts, a file for each tensor of the state in shared memory.
 
     Raises:
-        TrainerError: if it did not.
+        MemoryError: if shared memory does not hold the state.
     """
-    assert report is not None
-    if report.error is not None:
-        raise report.error
-    return report
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    free = shutil.disk_usage(folder).free
+    if free < total_bytes:
+        raise MemoryError(f"{folder} has {free / 1e9:.1f} GB free, the state takes {total_bytes / 1e9:.1f} GB")
 
 
-def _save_inline(subject: Subject, folder: Path, _: Loop) -> Saved:
-    checkpointer = opened_checkpointer(folder, async_save=False)
-    peak = PeakMemory()
-    start = time.perf_counter()
-    report = proven(checkpointer.save(1, subject.contents(1)))
-    took_s = time.perf_counter() - start
-    grown = peak.grown_bytes()
-    checkpointer.close()
-    return Saved(took_s, took_s, 0.0, grown, report.blocked_s)
+def _manager() -> Any:
+    """Return a manager of torch_checkpointing, which is optional here. Its O_DIRECT fails on ext4 and is off."""
+    package = importlib.import_module("torch_checkpointing")
+    storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+    config = package.CheckpointManager.Config(storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False))
+    config.save.process_config.subprocess_init_timeout_secs = _START_S
+    return closing(package.CheckpointManager(config))
 
 
-def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_once: bool) -> Saved:
-    """Save and return the cost of the last save; those before it get the staging memory, and populate its pages.
+@contextmanager
+def _opened_torch_checkpointing(subject: Subject, folder: Path) -> Iterator[Begin]:
+    with _manager() as manager:
 
-    The optimizer's next step comes after the save has ended, or at once.
-    """
-    peak = PeakMemory()  # before the staging memory is there
-    checkpointer = opened_checkpointer(folder, async_save=True)
-    try:
-        for iteration in range(1, MEASURED_SAVE):
-            checkpointer.save(iteration, subject.contents(iteration))
-            subject.step()
-            checkpointer.wait()
-            proven(checkpointer.reports()[-1])
-            shutil.rmtree(folder / iteration_name(iteration))
-        os.sync()
-        loop.learn()
-        begin = time.perf_counter()
-        checkpointer.save(MEASURED_SAVE, subject.contents(MEASURED_SAVE))
-        blocked_s = time.perf_counter() - begin
-        if steps_at_once:
-            blocked_s += seconds_of(subject.step)
-        slowed_s = loop.run_until(lambda: not checkpointer.is_saving)
-        blocked_s += seconds_of(subject.step) + seconds_of(checkpointer.wait)
-        report = proven(checkpointer.reports()[-1])
-        return Saved(report.seconds, blocked_s, slowed_s, peak.grown_bytes(), report.blocked_s)
-    finally:
-        checkpointer.close()
+        def begin(number: int) -> Begun:
+            path = folder / str(number)
+            future = manager.save(str(path), {"state": subject.named()})
+            return Begun(future.done, functools.partial(_end, future, path), hold)
+
+        def hold() -> None:
+            with manager.lock():
+                pass
+
+        yield begin
 
 
-def _save_with_library(subject: Subject, folder: Path, loop: Loop, *, measured: int = MEASURED_SAVE) -> Saved:
-    """Save by the public calls and return the cost of save number `measured`, with a step right after it."""
-    peak = PeakMemory()
-    with AsyncSaver(folder) as saver:
-        if measured == 1:
-            saver.prepare_state_dict({"state": subject.named()})
-            end = time.perf_counter() + _PREPARE_S
-            loop.run_until(lambda: time.perf_counter() > end)  # as training does between its first step and this save
-        for iteration in range(1, measured):
-            saver.save_state_dict(iteration, {"state": subject.named()})
-            subject.step()
-            saver.wait()
-            shutil.rmtree(folder / iteration_name(iteration))
-        os.sync()
-        loop.learn()
-        begin = time.perf_counter()
-        saver.save_state_dict(measured, {"state": subject.named()})
-        subject.step()
-        blocked_s = time.perf_counter() - begin
-        slowed_s = loop.run_until(lambda: not saver.is_saving)
-        durable_s = time.perf_counter() - begin
-        saver.wait()
-    return Saved(durable_s, blocked_s, slowed_s, peak.grown_bytes())
-
-
-def _load_with_library(subject: Subject, folder: Path) -> None:
-    load_state_dict(folder, {"state": subject.named()})
+def _load_torch_checkpointing(subject: Subject, folder: Path, number: int) -> None:
+    with _manager() as manager:
+        _copy(manager.load(str(folder / str(number)), into={"state": subject.named()})["state"], subject)

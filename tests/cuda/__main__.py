@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from scripts.bench import machine
-from scripts.bench.tables import table
+from scripts.bench.harness import table
 from tests.cuda.limits import SECONDS
 from tests.cuda.recorded import RECORDS
 

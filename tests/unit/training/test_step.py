@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from scripts.bench.scale_iteration import one_rank
+from reprise.channel import single_rank_channel
+from trainer.data.documents import WindowForm
+from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import RankTime
+from trainer.optim.exact_sum import NormShare
+from trainer.parallel.context import ParallelContext
+from trainer.parallel.reduction import GradientReduction
 from trainer.training.step import StepResult, reduce_figures
 
 FLAGS = (False, True, False)
 
 
+class EqualRanks(Cluster):
+    """A rank among many with the same numbers."""
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers * self.world_size
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+
+def one_rank(ranks: int, parameter: nn.Parameter) -> tuple[Cluster, ParallelContext]:
+    """Return a rank among many with the same numbers, and its context with a gradient."""
+    cluster = EqualRanks(0, ranks, torch.device("cpu"), 1, single_rank_channel(), "test")
+    context = ParallelContext(
+        reduction=cast(GradientReduction, None),
+        lanes=None,
+        needs_loss_parallel=False,
+        loss=lambda logits, targets: logits,
+        gather_logits=lambda logits: logits,
+        pipeline=None,
+        embedding_group=None,
+        reports_loss=True,
+        grad_norm_shares=[NormShare(parameter, 0, 1)],
+        form=WindowForm(),
+    )
+    return cluster, context
+
+
 def figures(ranks: int, losses: list[float], gradient: list[float], *, is_logged: bool) -> StepResult:
     """Return the figures of ranks with the same numbers."""
-    cluster, context = one_rank(ranks, is_exact=False)
-    (parameter,) = context.grad_norm_parameters
-    assert isinstance(parameter, nn.Parameter)
+    parameter = nn.Parameter(torch.zeros(64))
+    cluster, context = one_rank(ranks, parameter)
     parameter.grad = torch.tensor(gradient).expand(64).clone() if len(gradient) == 1 else torch.tensor(gradient)
     values = [torch.tensor(loss).double() for loss in losses]
     return reduce_figures(values, FLAGS, context, cluster, RankTime(5, 1) if is_logged else None)

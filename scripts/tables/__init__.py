@@ -1,1 +1,0 @@
-"""The runs and the page of docs/support.md."""
