@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 
 # Has failed, iteration, identity, digest of the table of pieces, the view of the folder, groups of replicas.
-_OFFER = struct.Struct("<?IQQQI")
+_OFFER = struct.Struct("<?IQQQH")
 _GROUP = struct.Struct("<QIQQ")
 _REPORT = struct.Struct("<?Q")  # has failed, bytes written
 

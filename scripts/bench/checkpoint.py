@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from scripts.bench.harness import BenchSide, Figures, Goal, WrongBytesError, report, seconds_of, take_turns
 from scripts.bench.probe import Loop, evict, files_of, peak_memory, read_through, trim
-from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
+from scripts.bench.subject import Subject, build_subject, config_of
 from scripts.bench.ways import (
     AT_ONCE,
     BACKGROUND,
@@ -67,17 +67,17 @@ NOTES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subject."""
-    parser.add_argument("--size", choices=SIZES, default=_HELD_SIZE, help="the model (%(default)s)")
+    parser.add_argument("--size", default=_HELD_SIZE, metavar="MODEL", help="of configs/model (%(default)s)")
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"of {','.join(PARTS)}")
     parser.add_argument("--rows", type=lambda text: text.split(";"), metavar="NAME;...", help="of the table of ways")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that save and load together (%(default)d)")
-    parser.add_argument("--parallel", choices=PARALLEL, default="zero0", help="of several ranks (%(default)s)")
+    parser.add_argument("--parallel", default="ddp", help="of configs/parallel, for several ranks (%(default)s)")
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the tables."""
     cluster = launch.start("cpu", deterministic=False)
-    subject = build_subject(SIZES[options.size], cluster, parallel=options.parallel)
+    subject = build_subject(config_of(options.size, f"parallel={options.parallel}"), cluster)
     lines = [f"State: {options.size}, {subject.total_bytes / 1e9:.3f} GB in float32, {cluster.world_size} ranks."]
     if "ways" in options.only:
         sides = {name: side for name, side in _sides(subject, folder).items() if name in (options.rows or [name])}

@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,18 +27,17 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from models import families
-from models.config import Family, ModelConfig
+from models.config import Family
 from reprise.errors import LaunchError
 from scripts.bench import machine
 from scripts.bench.harness import LEFT_OUT, BenchSide, Figures, Goal, Row, append, read, report, seconds_of, take_turns
 from scripts.bench.probe import peak_memory
-from scripts.bench.subject import Batch, Subject, build_subject
+from scripts.bench.subject import Subject, build_subject, config_of
 from scripts.bench.train import OURS, RATE, THEIRS, Step, nanogpt_step, our_step, synchronize, their_step, time_steps
 from scripts.bench.ways import PROCESS, THREAD, Begin, load_ours, opened_checkpointer, opened_dcp
-from trainer.config.compose import compose
-from trainer.config.train import Dtype
+from trainer.config.schema import Config
 from trainer.launch import process_group as launch
-from trainer.launch.device import choose_device, device_name, memory_bytes
+from trainer.launch.device import choose_device, device_name
 from trainer.launch.process_group import Cluster
 from trainer.metrics.run_log import peak_flops
 
@@ -62,8 +60,6 @@ class Group:
     Args:
         model: the overrides of the full size; a tiny model of the family stands for it in tests.
         least_s: the least seconds with which it is begun; it may take `most_s`.
-        state_bytes: its state, with gradients, on the device; larger devices alone measure it.
-        disk_bytes: of its files, two saves at most.
         sides: the measured sides; empty for those of a save.
         goals: of the ratios; a group without is one of the `others`.
     """
@@ -73,9 +69,6 @@ class Group:
     steps: int
     least_s: float
     most_s: float
-    state_bytes: float
-    host_bytes: float = 0.0
-    disk_bytes: float = 0.0
     sides: tuple[str, ...] = ()
     goals: tuple[Goal, ...] = ()
 
@@ -83,14 +76,13 @@ class Group:
 _TO_NANOGPT, _TO_THEIRS = (OURS, NANOGPT), (OURS, THEIRS)
 # The groups that have goals come first; a clock that runs out leaves out the last groups.
 GROUPS: Mapping[str, Group] = {
-    "step gpt2_124m": Group(("gpt2_124m",), 16, 20, 60, 160, 2e9, sides=_TO_NANOGPT, goals=(STEP_GOAL,)),
-    "save gpt2_1558m": Group(("gpt2_1558m",), 4, 1, 90, 240, 26e9, 50e9, 40e9, goals=SAVE_GOALS),
-    "step gpt2_1558m": Group(("gpt2_1558m",), 8, 3, 60, 240, 26e9, sides=_TO_NANOGPT, goals=(STEP_GOAL,)),
-    "step llama3_1b": Group(("llama3_1b",), 4, 5, 60, 120, 21e9, sides=_TO_THEIRS),
-    "transformers gpt2_124m": Group(("gpt2_124m",), 16, 20, 60, 90, 2e9, sides=_TO_THEIRS),
-    "transformers gpt2_1558m": Group(("gpt2_1558m",), 8, 3, 90, 180, 26e9, sides=_TO_THEIRS),
-    "step llama3_8b, 8 layers": Group(("llama3_8b", "model.n_layer=8"), 2, 3, 60, 90, 46e9, sides=_TO_THEIRS),
-    "save llama3_8b": Group(("llama3_8b",), 1, 1, 150, 400, 130e9, 220e9, 200e9),
+    "step gpt2_124m": Group(("gpt2_124m",), 16, 20, 60, 160, sides=_TO_NANOGPT, goals=(STEP_GOAL,)),
+    "save gpt2_1558m": Group(("gpt2_1558m",), 4, 1, 90, 240, goals=SAVE_GOALS),
+    "step gpt2_1558m": Group(("gpt2_1558m",), 8, 3, 60, 240, sides=_TO_NANOGPT, goals=(STEP_GOAL,)),
+    "step llama3_1b": Group(("llama3_1b",), 4, 5, 60, 120, sides=_TO_THEIRS),
+    "transformers gpt2_124m": Group(("gpt2_124m",), 16, 20, 60, 90, sides=_TO_THEIRS),
+    "transformers gpt2_1558m": Group(("gpt2_1558m",), 8, 3, 90, 180, sides=_TO_THEIRS),
+    "step llama3_8b, 8 layers": Group(("llama3_8b", "model.n_layer=8"), 2, 3, 60, 90, sides=_TO_THEIRS),
 }
 _OTHERS = tuple(name for name, group in GROUPS.items() if not group.goals)
 
@@ -107,7 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GROUP;...",
         help=f"of {'; '.join(GROUPS)}; `others` are the {len(_OTHERS)} without goals",
     )
-    parser.add_argument("--host-gb", type=float, help="the host's memory, where the kernel shows less than it gives")
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
 
@@ -167,7 +158,6 @@ def _run_group(name: str, options: argparse.Namespace, end: float, folder: Path)
         results = Path(scratch) / "rows.jsonl"
         command = [sys.executable, "-m", "scripts.bench", "cuda", "--group", name, "--size", options.size]
         command += ["--device", options.device, "--folder", scratch, "--seconds", f"{seconds:.0f}"]
-        command += ["--host-gb", str(options.host_gb)] if options.host_gb is not None else []
         print(f"{time.strftime('%H:%M:%S')} {name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
         process = subprocess.Popen([*command, "--results", str(results)], start_new_session=True)
         reason = ""
@@ -194,19 +184,16 @@ def _measure_group(name: str, options: argparse.Namespace, folder: Path) -> None
     device = cluster.device
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high")  # as in nanoGPT; what is left in float32 is small on every side
-    reason = "" if is_tiny else _no_room(group, cluster, options)
-    if reason:
-        tell(_all(reason))
-        return
-    model, batch = compose([f"model={group.model[0]}", *group.model[1:]]).model, Batch(group.samples, 1024)
-    if is_tiny:
-        model, batch = compose([f"model={model.family.value}_tiny"]).model, Batch(2, 16)
-        group = replace(group, steps=1)
+    model, samples, length = group.model, group.samples, 1024
     eager = "" if is_tiny else machine.compile_error(device)
-    batch = replace(batch, dtype=Dtype.bfloat16, compiles=not (is_tiny or eager))
+    if is_tiny:
+        model, samples, length = (f"{model[0].partition('_')[0]}_tiny",), 2, 16
+        group = replace(group, steps=1)
     if eager:
         tell({"side": "torch.compile", "round": 0, LEFT_OUT: eager})
-    sides = step_sides(group, model, batch, cluster) if group.sides else save_sides(model, batch, cluster, folder)
+    train = ("train.dtype=bfloat16", f"train.compile={str(not (is_tiny or eager)).lower()}")
+    config = config_of(*model, *train, samples=samples, seq_length=length)
+    sides = step_sides(group, config, cluster) if group.sides else save_sides(config, cluster, folder)
     end = time.monotonic() + options.seconds
     for side, (call, least_s) in sides.items():
         row = {side: BenchSide(call, 0.0 if is_tiny else least_s)}
@@ -218,43 +205,26 @@ def _measure_group(name: str, options: argparse.Namespace, folder: Path) -> None
             getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned memory, which torch keeps otherwise
 
 
-def _no_room(group: Group, cluster: Cluster, options: argparse.Namespace) -> str:
-    """Return why a group cannot be measured here, or nothing."""
-    host = machine.host_bytes() if options.host_gb is None else 1e9 * options.host_gb
-    needs = [
-        (
-            "device's memory",
-            1.1 * group.state_bytes,
-            memory_bytes(cluster.device) if cluster.device.type != "cpu" else host,
-        ),
-        ("host's memory (--host-gb)", group.host_bytes, host),
-        ("disk (--folder)", group.disk_bytes, shutil.disk_usage(options.folder).free),
-    ]
-    return "; ".join(
-        f"needs {need / 1e9:.0f} GB of the {what}, has {size / 1e9:.0f}" for what, need, size in needs if size < need
-    )
-
-
-def step_sides(
-    group: Group, model: ModelConfig, batch: Batch, cluster: Cluster
-) -> Mapping[str, tuple[Callable[[], Figures], float]]:
+def step_sides(group: Group, config: Config, cluster: Cluster) -> Mapping[str, tuple[Callable[[], Figures], float]]:
     """Return the sides of a step, each with the least seconds with which it is begun; nanoGPT has GPT-2 alone."""
     steps = {OURS: our_step, NANOGPT: nanogpt_step, THEIRS: their_step}
-    names = [side for side in group.sides if side != NANOGPT or model.family is Family.gpt2]
-    return {side: (partial(_time, steps[side], group.steps, model, batch, cluster), 60) for side in names}
+    names = [side for side in group.sides if side != NANOGPT or config.model.family is Family.gpt2]
+    return {side: (partial(_time, steps[side], group.steps, config, cluster), 60) for side in names}
 
 
-def _time(build: Callable[..., Step], steps: int, model: ModelConfig, batch: Batch, cluster: Cluster) -> Figures:
+def _time(build: Callable[..., Step], steps: int, config: Config, cluster: Cluster) -> Figures:
     """Build a side, warm it up and time blocks of steps."""
-    start, step, device = time.perf_counter(), build(model, batch, cluster), cluster.device
+    start, step, device = time.perf_counter(), build(config, cluster), cluster.device
     for _ in range(3):
         step()
     synchronize(device)
     warm_up_s, peak = time.perf_counter() - start, _device_peak(device)
-    figures = time_steps(step, batch, steps, device, blocks=5) | {"warm-up, s": warm_up_s, **peak()}
+    figures = time_steps(step, config, steps, device, blocks=5) | {"warm-up, s": warm_up_s, **peak()}
     flops = peak_flops(device_name(device))
     if flops is not None:
-        figures["MFU, %"] = 100 * figures[RATE] * families.flops_per_token(model, batch.seq_length) / flops
+        figures["MFU, %"] = (
+            100 * figures[RATE] * families.flops_per_token(config.model, config.train.seq_length) / flops
+        )
     return figures
 
 
@@ -266,11 +236,9 @@ def _device_peak(device: torch.device) -> Callable[[], Figures]:
     return lambda: {"device's peak, GB": torch.accelerator.max_memory_allocated(device) / 1e9}
 
 
-def save_sides(
-    model: ModelConfig, batch: Batch, cluster: Cluster, folder: Path
-) -> Mapping[str, tuple[Callable[[], Figures], float]]:
+def save_sides(config: Config, cluster: Cluster, folder: Path) -> Mapping[str, tuple[Callable[[], Figures], float]]:
     """Return the sides in their order: the files of our save are those that are loaded."""
-    subject = build_subject(model, cluster, batch)
+    subject = build_subject(config, cluster)
     engine = partial(opened_checkpointer, subject, folder / "ours")
 
     def dcp(kind: AsyncCheckpointerType) -> Callable[[], Figures]:

@@ -7,16 +7,12 @@ import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from subprocess import SubprocessError
 
 import torch
 
 from trainer.launch.device import device_name, memory_bytes
-
-# Of cgroups, version 2 and version 1.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def describe(folder: Path) -> list[str]:
@@ -64,19 +60,6 @@ def _double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x + 1
 
 
-def host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
-    """Return the memory of this host that this process may have: a container has less than the machine."""
-    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in limits:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            least = min(least, int(text))
-    return least
-
-
 def _first(path: str, key: str) -> str:
     """Return the value of the first `key: value` line."""
     try:
@@ -94,15 +77,5 @@ def _file_system(folder: Path) -> str:
         head, _, right = line.partition(" - ")
         if head.split()[2] == device_number:
             kind, device = right.split()[:2]
-            return f"{kind} on {Path(device).name}{_disk(device_number)}"
+            return f"{kind} on {Path(device).name}"
     return "an unknown file system"
-
-
-def _disk(number: str) -> str:
-    block = Path("/sys/dev/block") / number
-    try:
-        rotates = (block / "queue" / "rotational").read_text().strip() == "1"
-        driver = (block / "device" / "driver").resolve().name
-    except OSError:
-        return ""
-    return f" ({driver}, {'reported as rotational' if rotates else 'solid state'})"

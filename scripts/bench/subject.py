@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -10,16 +10,13 @@ import torch
 import xxhash
 
 from models import families
-from models.config import Family, ModelConfig
 from reprise.folder import STATE
 from reprise.json_file import Json
 from reprise.layout import TensorKind
 from reprise.live_tensors import Contents, LiveTensor
-from trainer.config.checkpoint import CheckpointSection
+from trainer.config.compose import compose
 from trainer.config.derived import topology_of
-from trainer.config.parallel import ParallelSection
 from trainer.config.schema import Config
-from trainer.config.train import Dtype, TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
@@ -28,64 +25,33 @@ from trainer.run.state import TrainerState, build_part
 from trainer.schedules.progress import Progress
 from trainer.training.step import train_step
 
-PARALLEL: Mapping[str, ParallelSection] = {
-    "zero0": ParallelSection(zero_stage=0),
-    "zero3": ParallelSection(zero_stage=3),
-    "tp2": ParallelSection(zero_stage=0, tensor_model_parallel_size=2),
-}
 
-
-def gpt2(layers: int, heads: int, width: int, vocab_size: int, *, positions: int = 1024, pad: int = 1) -> ModelConfig:
-    """Return a GPT-2 whose last token begins and ends texts, as the original's does."""
-    return ModelConfig(
-        family=Family.gpt2,
-        n_layer=layers,
-        n_head=heads,
-        n_kv_head=heads,
-        n_embd=width,
-        intermediate_size=4 * width,
-        vocab_size=vocab_size,
-        max_position_embeddings=positions,
-        bos_token_id=vocab_size - 1,
-        eos_token_id=vocab_size - 1,
-        dropout=0.0,
-        pad_vocab_multiple=pad,
+def config_of(model: str, *overrides: str, samples: int = 4, seq_length: int = 64) -> Config:
+    """Return a configuration of a model's preset, with the samples of an iteration in one micro batch."""
+    train = (
+        f"train.global_batch_size={samples}",
+        f"train.micro_batch_size={samples}",
+        f"train.seq_length={seq_length}",
     )
+    return compose([f"model={model}", *train, *overrides])
 
 
-# The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
-SIZES: Mapping[str, ModelConfig] = {
-    "gpt2_124m": gpt2(12, 12, 768, 50257, pad=128),
-    "gpt2_4m": gpt2(4, 4, 256, 4096, positions=256),
-    "small": gpt2(2, 2, 64, 512, positions=64),
-}
+def tokens_of(config: Config) -> int:
+    """Return the tokens of an iteration."""
+    return config.train.global_batch_size * config.train.seq_length
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The samples of an iteration, in one micro batch; `compiles` applies to every side that trains on them."""
-
-    samples: int = 4
-    seq_length: int = 64
-    dtype: Dtype = Dtype.float32
-    compiles: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.samples * self.seq_length
-
-    def windows(self, model: ModelConfig, device: torch.device) -> torch.Tensor:
-        """Return random tokens, int64 [samples, seq_length + 1], the same ones on every side."""
-        generator = torch.Generator().manual_seed(1234)
-        return torch.randint(model.vocab_size, (self.samples, self.seq_length + 1), generator=generator).to(device)
+def windows_of(config: Config, device: torch.device) -> torch.Tensor:
+    """Return an iteration's random tokens, int64 [samples, seq_length + 1], the same ones on every side."""
+    generator, shape = torch.Generator().manual_seed(1234), (config.train.micro_batch_size, config.train.seq_length + 1)
+    return torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A training state on one rank, and the batch of its iterations."""
+    """A training state on one rank."""
 
     config: Config
-    batch: Batch
     cluster: Cluster
     state: TrainerState
     context: ParallelContext
@@ -114,7 +80,7 @@ class Subject:
 
     def iteration(self) -> Callable[[], float]:
         """Return the trainer's iteration on a random batch; it returns the loss."""
-        windows = self.batch.windows(self.config.model, self.cluster.device)
+        windows = windows_of(self.config, self.cluster.device)
 
         def iterate() -> float:
             context, cluster = self.context, self.cluster
@@ -126,7 +92,7 @@ class Subject:
 
     def contents(self, iteration: int) -> Contents:
         """Return the contents that the trainer saves after `iteration`."""
-        progress = Progress(iteration, self.batch.samples * iteration, self.batch.tokens * iteration)
+        progress = Progress(iteration, iteration, tokens_of(self.config) * iteration)
         documents: dict[str, Json] = {
             "config.json": families.hf_config(self.config.model),
             "generation_config.json": families.generation_config(self.config.model),
@@ -172,27 +138,16 @@ class Subject:
         return hasher.intdigest()
 
 
-def build_subject(
-    model: ModelConfig, cluster: Cluster, batch: Batch | None = None, *, parallel: str = "zero0"
-) -> Subject:
+def build_subject(config: Config, cluster: Cluster) -> Subject:
     """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
-    batch = batch or Batch()
-    train = TrainSection(
-        global_batch_size=batch.samples,
-        micro_batch_size=batch.samples,
-        seq_length=batch.seq_length,
-        dtype=batch.dtype,
-        compile=batch.compiles,
-    )
-    config = Config(model, train=train, parallel=PARALLEL[parallel], checkpoint=CheckpointSection())
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     grid = build_grid(topology, mesh)
     file_bytes = config.checkpoint.file_bytes
-    parts = [build_part(model, stage, config.optimizer, grid=grid, file_bytes=file_bytes) for stage in stages]
-    state = TrainerState(model, parts, grid)
+    parts = [build_part(config.model, stage, config.optimizer, grid=grid, file_bytes=file_bytes) for stage in stages]
+    state = TrainerState(config.model, parts, grid)
     context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
-    subject = Subject(config, batch, cluster, state, context)
+    subject = Subject(config, cluster, state, context)
     subject.initialize()
     return subject

@@ -21,10 +21,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import families
-from models.config import ModelConfig
 from scripts.bench.harness import LEFT_OUT, Figures, Goal, apart, report, take_turns
 from scripts.bench.nanogpt import NanoGPT
-from scripts.bench.subject import Batch, build_subject, gpt2
+from scripts.bench.subject import build_subject, config_of, tokens_of, windows_of
+from trainer.config.schema import Config
 from trainer.config.train import Dtype
 from trainer.launch import process_group as launch
 from trainer.launch.process_group import Cluster
@@ -32,13 +32,8 @@ from trainer.optim.table import no_decay_names
 
 OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
 RATE, FIRST_LOSS = "tokens/s", "first loss"
-# A model, the samples of an iteration and the iterations of a round.
-SIZES: Mapping[str, tuple[ModelConfig, int, int]] = {
-    "small": (gpt2(4, 4, 128, 256), 12, 30),
-    "gpt2_124m": (gpt2(12, 12, 768, 50257, pad=128), 4, 3),
-    "tiny": (gpt2(2, 2, 16, 64), 2, 2),
-}
-_BOUNDS = {"small": 1.25, "gpt2_124m": 1.08}
+# Presets of configs/model with the samples of an iteration, the iterations of a round, and the bound of the speed.
+SIZES: Mapping[str, tuple[int, int, float]] = {"gpt2_tiny": (12, 30, 1.25), "gpt2_124m": (4, 3, 1.08)}
 _LR = 1e-4
 
 Step = Callable[[], float | torch.Tensor]
@@ -46,7 +41,7 @@ Step = Callable[[], float | torch.Tensor]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subject."""
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)} (all but tiny)")
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)} (all)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of all sides (all cores)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=[dtype.value for dtype in Dtype])
@@ -60,11 +55,11 @@ def measure(options: argparse.Namespace, _: Path) -> list[str]:
         SystemExit: if the losses of the first step differ.
     """
     lines = []
-    for size in options.sizes or _BOUNDS:
+    for size in options.sizes or SIZES:
         with ExitStack() as stack:
             sides = {side: stack.enter_context(apart(_build, side, size, options)) for side in (OURS, THEIRS, EAGER)}
             rows = take_turns(sides, options.rounds, warm_up=1)
-        goals = [Goal(f"speed, {size}", OURS, RATE, [THEIRS], _BOUNDS.get(size), is_least=True)]
+        goals = [Goal(f"speed, {size}", OURS, RATE, [THEIRS], SIZES[size][2], is_least=True)]
         goals.append(Goal(f"speed, {size}, to eager attention", OURS, RATE, [EAGER]))
         lines += [*report(rows, THEIRS, goals), ""]
         losses = [row["figures"][FIRST_LOSS] for row in rows if LEFT_OUT not in row]
@@ -75,22 +70,22 @@ def measure(options: argparse.Namespace, _: Path) -> list[str]:
 
 def _build(side: str, size: str, options: argparse.Namespace) -> Callable[[], Figures]:
     """Return the measurement of a side, in a process of its own."""
-    model, samples, steps = SIZES[size]
-    cluster = launch.start(options.device, deterministic=False, variables={})
+    samples, steps, _ = SIZES[size]
+    train = (f"train.dtype={options.dtype}", f"train.compile={str(options.compile).lower()}")
+    config, cluster = config_of(size, *train, samples=samples), launch.start(options.device, deterministic=False)
     # The sides' own defaults differ where OMP_NUM_THREADS is set.
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    batch = Batch(samples, dtype=Dtype(options.dtype), compiles=options.compile)
     if side == OURS:
-        values = their_model(model, cluster.device, None).state_dict()
+        values = their_model(config, cluster.device, None).state_dict()
         launch.keep_freed_memory(cluster.device)  # as the training loop does
-        step = our_step(model, batch, cluster, values)
+        step = our_step(config, cluster, values)
     else:
-        step = their_step(model, batch, cluster, "eager" if side == EAGER else None)
+        step = their_step(config, cluster, "eager" if side == EAGER else None)
     first_loss = float(step())
-    return lambda: time_steps(step, batch, steps, cluster.device) | {FIRST_LOSS: first_loss}
+    return lambda: time_steps(step, config, steps, cluster.device) | {FIRST_LOSS: first_loss}
 
 
-def time_steps(step: Step, batch: Batch, steps: int, device: torch.device, *, blocks: int = 1) -> Figures:
+def time_steps(step: Step, config: Config, steps: int, device: torch.device, *, blocks: int = 1) -> Figures:
     """Time blocks of steps between two waits for the device; the median of the blocks counts."""
     seconds, before = list[float](), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(blocks):
@@ -102,7 +97,7 @@ def time_steps(step: Step, batch: Batch, steps: int, device: torch.device, *, bl
     after, count, step_s = resource.getrusage(resource.RUSAGE_SELF), blocks * steps, statistics.median(seconds)
     return {
         "step, ms": step_s * 1e3,
-        RATE: batch.tokens / step_s,
+        RATE: tokens_of(config) / step_s,
         "page faults": (after.ru_minflt - before.ru_minflt) / count,
         "system, ms": 1e3 * (after.ru_stime - before.ru_stime) / count,
         "last loss": float(loss),
@@ -115,11 +110,9 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def our_step(
-    model: ModelConfig, batch: Batch, cluster: Cluster, values: Mapping[str, torch.Tensor] | None = None
-) -> Step:
+def our_step(config: Config, cluster: Cluster, values: Mapping[str, torch.Tensor] | None = None) -> Step:
     """Return the trainer's step, from these values."""
-    subject = build_subject(model, cluster, batch)
+    subject = build_subject(config, cluster)
     if values is not None:
         for name, parameter in subject.state.parts[0].model.named_parameters():
             value = values[name].flatten()
@@ -127,43 +120,42 @@ def our_step(
     return subject.iteration()
 
 
-def their_model(model: ModelConfig, device: torch.device, attention: str | None) -> nn.Module:
+def their_model(config: Config, device: torch.device, attention: str | None) -> nn.Module:
     """Return the model of transformers, with the same values each time."""
     torch.manual_seed(1234)
-    table = dict(families.hf_config(model))
-    config = AutoConfig.for_model(table.pop("model_type"), **table)
+    table = dict(families.hf_config(config.model))
+    table_config = AutoConfig.for_model(table.pop("model_type"), **table)
     with device:
-        built: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+        built: nn.Module = AutoModelForCausalLM.from_config(table_config, attn_implementation=attention).float()
     return built.train()
 
 
-def their_step(model: ModelConfig, batch: Batch, cluster: Cluster, attention: str | None = None) -> Step:
+def their_step(config: Config, cluster: Cluster, attention: str | None = None) -> Step:
     """Return a step of transformers."""
-    built = their_model(model, cluster.device, attention)
+    built = their_model(config, cluster.device, attention)
 
     def loss(module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # transformers shifts `labels` itself, which would leave out the last target of every sample.
         result: torch.Tensor = module(input_ids=tokens, labels=targets, shift_labels=targets, use_cache=False).loss
         return result
 
-    return _step(built, loss, no_decay_names(model), model, batch, cluster)
+    return _step(built, loss, no_decay_names(config.model), config, cluster)
 
 
-def nanogpt_step(model: ModelConfig, batch: Batch, cluster: Cluster) -> Step:
+def nanogpt_step(config: Config, cluster: Cluster) -> Step:
     """Return a step of GPT-2 in the way of nanoGPT."""
     torch.manual_seed(1234)
     with cluster.device:
-        built = NanoGPT(model)
+        built = NanoGPT(config.model)
     no_decay = {name for name, parameter in built.named_parameters() if parameter.dim() < 2}
-    return _step(built, lambda module, *tensors: module(*tensors), no_decay, model, batch, cluster)
+    return _step(built, lambda module, *tensors: module(*tensors), no_decay, config, cluster)
 
 
 def _step(
     module: nn.Module,
     loss_of: Callable[..., torch.Tensor],
     no_decay: Collection[str],
-    model: ModelConfig,
-    batch: Batch,
+    config: Config,
     cluster: Cluster,
 ) -> Step:
     """Return a step with fused AdamW, which decays the parameters that ours decays."""
@@ -173,13 +165,13 @@ def _step(
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(0.9, 0.95), fused=True)
-    called = torch.compile(module) if batch.compiles else module
-    windows = batch.windows(model, cluster.device)
+    called = torch.compile(module) if config.train.compile else module
+    windows = windows_of(config, cluster.device)
     tokens, targets = windows[:, :-1], windows[:, 1:].contiguous()
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with torch.autocast(cluster.device.type, torch.bfloat16, enabled=batch.dtype is Dtype.bfloat16):
+        with torch.autocast(cluster.device.type, torch.bfloat16, enabled=config.train.dtype is Dtype.bfloat16):
             loss = loss_of(called, tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.bench.subject import Batch, build_subject
+from scripts.bench.subject import build_subject, config_of
 from tests.cuda.devices import CUDA, OURS, SIMULATED
 from tests.cuda.recorded import record
 from tests.fakes import tokens_in_memory
-from tests.harness import compose
 from tests.simulated import register
-from trainer.config.train import Dtype
 from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.loader import BatchLoader
 from trainer.launch import process_group as launch
@@ -41,8 +39,8 @@ def waits_in(call: Callable[[], object], device: torch.device) -> int:
 @pytest.mark.parametrize("device", [*OURS, CUDA], indirect=True)
 def test_the_host_waits_once_in_a_step(device: torch.device, family: str) -> None:
     cluster = launch.start(device.type, deterministic=False, threads=1, variables={})
-    model, batch = compose([f"model={family}_tiny"]).model, Batch(2, 16, dtype=Dtype.bfloat16)
-    step = build_subject(model, cluster, batch).iteration()
+    config = config_of(f"{family}_tiny", "train.dtype=bfloat16", samples=2, seq_length=16)
+    step = build_subject(config, cluster).iteration()
     step()  # the first one makes the optimizer's state
     found = waits_in(step, device)
     record(f"waits of the host in a step of {family}", str(found))

@@ -39,7 +39,7 @@ def test_the_bytes_that_are_saved_are_loaded_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["raw write + fsync", "ours, inline", "ours, background", "DCP async_save, thread", "torch.save"]
-    arguments = ["--size", "small", "--rounds", "1", "--only", "ways", "--folder", str(tmp_path)]
+    arguments = ["--size", "gpt2_tiny", "--rounds", "1", "--only", "ways", "--folder", str(tmp_path)]
     assert main(["checkpoint", *arguments, "--rows", ";".join(names)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [

@@ -18,7 +18,7 @@ from scripts.faults.fuzz.mutate import mutate
 @pytest.fixture
 def arguments(tmp_path: Path) -> Iterator[list[str]]:
     before = signal.getsignal(signal.SIGALRM)
-    yield ["--engine", "own", "--target", "tokens", "--seconds", "0.5", "--findings", str(tmp_path / "findings")]
+    yield ["--target", "tokens", "--seconds", "0.5", "--findings", str(tmp_path / "findings")]
     signal.signal(signal.SIGALRM, before)
 
 
@@ -29,7 +29,7 @@ def test_what_breaks_something_is_kept(arguments: list[str], tmp_path: Path, mon
 
     monkeypatch.setattr(targets.Inputs, "_try_tokens", broken)
     with pytest.raises(IndexError, match="planted"):
-        fuzz_inputs.main(["--inside", *arguments])
+        fuzz_inputs.main(arguments)
     (finding,) = (tmp_path / "findings").iterdir()
     assert len(finding.read_bytes()) < 1024
 
