@@ -28,7 +28,6 @@ from scripts.bench.ways import (
     COPY,
     DIRECT,
     INLINE,
-    LIBRARY,
     RAW,
     Way,
     opened_checkpointer,
@@ -48,11 +47,9 @@ _MOST = {"zero3": 1.15, "tp2": 1.3}  # of an inline save of ranks over their raw
 
 GOALS = (
     Goal("inline save / raw write", INLINE, DURABLE, [RAW], 0.85),
-    Goal("inline save / direct write", INLINE, DURABLE, [DIRECT]),
     Goal("load with digests / raw read", INLINE, LOAD, [RAW], 0.55),
     Goal("blocked, step after the write / one copy", BACKGROUND, BLOCKED, [COPY], 0.1),
     Goal("blocked, step at once / one copy", AT_ONCE, BLOCKED, [COPY], 1.3),
-    Goal("AsyncSaver: call and step / one copy", LIBRARY, BLOCKED, [COPY]),
     Goal("cost to training / raw write", BACKGROUND, COST, [RAW], 0.3, base_figure=DURABLE),
     Goal("peak memory / state", BACKGROUND, _PEAK, [COPY], 1.1),
     Goal("bytes on disk / state", INLINE, DISK, [COPY], 1.0005),

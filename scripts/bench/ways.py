@@ -99,11 +99,10 @@ def ways(subject: Subject) -> Mapping[str, Way]:
         BACKGROUND: Way(engine, load),
         AT_ONCE: Way(engine, load, steps_at_once=True),
         LIBRARY: Way(library, functools.partial(_load_library, subject), steps_at_once=True),
-        "torch.save": Way(_blocking(functools.partial(_save_torch, subject)), functools.partial(_load_torch, subject)),
-        "safetensors save_file": Way(
-            _blocking(functools.partial(_save_safetensors, subject)), functools.partial(_load_safetensors, subject)
-        ),
-        DCP: Way(_blocking(functools.partial(_save_dcp, subject)), load_dcp),
+        **{
+            name: Way(_blocking(functools.partial(save, subject)), functools.partial(read, subject))
+            for name, (save, read) in _PEERS.items()
+        },
         THREAD: Way(dcp[AsyncCheckpointerType.THREAD], load_dcp, steps_at_once=True),
         PROCESS: Way(dcp[AsyncCheckpointerType.PROCESS], load_dcp, steps_at_once=True),
         "torch_checkpointing": Way(
@@ -235,6 +234,13 @@ def _save_dcp(subject: Subject, folder: Path) -> None:
 
 def _load_dcp(subject: Subject, folder: Path, number: int) -> None:
     state_dict_loader.load(subject.named(), checkpoint_id=folder / str(number), no_dist=True)
+
+
+_PEERS = {
+    "torch.save": (_save_torch, _load_torch),
+    "safetensors save_file": (_save_safetensors, _load_safetensors),
+    DCP: (_save_dcp, _load_dcp),
+}
 
 
 @contextmanager

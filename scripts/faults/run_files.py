@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from reprise.layout import Place
 from reprise.loading.blocks import blocks_of
 from reprise.reading import LINEAGE, Checkpoint, open_checkpoint, read_places
 from trainer.config.saved import RUN_CONFIG
+
+TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -49,6 +51,19 @@ def contents_of(checkpoint: Path) -> dict[str, bytes]:
         contents[STATE] = json.dumps(state).encode()
         files.get(STATE, {}).pop("xxh3_64", None)
     return {**contents, MANIFEST: json.dumps(members).encode()}
+
+
+def differences(checkpoint: Path, expected: Mapping[str, bytes]) -> list[str]:
+    """Return a line if a checkpoint differs from the files of the unbroken run's."""
+    actual = contents_of(checkpoint)
+    names = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
+    return [f"{checkpoint.name} differs from the unbroken run's in {', '.join(names)}"] if names else []
+
+
+def leftovers(*folders: Path) -> list[str]:
+    """Return a line if there are temporary files below folders."""
+    paths = {str(path) for folder in folders for path in folder.rglob("*") if path.name.endswith(TEMPORARY)}
+    return [f"left behind: {', '.join(sorted(paths))}"] if paths else []
 
 
 def held_ranges(checkpoint: Checkpoint) -> Iterator[tuple[Place, int, int]]:

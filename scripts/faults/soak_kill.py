@@ -30,13 +30,12 @@ from typing import Protocol
 
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, iteration_name
-from scripts.faults.run_files import contents_of, curve_of, differing_pieces, rows_of
+from scripts.faults.run_files import contents_of, curve_of, differences, differing_pieces, leftovers, rows_of
 from trainer.commands.arguments import local_path
 
 _POLL_S = 0.005
 _MOST_LOST = 2  # iterations, where each is saved: one is written, the next one waits for it
 _TIMEOUT_S = 300.0
-TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
 # A model that trains a hundred iterations in a second or two on two cores.
 MODEL = (
     "model=gpt2_tiny",
@@ -290,15 +289,9 @@ class _Broken:
                 if path.exists():  # else it is prepared, for the next start
                     self.tally.problems += differing_pieces(path, self.unbroken / "checkpoints" / path.name)
             return
-        folders = [CheckpointFolder(run / "checkpoints", Files()) for run in (self.run, self.unbroken)]
-        actual, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
-        if actual != expected:
-            differing = sorted(
-                name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)
-            )
-            self.tally.problems.append(
-                f"iteration {iteration} differs from the unbroken run's in {', '.join(differing)}"
-            )
+        name = iteration_name(iteration)
+        expected = contents_of(self.unbroken / "checkpoints" / name)
+        self.tally.problems += differences(self.run / "checkpoints" / name, expected)
 
     def _check_end(self) -> None:
         self.tally.runs += 1
@@ -307,10 +300,7 @@ class _Broken:
         self._check_checkpoints([])
         if curve_of(self.run) != curve_of(self.unbroken):
             self.tally.problems.append("the curves differ")
-        roots = [self.run, *self.plan.folders(self.run)]
-        leftovers = {str(path) for root in roots for path in root.rglob("*") if path.name.endswith(TEMPORARY)}
-        if leftovers:
-            self.tally.problems.append(f"left behind: {', '.join(leftovers)}")
+        self.tally.problems += leftovers(self.run, *self.plan.folders(self.run))
 
 
 class Torchrun:

@@ -40,8 +40,7 @@ from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
 from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, StartDisk, record
 from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
-from scripts.faults.run_files import contents_of, curve_of
-from scripts.faults.soak_kill import TEMPORARY
+from scripts.faults.run_files import contents_of, curve_of, differences, leftovers
 
 _MOST_PROBLEMS = 5  # until a soak ends
 CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake and others
@@ -253,8 +252,7 @@ class Trial:
             problems.append(f"the resumed run has no last checkpoint: {self._checkpoints.committed()}")
         if curve_of(self._run) != self.unbroken.curve:
             problems.append("the curve of the resumed run is not the unbroken one")
-        leftovers = [path.name for path in self._run.rglob("*") if path.name.endswith(TEMPORARY)]
-        return problems + ([f"left behind: {', '.join(leftovers)}"] if leftovers else [])
+        return problems + leftovers(self._run)
 
     @property
     def _run(self) -> Path:
@@ -270,9 +268,7 @@ class Trial:
             verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
         except TrainerError as error:
             return [f"{path.name} is damaged: {error}"]
-        actual, expected = contents_of(path), self.unbroken.checkpoints[iteration]
-        differing = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
-        return [f"{path.name} differs from the unbroken run's in {', '.join(differing)}"] if differing else []
+        return differences(path, self.unbroken.checkpoints[iteration])
 
 
 def recorded_saves(metrics: Path) -> list[int]:

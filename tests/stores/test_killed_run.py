@@ -16,8 +16,8 @@ import pytest
 
 from reprise.files import Files
 from reprise.folder import CheckpointFolder, iteration_name
-from scripts.faults.run_files import contents_of
-from scripts.faults.soak_kill import MODEL, TEMPORARY
+from scripts.faults.run_files import TEMPORARY, contents_of
+from scripts.faults.soak_kill import MODEL
 from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, Running, launch, started
 from tests.profiles import SEED

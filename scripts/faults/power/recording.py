@@ -14,26 +14,13 @@ from scripts.faults.power.block_log import Entry, LogKind
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FileSystem
 from scripts.faults.power.replay import PowerCut, copy_sparse
+from scripts.faults.soak_kill import MODEL
 
 TIMEOUT_S = 300.0  # of a job
 _SAID = re.compile(r"saved iteration (\d+) in ")
 _POLL_S = 0.05
 # Checkpoints of 1.2 MB: most of it is written in whole pages around the page cache, the rest through it.
-MODEL = (
-    "model=gpt2_tiny",
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.n_embd=60",
-    "model.intermediate_size=244",
-    "model.max_position_embeddings=32",
-    "model.dropout=0.1",
-    "train.seq_length=16",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=1",
-    "train.eval_interval=0",
-    "logging.tensorboard=false",
-    "checkpoint.save_interval=2",
-)
+_WIDER = ("model.n_embd=60", "model.intermediate_size=244", "checkpoint.save_interval=2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +50,7 @@ class RecordedSoak:
         return [
             f"run.dir={run}",
             *MODEL,
+            *_WIDER,
             *self.overrides,
             f"train.train_iters={self.iterations}",
             f"checkpoint.max_checkpoint_keep={keep}",
