@@ -1,25 +1,22 @@
-"""Write a page about runs: `reprise report RUN [RUN ...] [--output report.html | --serve [PORT]]`.
+"""Write a page about runs: `reprise report RUN [RUN ...] [--output report.html]`.
 
-The page is one file that opens without a network; with --serve it follows running runs in a browser of this machine.
-The exit status is 0, or 2 when a run cannot be read.
+The page is one file that opens without a network. The exit status is 0, or 2 when a run cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM, replace_file
-from trainer.commands.arguments import local_path, natural
+from trainer.commands.arguments import local_path
 from trainer.compare.table import name_runs
 from trainer.report.build import report_sections
 from trainer.report.history import read_history
 from trainer.report.page import render
-from trainer.report.serve import RELOAD_S, ReportServer
 
 FINE, UNUSABLE = 0, 2
 
@@ -28,22 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        if options.serve is not None:
-            return _serve(options.runs, options.serve)
         print(f"wrote {write_report(options.runs, options.output)}")
         return FINE
     except TrainerError as error:
         print(f"reprise report: {error}", file=sys.stderr)
     return UNUSABLE
-
-
-def _serve(runs: Sequence[Path], port: int) -> int:
-    with ReportServer(runs, lambda: make_page(runs, reload_s=RELOAD_S), port) as server:
-        server.page()  # a run that cannot be read is told at once
-        print(f"{server.url} shows the runs; Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return FINE
 
 
 def write_report(runs: Sequence[Path], output: Path) -> Path:
@@ -52,23 +38,14 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     Raises:
         TrainerError: a run cannot be read, a library is missing, or the file cannot be written.
     """
-    page = make_page(runs)
+    names = name_runs([str(run) for run in runs])
+    histories = [(name, read_history(run)) for name, run in zip(names, runs, strict=True)]
+    page = render(f"Report: {', '.join(names)}", report_sections(histories))
     try:
         replace_file(FILE_SYSTEM, output, page.encode())
     except OSError as error:
         raise TrainerError("Cannot write the report", where=output, found=error.strerror) from error
     return output
-
-
-def make_page(runs: Sequence[Path], *, reload_s: float = 0.0) -> str:
-    """Return the page about runs as HTML.
-
-    Raises:
-        TrainerError: as `write_report`.
-    """
-    names = name_runs([str(run) for run in runs])
-    histories = [(name, read_history(run)) for name, run in zip(names, runs, strict=True)]
-    return render(f"Report: {', '.join(names)}", report_sections(histories), reload_s=reload_s)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,14 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output", type=local_path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)"
-    )
-    parser.add_argument(
-        "--serve",
-        type=natural,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="serve the page on 127.0.0.1 and follow the runs",
     )
     return parser
 

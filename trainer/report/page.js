@@ -5,7 +5,7 @@
   const MOST = 4000; // points of a curve on a screen
   const documents = JSON.parse(document.getElementById("charts").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const figures = [], charts = [];
+  const figures = [];
 
   function unpacked(packed) {
     const bytes = Uint8Array.from(atob(packed.data), (c) => c.charCodeAt(0));
@@ -127,12 +127,6 @@
       this.draw();
     }
 
-    // Whether no reader has zoomed, who would lose the place by a new page.
-    isWhole() {
-      const range = this.figure.x_range;
-      return range.start === range.reset_start && range.end === range.reset_end;
-    }
-
     draw() {
       const { start, end } = this.figure.x_range;
       let low = Infinity, high = -Infinity;
@@ -191,7 +185,7 @@
       const figure = views.roots[0].model;
       figures.push(figure);
       paint(figure);
-      if (spec.curves) charts.push(new CurveChart(spec, figure));
+      if (spec.curves) new CurveChart(spec, figure);
       for (const [text, colour, isHollow] of spec.legend ?? []) {
         const entry = document.createElement("span"), swatch = document.createElement("span");
         entry.className = "entry";
@@ -203,8 +197,6 @@
       }
     }
     dark.addEventListener("change", () => figures.forEach(paint));
-    const reload = Number(document.documentElement.dataset.reload);
-    if (reload) setInterval(() => { if (charts.every((chart) => chart.isWhole())) location.reload(); }, 1000 * reload);
     document.documentElement.dataset.state = "drawn";
   }
 

@@ -32,12 +32,8 @@ class PageSection:
     table: Rows = ()
 
 
-def render(title: str, sections: Sequence[PageSection], *, reload_s: float = 0.0) -> str:
-    """Return the page as HTML.
-
-    Args:
-        reload_s: seconds after which an open page loads itself again; 0 for never.
-    """
+def render(title: str, sections: Sequence[PageSection]) -> str:
+    """Return the page as HTML."""
     library()
     from bokeh.resources import Resources
 
@@ -47,7 +43,7 @@ def render(title: str, sections: Sequence[PageSection], *, reload_s: float = 0.0
     style, program = ((folder / name).read_text() for name in ("page.css", "page.js"))
     return "\n".join(
         [
-            f'<!doctype html><html lang="en" data-reload="{reload_s:g}"><head><meta charset="utf-8">',
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head>',
             f"<body><h1>{escape(title)}</h1>",

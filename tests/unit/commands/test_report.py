@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from tests.reported_runs import steady_run
-from trainer.commands.report import main, make_page
+from trainer.commands.report import main, write_report
 
 LOSSES = [5 / n + 0.01 * math.sin(n) for n in range(1, 200)]
 KINDS = {"i4": numpy.int32, "f4": numpy.float32, "f8": numpy.float64}
@@ -32,7 +32,9 @@ def unpacked(packed: dict[str, str]) -> list[float]:
 
 
 def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
-    (curve,) = charts(make_page([steady_run(tmp_path / "run", LOSSES)]))["loss"]["curves"]
+    (curve,) = charts(write_report([steady_run(tmp_path / "run", LOSSES)], tmp_path / "report.html").read_text())[
+        "loss"
+    ]["curves"]
     (level,) = curve["levels"]
     assert unpacked(level["y"]) == LOSSES
     assert unpacked(level["x"]["iteration"]) == list(range(1, 200))
