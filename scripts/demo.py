@@ -21,7 +21,7 @@ from reprise.errors import TrainerError
 from trainer.commands.arguments import local_path
 from trainer.commands.report import write_report
 from trainer.compare.curves import compare, report
-from trainer.compare.plot import plot_comparison
+from trainer.compare.plot import plot_comparisons
 from trainer.compare.read import read_curve
 
 KILL_AFTER = 49
@@ -81,7 +81,7 @@ def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
     names = ("one rank", f"one rank, killed in iteration {last + 1}; resumed from {first - 1} on two ranks")
     try:
         comparison = compare(read_curve(unbroken), read_curve(killed), tolerance=None)
-        plot_comparison(comparison, picture, names=names)
+        plot_comparisons([comparison], names, picture)
     except TrainerError as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {picture}")

@@ -53,9 +53,9 @@ def layers_of(text: str) -> list[list[str]]:
 LAYERS = layers_of("""
 models trainer reprise trainer.config.suggest trainer.compare.text_table trainer.record trainer.run \
     trainer.schedules trainer.start trainer.training
-trainer.checkpoint trainer.errors trainer.workers trainer.record.versions trainer.schedules.batch_size \
-    trainer.optim.exact_sum trainer.parallel.lanes trainer.schedules.progress trainer.schedules.lr \
-    trainer.parallel.topology
+trainer.checkpoint trainer.errors trainer.workers trainer.metrics.log_file trainer.record.versions \
+    trainer.schedules.batch_size trainer.optim.exact_sum trainer.parallel.lanes trainer.schedules.progress \
+    trainer.schedules.lr trainer.parallel.topology
 trainer.commands.arguments trainer.compare trainer.data
 trainer.config.terms
 trainer.config trainer.record.data_origin trainer.launch

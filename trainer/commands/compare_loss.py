@@ -19,8 +19,8 @@ from reprise.files import exists, is_dir, is_file
 from reprise.json_file import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
-from trainer.compare.evaluations import Series, evaluation_table, read_all_evaluations
-from trainer.compare.plot import plot_comparison, plot_comparisons
+from trainer.compare.evaluations import evaluation_table, read_all_evaluations
+from trainer.compare.plot import plot_comparisons
 from trainer.compare.points import Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE, read_curves
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparisons = [_compare(base, test, options) for test in tests]
         evaluations = read_all_evaluations((options.base, *options.tests))
         if options.plot:
-            _plot(comparisons, names, options.plot, evaluations)
+            plot_comparisons(comparisons, names, options.plot, evaluations=evaluations)
             print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
         print(f"reprise compare-loss: {error}", file=sys.stderr)
@@ -93,15 +93,6 @@ def _compare(base: Curve, test: Curve, options: argparse.Namespace) -> Compariso
         tolerance=None if options.bitwise else _tolerance(options, base, test),
         allow_missing_prefix=options.allow_missing_prefix,
     )
-
-
-def _plot(
-    comparisons: Sequence[Comparison], names: Sequence[str], path: str, evaluations: Sequence[Mapping[str, Series]]
-) -> None:
-    if len(comparisons) == 1:
-        plot_comparison(comparisons[0], path, evaluations=evaluations)
-    else:
-        plot_comparisons(comparisons, names, path, evaluations=evaluations)
 
 
 def _read(paths: Sequence[str], options: argparse.Namespace) -> list[Curve]:

@@ -51,8 +51,8 @@ from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, 
 from trainer.commands.arguments import amount, any_path, natural, positive
 from trainer.compare.evaluations import FOLLOW
 from trainer.compare.read import METRICS_FILE
-from trainer.compare.records import parse_records
 from trainer.config.saved import RUN_CONFIG
+from trainer.metrics.log_file import JsonLines
 
 FINE, FAILED, IMPOSSIBLE = 0, 1, 2
 PLACE = "{}"
@@ -167,7 +167,7 @@ class FollowLog:
                 os.ftruncate(descriptor, end)
             os.fsync(descriptor)
             FILE_SYSTEM.sync_folder(path.parent)
-            records, _ = parse_records(data[:end].decode(errors="replace"), source=str(path))
+            records = JsonLines(io.BytesIO(data[:end]), path).records()
             yield FollowLog(descriptor, {str(record.get("digest")) for _, record in records}, check)
         finally:
             os.close(descriptor)

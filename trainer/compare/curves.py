@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+
+import numpy
 
 from reprise.errors import DataError, count_of
 from trainer.compare.formats import OURS
-from trainer.compare.points import Curve, CurveDifference, Reading, absolute_difference
-from trainer.compare.read import VALID_LOSS
+from trainer.compare.points import (
+    QUANTITIES,
+    Curve,
+    CurveDifference,
+    Mask,
+    Points,
+    Reading,
+    absolute_differences,
+    certainly_differ,
+    common_points,
+)
 from trainer.compare.text_table import format_table
-
-if TYPE_CHECKING:
-    from trainer.compare.columns import Integers, Points
-    from trainer.compare.differences import Differences
+from trainer.metrics.log_file import EXACT, VALID_LOSS, Floats, Integers
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -29,14 +36,51 @@ class Tolerance:
     absolute: float
     relative: float = 0.0
 
-    def admits(self, base: float, test: float) -> bool:
-        """Return whether two losses are equal; an infinity or nan equals only itself."""
-        if not (math.isfinite(base) and math.isfinite(test)):
-            return absolute_difference(base, test) == 0
-        return abs(base - test) <= self.absolute + self.relative * abs(base)
+    def admits(self, base: Floats, test: Floats) -> Mask:
+        """Return which losses are equal; an infinity or nan equals only itself."""
+        sizes, is_finite = absolute_differences(base, test), numpy.isfinite(base) & numpy.isfinite(test)
+        with numpy.errstate(invalid="ignore", over="ignore"):
+            limits = numpy.where(is_finite, self.absolute + self.relative * numpy.abs(base), 0.0)
+        is_admitted: Mask = sizes <= limits
+        return is_admitted
 
     def __str__(self) -> str:
         return f"{self.absolute:g}" + (f" + {self.relative:g} * |base|" if self.relative else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Differences(Sequence[CurveDifference]):
+    """The differences of two curves with the same iterations, and of their validation losses, in order of iteration.
+
+    Args:
+        evaluations: the differences of validation losses, by iteration.
+        iterations: of all differences.
+        quantities: of all differences, by their places in `QUANTITIES`; a validation loss comes after them.
+    """
+
+    base: Points
+    test: Points
+    evaluations: Mapping[int, CurveDifference]
+    iterations: Integers
+    quantities: Integers
+
+    @staticmethod
+    def of(base: Points, test: Points, mask: Mask, evaluations: Mapping[int, CurveDifference]) -> Differences:
+        """Return the differences where a mask, of shape (quantities, points), is True."""
+        quantities, places = mask.nonzero()
+        iterations = numpy.concatenate((base.iterations[places], numpy.array([*evaluations], dtype=numpy.int64)))
+        quantities = numpy.concatenate((quantities, numpy.full(len(evaluations), len(QUANTITIES))))
+        order = numpy.lexsort((quantities, iterations))
+        return Differences(base, test, evaluations, iterations[order], quantities[order])
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+    def __getitem__(self, number: int) -> CurveDifference:  # type: ignore[override]
+        iteration, quantity = int(self.iterations[number]), int(self.quantities[number])
+        if quantity == len(QUANTITIES):
+            return self.evaluations[iteration]
+        return _difference_at(self.base, self.test, quantity, int(self.base.iterations.searchsorted(iteration)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,34 +158,34 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     Raises:
         DataError: equal bits are required and a loss is known as a decimal only, or none of the losses are alike.
     """
-    from trainer.compare.columns import absolute_differences, beyond, common_points, missing_iterations, unequal
-    from trainer.compare.differences import Differences, difference_at
-
-    of_base, of_test, unlike = _alike_points(base, test)
+    unlike = _unlike_iterations(base, test)
+    of_base, of_test = (Points.of(curve.points).without(unlike) for curve in (base, test))
     if tolerance is None:
         _require_exact(base.source, of_base)
         _require_exact(test.source, of_test)
     sides = common_points(of_base, of_test)
-    common = sides[0].iterations
-    is_unequal = unequal(*sides)
-    losses = sides[0].values[:1], sides[1].values[:1]
-    sizes = absolute_differences(*losses)[0]
-    evaluated = sorted(base.evaluations.keys() & test.evaluations.keys())
-    evaluations = [CurveDifference(n, VALID_LOSS, base.evaluations[n], test.evaluations[n]) for n in evaluated]
-    unequal_evaluations = [d for d in evaluations if _differ(d.base, d.test)]
+    common, losses = sides[0].iterations, [points.values[0] for points in sides]
+    is_unequal = certainly_differ(*sides)
+    evaluations = {
+        iteration: CurveDifference(iteration, VALID_LOSS, base.evaluations[iteration], test.evaluations[iteration])
+        for iteration in sorted(base.evaluations.keys() & test.evaluations.keys())
+    }
+    unequal_evaluations = {n: d for n, d in evaluations.items() if _differ(d.base, d.test)}
     if tolerance is None:
-        differences = Differences.of(*sides, is_unequal, unequal_evaluations, apart=True)
+        differences = Differences.of(*sides, is_unequal, unequal_evaluations)
     else:
-        is_beyond = beyond(*losses, absolute=tolerance.absolute, relative=tolerance.relative)
-        beyond_it = [d for d in evaluations if not tolerance.admits(d.base.value, d.test.value)]
-        differences = Differences.of(*sides, is_beyond, beyond_it)
-    missing, missing_in_base = missing_iterations(of_base, common), missing_iterations(of_test, common)
+        beyond = {
+            n: d
+            for n, d in evaluations.items()
+            if not tolerance.admits(*map(numpy.array, (d.base.value, d.test.value)))
+        }
+        differences = Differences.of(*sides, ~tolerance.admits(*losses)[None], beyond)
+    missing, missing_in_base = (numpy.setdiff1d(side.iterations, common) for side in (of_base, of_test))
     start = of_test.iterations.min() if len(of_test) else 0
     prefix = int((missing < start).sum()) if allow_missing_prefix else 0
-    is_equal = sides[0].exact[0] & sides[1].exact[0] & ~is_unequal.any(axis=0)
-    for difference in unequal_evaluations:
-        place = common.searchsorted(difference.iteration)
-        is_equal[place : place + 1] &= common[place : place + 1] != difference.iteration
+    is_exact = (sides[0].kinds[0] == EXACT) & (sides[1].kinds[0] == EXACT)
+    is_equal = is_exact & ~is_unequal.any(axis=0) & ~numpy.isin(common, [*unequal_evaluations])
+    sizes = absolute_differences(*losses)
     largest = int(sizes.argmax()) if sizes.size else 0
     return Comparison(
         base=base,
@@ -149,28 +193,28 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         tolerance=tolerance,
         compared=common.size,
         differences=differences,
-        different_iterations=differences.distinct_iterations(),
+        different_iterations=tuple(numpy.unique(differences.iterations).tolist()),
         missing_in_base=tuple(missing_in_base.tolist()),
         missing_in_test=tuple(missing[prefix:].tolist()),
         allowed_prefix=tuple(missing[:prefix].tolist()),
         bit_equal=int(is_equal.sum()),
-        largest=difference_at(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
-        evaluated=len(evaluated),
+        largest=_difference_at(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
+        evaluated=len(evaluations),
         unlike=tuple(unlike.tolist()),
     )
 
 
-def _alike_points(base: Curve, test: Curve) -> tuple[Points, Points, Integers]:
-    """Return the points of curves without those whose losses are means of other numbers of iterations, and these."""
-    from trainer.compare.columns import Points, common_points, windows
+def _difference_at(base: Points, test: Points, quantity: int, place: int) -> CurveDifference:
+    readings = base.reading(quantity, place), test.reading(quantity, place)
+    return CurveDifference(int(base.iterations[place]), QUANTITIES[quantity], *readings)
 
-    points = Points.of(base.points), Points.of(test.points)
-    if not (base.meaning.is_mean or test.meaning.is_mean):
-        return *points, points[0].iterations[:0]
-    common = common_points(*points)[0].iterations
+
+def _unlike_iterations(base: Curve, test: Curve) -> Integers:
+    """Return the iterations of both curves whose losses are means of other numbers of iterations."""
+    sides = [Points.of(curve.points).iterations for curve in (base, test)]
+    common = numpy.intersect1d(sides[0], sides[1]) if base.meaning.is_mean or test.meaning.is_mean else sides[0][:0]
     of_base, of_test = (
-        windows(curve)[columns.iterations.searchsorted(common)]
-        for curve, columns in zip((base, test), points, strict=True)
+        _windows(curve)[iterations.searchsorted(common)] for curve, iterations in zip((base, test), sides, strict=True)
     )
     is_unlike = (of_base != of_test) & (of_base > 0) & (of_test > 0)
     if common.size and is_unlike.all():
@@ -183,7 +227,19 @@ def _alike_points(base: Curve, test: Curve) -> tuple[Points, Points, Integers]:
             fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
         )
     unlike: Integers = common[is_unlike]
-    return points[0].without(unlike), points[1].without(unlike), unlike
+    return unlike
+
+
+def _windows(curve: Curve) -> Integers:
+    """Return how many iterations each loss of a curve is the mean of; 0 if that is unknown."""
+    iterations = Points.of(curve.points).iterations
+    if not curve.meaning.is_mean:
+        return numpy.full(len(iterations), 0 if curve.meaning.is_mean is None else 1)
+    steps = numpy.diff(iterations, prepend=0)
+    intervals, counts = numpy.unique(steps[1:] if len(steps) > 1 else steps, return_counts=True)
+    # A line that is lost widens no mean.
+    means: Integers = numpy.minimum(steps, intervals[counts.argmax()])
+    return means
 
 
 def meanings(curves: Mapping[str, Curve]) -> list[str]:
@@ -194,9 +250,7 @@ def meanings(curves: Mapping[str, Curve]) -> list[str]:
 
 def meaning_of(curve: Curve) -> str:
     """Return what the losses of a curve mean, in words."""
-    from trainer.compare.columns import windows
-
-    return curve.meaning.describe(int(windows(curve).max(initial=0)))
+    return curve.meaning.describe(int(_windows(curve).max(initial=0)))
 
 
 def report(comparison: Comparison, *, max_rows: int = 20) -> str:
@@ -227,7 +281,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
     if comparison.evaluated:
         lines.append(f"evaluated  at {count_of(comparison.evaluated, 'iteration')} in both: {_validation(comparison)}")
     if comparison.differences:
-        lines += ["", *_table(comparison.differences[:max_rows])]
+        lines += ["", *_table([*islice(comparison.differences, max_rows)])]
         if len(comparison.differences) > max_rows:
             lines.append(f"... and {len(comparison.differences) - max_rows} more")
         lines.append("")
@@ -243,38 +297,12 @@ def common_dtype(base: Curve, test: Curve) -> str | None:
     return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
 
-def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
-    """Return the number of floats of 32 or 64 bits between two values; None for a nan.
-
-    The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers; -0.0 is 0 from 0.0.
-
-    Raises:
-        OverflowError: a value is out of the range of a 32-bit float.
-    """
-    if math.isnan(base) or math.isnan(test):
-        return None
-    float_code, integer_code = {32: ("<f", "<i"), 64: ("<d", "<q")}[bits]
-    ordered = []
-    for value in (base, test):
-        (magnitude,) = struct.unpack(integer_code, struct.pack(float_code, abs(value)))
-        ordered.append(int(math.copysign(1, value)) * int(magnitude))
-    return abs(ordered[0] - ordered[1])
-
-
-def fits_float32(value: float) -> bool:
-    """Return whether a value is exactly a 32-bit float (nan and inf are)."""
-    try:
-        (narrow,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        return False
-    return bool(narrow == value) or math.isnan(value)
-
-
 def _require_exact(source: str, points: Points) -> None:
-    if not points.exact[0].all():
+    is_exact = points.kinds[0] == EXACT
+    if not is_exact.all():
         raise DataError(
             "Equal bits cannot be proved from decimals",
-            where=f"{source}, iteration {points.iterations[points.exact[0].argmin()]}",
+            where=f"{source}, iteration {points.iterations[is_exact.argmin()]}",
             expected="loss_hex in every record",
             fix="Compare the metrics.jsonl of both runs, or drop --bitwise.",
         )
@@ -302,9 +330,7 @@ def _hint(comparison: Comparison) -> str:
 
 
 def _bits(comparison: Comparison) -> str:
-    from trainer.compare.columns import Points
-
-    if not all(Points.of(curve.points).exact[0].all() for curve in (comparison.base, comparison.test)):
+    if not all((Points.of(curve.points).kinds[0] == EXACT).all() for curve in (comparison.base, comparison.test)):
         return "bits       not compared: decimals cannot prove equal bits"
     return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
 
@@ -339,9 +365,14 @@ def _table(differences: Sequence[CurveDifference]) -> list[str]:
 
 
 def _ulps(difference: CurveDifference) -> str:
-    base, test = difference.base.value, difference.test.value
-    if not (difference.base.exact and difference.test.exact and math.isfinite(base) and math.isfinite(test)):
+    """Return the number of floats between two exact values, 32-bit ones if both values are such; `-` if unknown."""
+    values = numpy.array([difference.base.value, difference.test.value])
+    if not (difference.base.exact and difference.test.exact and numpy.isfinite(values).all()):
         return "-"
-    bits = 32 if fits_float32(base) and fits_float32(test) else 64
-    steps = ulp_distance(base, test, bits=bits)
-    return "-" if steps is None else f"{steps} (float{bits})"
+    with numpy.errstate(over="ignore"):
+        narrow = values.astype(numpy.float32)
+    floats, bits = (narrow, 32) if (narrow == values).all() else (values, 64)
+    # The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers.
+    magnitudes = numpy.abs(floats).view(f"i{bits // 8}").tolist()
+    first, second = (int(math.copysign(1, value)) * size for value, size in zip(values, magnitudes, strict=True))
+    return f"{abs(first - second)} (float{bits})"

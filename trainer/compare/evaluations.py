@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.files import exists, is_dir, matching, read_regular
+from reprise.files import exists, is_dir, matching
 from reprise.json_file import Json, integer
-from trainer.compare.read import METRICS_FILE, VALID_LOSS
-from trainer.compare.records import parse_records
+from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
+from trainer.metrics.log_file import VALID_LOSS, read_log, read_records
 
 FOLLOW = "follow"  # the stem of the records of `reprise follow`
 Series = dict[int, float]  # by iteration
@@ -48,7 +48,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
         return metrics
     for file in sorted([*matching(folder, f"{FOLLOW}.jsonl"), *matching(folder, f"{FOLLOW}.*.jsonl")]):
         prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
-        for name, series in _metrics(_records(file)).items():
+        for name, series in _metrics(read_records(file)).items():
             metrics[f"{prefix}: {name}" if prefix else name] = series
     return _with_losses(folder, metrics) if metrics else metrics
 
@@ -80,8 +80,9 @@ def _run_folder(source: str | Path) -> Path | None:
 
 def _with_losses(folder: Path | None, metrics: dict[str, Series]) -> dict[str, Series]:
     """Return the metrics with the validation loss before them, if the run in the folder has one."""
-    losses = _valid_losses(folder / METRICS_FILE) if folder else {}
-    return {VALID_LOSS: losses, **metrics} if losses else metrics
+    path = (folder or Path()) / METRICS_FILE
+    losses = read_log(path, ()).evaluations() if folder and exists(path) else {}
+    return {VALID_LOSS: {iteration: loss for iteration, (loss, _) in losses.items()}, **metrics} if losses else metrics
 
 
 def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:
@@ -109,21 +110,3 @@ def _branches(record: Json) -> list[tuple[object, int]]:
         for member in members
         if isinstance(member, dict) and isinstance(member.get("began_at"), int)
     ]
-
-
-def _valid_losses(path: Path) -> Series:
-    losses = {
-        record["iteration"]: record["valid_loss"]
-        for _, record in (_records(path) if exists(path) else [])
-        if record.get("event") == "evaluation"
-    }
-    return {iteration: loss for iteration, loss in losses.items() if isinstance(loss, int | float)}
-
-
-def _records(path: Path) -> list[tuple[str, Json]]:
-    try:
-        text = read_regular(path).decode(errors="replace")
-    except OSError as error:
-        raise DataError("Cannot read the metrics of a run", where=path, found=error.strerror) from error
-    records, _ = parse_records(text, source=str(path))
-    return records

@@ -5,18 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sized
 
 from reprise.errors import DataError, count_of
 from reprise.json_file import MAX_INTEGER
 from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
-from trainer.compare.points import Curve, Point
-from trainer.compare.records import first_object, parse_records, read_number
+from trainer.compare.points import Curve, Point, Points, Reading
+from trainer.metrics.log_file import JsonLines
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The rank before a line, as torchrun and srun write it, or a program itself.
 _RANK = re.compile(r"^\s*(?:\[[a-z_]+(?=\d+\]:)|(?=\d+:\s))(\d+)|\brank\W{0,3}(\d+)", re.IGNORECASE | re.MULTILINE)
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+\.\d*(?:e[+-]?\d+)?|(?:,\d{3}){2,})", re.IGNORECASE)
+_DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d*(?:e[+-]?\d+)?", re.IGNORECASE)
 _TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
 _HEAD = 1 << 16  # of a log: characters in which its form is looked for first
 
@@ -35,8 +38,6 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     Raises:
         DataError: there is no training loss, one is not a number, or an iteration comes twice with other values.
     """
-    from trainer.compare.columns import Points
-
     text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     notes = list[str]()
     meaning, entries = _entries_of_table(text, source, notes) or _entries_of_lines(text, source, notes)
@@ -112,7 +113,7 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Ite
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
         readings = {
-            quantity: read_number(token[1].rstrip(",;)"), where, comma=form.comma)
+            quantity: _read_number(token[1].rstrip(",;)"), where, comma=form.comma)
             for quantity, pattern in form.fields.items()
             if (token := pattern.search(fields))
         }
@@ -155,7 +156,7 @@ def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning
             count = count.partition(".")[0]
         if not re.fullmatch(COUNT, count):
             raise DataError("A row with a loss has no iteration", where=where, expected="an integer", found=repr(count))
-        readings = {quantity: read_number(cell, where, comma=comma) for quantity, cell in cells.items() if cell}
+        readings = {quantity: _read_number(cell, where, comma=comma) for quantity, cell in cells.items() if cell}
         yield where, "", Point(int(re.sub(r"\D", "", count)) + 1 - meaning.first, **readings)
 
 
@@ -168,9 +169,9 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], 
         except (ValueError, RecursionError):
             document = None
         if document is None and column_form_of([*(first_object(text) or ())]):
-            records, torn = parse_records(text, source=source)
-            notes += torn
-            rows += records
+            lines = JsonLines(io.BytesIO(text.encode()), source)
+            rows += lines.records()
+            notes += lines.notes
         entries = document.get("log_history", [document]) if isinstance(document, dict) else document
         for number, entry in enumerate(entries if isinstance(entries, list) else [], start=1):
             cells = dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry
@@ -185,3 +186,46 @@ def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> It
         yield f"{source}, line {reader.line_num}", row
     if complete is not text:
         notes.append(f"{source}, line {reader.line_num + 1} is torn (no newline at its end) and was left out")
+
+
+def first_object(text: str) -> dict[str, object] | None:
+    """Return the JSON object in the first line of a text, None if there is none."""
+    try:
+        record = json.loads(text[:_HEAD].lstrip().partition("\n")[0])
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _read_number(text: str, where: str, *, comma: Comma = "") -> Reading:
+    """Parse a number; its bits are known if it is written as hex, and if it is nan or inf.
+
+    Args:
+        comma: what a single comma before three digits is; refused where that is unknown.
+
+    Raises:
+        DataError: it is not a number, or one with a comma of two meanings.
+    """
+    is_hex = "0x" in text.lower()
+    if "," in text:
+        text = _with_point(text, where, comma)
+    try:
+        value = float.fromhex(text) if is_hex else float(text)
+    except (ValueError, OverflowError) as error:
+        raise DataError("Cannot read a number", where=where, found=repr(text[:60])) from error
+    return Reading(value, is_hex or not math.isfinite(value))
+
+
+def _with_point(text: str, where: str, comma: Comma) -> str:
+    """Return a number that has a comma without separators of thousands, and with a decimal point."""
+    is_unclear = re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", text)
+    if _GROUPED.fullmatch(text) or (is_unclear and comma == "thousands"):
+        return text.replace(",", "")
+    if _DECIMAL_COMMA.fullmatch(text) and (not is_unclear or comma == "decimal"):
+        return text.replace(".", "").replace(",", ".")
+    raise DataError(
+        "The comma of a number may be a decimal sign or a separator of thousands",
+        where=where,
+        found=repr(text[:60]),
+        fix="Write the log with decimal points and without separators, as with LC_ALL=C.",
+    )

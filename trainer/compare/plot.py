@@ -1,4 +1,4 @@
-"""Draws loss curves over each other, and their differences below."""
+"""Draws the loss curves of several runs over that of their base, and their differences below."""
 
 from __future__ import annotations
 
@@ -7,47 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.compare.curves import Comparison, Tolerance
+import numpy
+
+from trainer.compare.curves import Comparison
 from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
-from trainer.compare.points import Curve, absolute_difference
+from trainer.compare.points import Curve, Points, absolute_differences, common_points
 from trainer.compare.table import short_verdict
+from trainer.metrics.log_file import Floats, Integers
 
-_BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"
+_DIFFERENCE_COLOUR = "#444444"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
-
-
-def plot_comparison(
-    comparison: Comparison,
-    path: str | Path,
-    *,
-    names: tuple[str, str] | None = None,
-    evaluations: Sequence[Mapping[str, Series]] = (),
-) -> None:
-    """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` is the format.
-
-    Infinite and nan losses are marked at the lower edge, such differences at the upper. Differences of 0 do not appear
-    on a logarithmic axis: the panel's title has their number.
-
-    Args:
-        names: of the base and of the test run; None for their paths.
-        evaluations: the metrics of the base and of the test run; each metric has a panel below.
-
-    Raises:
-        TrainerError: matplotlib is not installed, or the picture cannot be written.
-    """
-    metrics = metrics_of(evaluations)
-    figure = make_figure(height=7 + 2 * len(metrics))
-    upper, lower, *panels = figure.subplots(2 + len(metrics), 1, sharex=True, height_ratios=(2, 1, *[1] * len(metrics)))
-    figure.suptitle(comparison.verdict, fontsize=13)
-    names = names or (_path(comparison.base), _path(comparison.test))
-    _draw_losses(upper, comparison, names)
-    _draw_differences(lower, comparison)
-    styles = [{"color": _BASE_COLOUR, "linewidth": 4.0}, {"color": _TEST_COLOUR, "linewidth": 1.2}]
-    for axes, metric in zip(panels, metrics, strict=True):
-        _draw_metric(axes, metric, evaluations, styles)
-    figure.align_ylabels()
-    write_figure(figure, path)
+_BASE_STYLE = {"color": BASE_COLOUR, "linewidth": 6.0}
 
 
 def plot_comparisons(
@@ -68,7 +39,7 @@ def plot_comparisons(
 def draw_comparisons(
     comparisons: Sequence[Comparison], names: Sequence[str], *, evaluations: Sequence[Mapping[str, Series]] = ()
 ) -> Any:
-    """Draw the losses of several runs over their base, and the difference of each from the base below.
+    """Draw the losses of runs over their base, and the difference of each from the base below.
 
     Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The axis of
     the differences is logarithmic down to the smallest of them and linear from there to 0. Infinite and nan losses are
@@ -82,21 +53,24 @@ def draw_comparisons(
     Raises:
         TrainerError: matplotlib is not installed.
     """
-    metrics = metrics_of(evaluations)
+    metrics, single = metrics_of(evaluations), comparisons[0] if len(comparisons) == 1 else None
     figure = make_figure(height=7.5 + 2 * len(metrics))
     upper, lower, *panels = figure.subplots(2 + len(metrics), 1, sharex=True, height_ratios=(3, 2, *[2] * len(metrics)))
     equal = sum(comparison.equal for comparison in comparisons)
-    figure.suptitle(f"{equal} of {len(comparisons)} runs are equal to {names[0]}", fontsize=13)
-    _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", {"color": BASE_COLOUR, "linewidth": 6.0})
-    for number, (comparison, name) in enumerate(zip(comparisons, names[1:], strict=True)):
-        style = _style(number, len(comparisons))
+    title = single.verdict if single else f"{equal} of {len(comparisons)} runs are equal to {names[0]}"
+    figure.suptitle(title, fontsize=13)
+    styles = [_BASE_STYLE, *(_style(number, len(comparisons)) for number in range(len(comparisons)))]
+    _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", styles[0])
+    sizes = [_sizes(comparison) for comparison in comparisons]
+    for comparison, name, style, differences in zip(comparisons, names[1:], styles[1:], sizes, strict=True):
         _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
-        _draw_sizes(lower, _sizes(comparison), style)
-    base_style = {"color": BASE_COLOUR, "linewidth": 6.0}
-    styles = [base_style, *(_style(number, len(comparisons)) for number in range(len(comparisons)))]
+        _draw_sizes(lower, *differences, style)
     for axes, metric in zip(panels, metrics, strict=True):
         _draw_metric(axes, metric, evaluations, styles)
-    _scale_differences(lower, [size for comparison in comparisons for size in _sizes(comparison).values()])
+    limit = single.tolerance.absolute if single and single.tolerance else 0.0
+    if limit > 0:
+        lower.axhline(limit, color=_DIFFERENCE_COLOUR, linestyle="--", linewidth=1)
+    _scale_differences(lower, numpy.concatenate([differences for _, differences in sizes]), limit)
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
     lower.set_xlabel("iteration")
@@ -112,8 +86,8 @@ def _draw_metric(
 ) -> None:
     """Draw what was measured of the checkpoints of each run, in the styles of their losses."""
     for metrics, style in zip(evaluations, styles, strict=True):
-        series = metrics.get(metric, {})
-        axes.plot(sorted(series), [series[iteration] for iteration in sorted(series)], marker="o", **style)
+        series = sorted(metrics.get(metric, {}).items())
+        axes.plot(*zip(*series, strict=True) if series else ([], []), marker="o", **style)
     axes.set_title(metric, fontsize=10)
     axes.set_xlabel("iteration")
     axes.grid(alpha=0.25)
@@ -130,110 +104,46 @@ def _style(number: int, total: int) -> dict[str, Any]:
 
 
 def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> None:
-    iterations, losses = _finite_runs(curve)
-    axes.plot(iterations, losses, label=label, marker="o" if len(curve.points) == 1 else None, **style)
-    broken = [point.iteration for point in curve.points if not math.isfinite(point.loss.value)]
-    _mark(axes, broken, label=f"nan or inf in {label.partition(':')[0]}", colour=style["color"])
+    points = Points.of(curve.points)
+    losses, is_finite = points.values[0], numpy.isfinite(points.values[0])
+    marker = "o" if len(points) == 1 else None
+    axes.plot(points.iterations, numpy.where(is_finite, losses, math.nan), label=label, marker=marker, **style)
+    _mark(axes, points.iterations[~is_finite], f"nan or inf in {label.partition(':')[0]}", style["color"], 0.04)
 
 
-def _draw_sizes(axes: Any, sizes: dict[int, float], style: dict[str, Any]) -> None:
-    heights = [size if size < math.inf else math.nan for size in sizes.values()]
-    if any(height > 0 for height in heights):  # not on top of another: dashes would only hide what they show
+def _sizes(comparison: Comparison) -> tuple[Integers, Floats]:
+    """Return the common iterations, and the differences of their losses."""
+    base, test = common_points(Points.of(comparison.base.points), Points.of(comparison.test.points))
+    return base.iterations, absolute_differences(base.values[0], test.values[0])
+
+
+def _draw_sizes(axes: Any, iterations: Integers, sizes: Floats, style: dict[str, Any]) -> None:
+    is_finite = numpy.isfinite(sizes)
+    if (sizes[is_finite] > 0).any():  # not on top of another: dashes would only hide what they show
         style = {**style, "linestyle": "-", "linewidth": 1.2}
-    axes.plot(list(sizes), heights, marker="o" if len(sizes) == 1 else None, **style)
-    endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
-    _mark(axes, endless, label="not finite and not the same", colour=style["color"], height=0.94)
+    marker = "o" if len(sizes) == 1 else None
+    axes.plot(iterations, numpy.where(is_finite, sizes, math.nan), marker=marker, **style)
+    _mark(axes, iterations[~is_finite], "not finite and not the same", style["color"], 0.94)
 
 
-def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
-    finite = [size for size in sizes if 0 < size < math.inf]
-    if not finite:
+def _scale_differences(axes: Any, sizes: Floats, limit: float) -> None:
+    """Scale the axis of differences to these sizes, and to the tolerance if it is not 0."""
+    levels = [*sizes[(sizes > 0) & numpy.isfinite(sizes)].tolist()]
+    if not levels:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0])
-        text = "every compared loss is the same" if any(size == 0 for size in sizes) else "no difference has a size"
+        text = "every compared loss is the same" if (sizes == 0).any() else "no difference has a size"
         axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
         return
-    least, most = 10.0 ** math.floor(math.log10(min(finite))), 10.0 ** math.ceil(math.log10(max(finite)))
-    axes.set_yscale("symlog", linthresh=least, linscale=0.6)
-    axes.set_ylim(-0.4 * least, most * 2)
-    decades = range(round(math.log10(least)), round(math.log10(most)) + 1)
-    every = max(1, math.ceil(len(decades) / 6))
-    axes.set_yticks([0.0, *(10.0**decade for decade in decades[::every])])
+    levels += [limit] if limit else []
+    low, high = math.floor(math.log10(min(levels))), math.ceil(math.log10(max(levels)))
+    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.6)
+    axes.set_ylim(-0.4 * 10.0**low, 2 * 10.0**high)
+    axes.set_yticks([0.0, *(10.0**decade for decade in range(low, high + 1, math.ceil((high - low + 1) / 6)))])
     axes.set_yticks([], minor=True)
 
 
-def _sizes(comparison: Comparison) -> dict[int, float]:
-    """Return the difference of the losses of every common iteration, by iteration."""
-    test = {point.iteration: point.loss.value for point in comparison.test.points}
-    return {
-        point.iteration: absolute_difference(point.loss.value, test[point.iteration])
-        for point in comparison.base.points
-        if point.iteration in test
-    }
-
-
-def _draw_losses(axes: Any, comparison: Comparison, names: tuple[str, str]) -> None:
-    base, test = names
-    for curve, label, colour, width in (
-        (comparison.base, f"base: {base}", _BASE_COLOUR, 4.0),
-        (comparison.test, f"test: {test}", _TEST_COLOUR, 1.2),
-    ):
-        _draw_curve(axes, curve, label, {"color": colour, "linewidth": width})
-    axes.set_ylabel("training loss")
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
-
-
-def _draw_differences(axes: Any, comparison: Comparison) -> None:
-    sizes = _sizes(comparison)
-    finite = {iteration: size for iteration, size in sizes.items() if 0 < size < math.inf}
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("|base - test|")
-    zeros = sum(size == 0 for size in sizes.values())
-    axes.set_title(f"absolute difference ({zeros} of {len(sizes)} are exactly 0)", fontsize=10)
-    endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
-    if not finite and not endless:
-        text = "every compared loss is the same" if sizes else "no iteration in common"
-        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
-        axes.set_yticks([])
-        return
-    if finite:
-        axes.set_yscale("log")
-        axes.plot(list(finite), list(finite.values()), ".", color=_DIFFERENCE_COLOUR, label="difference")
-        _draw_tolerance(axes, comparison.tolerance, finite)
-    else:
-        axes.set_yticks([])
-    _mark(axes, endless, label="not finite and not the same", colour=_TEST_COLOUR, height=0.94)
-    axes.legend(frameon=False, loc="best")
-    axes.grid(alpha=0.25)
-
-
-def _draw_tolerance(axes: Any, tolerance: Tolerance | None, finite: dict[int, float]) -> None:
-    """Draw the absolute tolerance as a line, and keep both it and the differences off the edges."""
-    levels = list(finite.values())
-    if tolerance is not None and tolerance.absolute > 0:
-        axes.axhline(
-            tolerance.absolute,
-            color=_TEST_COLOUR,
-            linestyle="--",
-            linewidth=1,
-            label=f"tolerance {tolerance.absolute:g}",
-        )
-        levels.append(tolerance.absolute)
-    axes.set_ylim(min(levels) / 4, max(levels) * 4)
-
-
-def _mark(axes: Any, iterations: list[int], *, label: str, colour: str, height: float = 0.04) -> None:
-    if iterations:
+def _mark(axes: Any, iterations: Integers, label: str, colour: str, height: float) -> None:
+    if iterations.size:
         edge = axes.get_xaxis_transform()
-        axes.plot(iterations, [height] * len(iterations), "x", transform=edge, color=colour, label=label)
-
-
-def _finite_runs(curve: Curve) -> tuple[list[int], list[float]]:
-    """Return the line to draw, interrupted by nan at infinite losses."""
-    values = [point.loss.value for point in curve.points]
-    return [p.iteration for p in curve.points], [value if math.isfinite(value) else math.nan for value in values]
-
-
-def _path(curve: Curve) -> str:
-    return curve.source if len(curve.source) <= 60 else "..." + curve.source[-57:]
+        axes.plot(iterations, [height] * iterations.size, "x", transform=edge, color=colour, label=label)

@@ -6,32 +6,29 @@ import errno
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+
+import numpy
 
 from reprise.errors import DataError
 from reprise.files import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
-from reprise.json_file import integer
 from trainer.compare.formats import column_form_of
-from trainer.compare.logs import parse_log, require_points
-from trainer.compare.points import QUANTITIES, Curve, Point, Reading
-from trainer.compare.records import first_object, read_number, read_record
+from trainer.compare.logs import first_object, parse_log, require_points
+from trainer.compare.points import QUANTITIES, Curve, Points, Reading
+from trainer.metrics.log_file import ABSENT, VALID_LOSS, MetricsLog, read_lines, unreadable_log
 from trainer.workers import spawned_pool
 
 METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
-VALID_LOSS = "valid_loss"
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 _HEAD_BYTES = 1 << 16
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-# Larger than the metrics of 10 million iterations; all of it is held in memory.
-_MOST_BYTES = 4 << 30
-# Reading of it takes longer than the start of a process.
-_LARGE_BYTES = 64 << 20
+_MOST_BYTES = 4 << 30  # of a text log, which is held in memory
+_LARGE_BYTES = 64 << 20  # whose reading takes longer than the start of a process
 
 
 def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
@@ -48,15 +45,11 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
         DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
             values) or a malformed record; the message has the file and the line.
     """
-    what = "a loss curve"
-    file = run_file(path)
-    curve = _read_metrics(file, what=what) if file.suffix == ".jsonl" else None
-    if curve is None:
-        file, text, is_metrics = read_run_file(path, what=what)
-        if not is_metrics:
-            return parse_log(text, source=str(file), last_wins=last_wins)
-        curve = parse_metrics(text, source=str(file))
-    return replace(curve, dtype=read_dtype(file.parent / CONFIG_FILE))
+    run = read_run(path, QUANTITIES)
+    if isinstance(run, MetricsLog):
+        return replace(curve_of(run), dtype=read_dtype(Path(run.source).parent / CONFIG_FILE))
+    file, text = run
+    return parse_log(text, source=str(file), last_wins=last_wins)
 
 
 def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:
@@ -80,22 +73,30 @@ def run_file(path: str | Path) -> Path:
     return path / LLMC_LOG if is_dir(path) and not exists(file) and exists(path / LLMC_LOG) else file
 
 
-def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
-    """Read the file of a run; return its path, its text, and whether it holds JSON lines.
+def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[Path, str]:
+    """Read the log of a run; of another program's log return the file and its text.
 
     Args:
-        path: the file, or a folder: then its metrics.jsonl, or llm.c's main.log if there is only that.
-        what: the quantity to be read, for messages.
+        path: the file or the run's folder.
+        quantities: the columns to read.
 
     Raises:
-        DataError: it cannot be read, is not a regular file, or is larger than 4 GiB.
+        DataError: the file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
     """
     file = run_file(path)
     try:
-        text = _decode(read_regular(file, limit_bytes=_MOST_BYTES))
+        with os.fdopen(open_regular(file), "rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+            stream.seek(0)
+            if _is_metrics(_decode(head), file):
+                is_wide = head.startswith(_UTF_16)
+                lines = io.BytesIO(_decode(stream.read()).encode()) if is_wide else stream
+                return read_lines(lines, str(file), quantities)
+            if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
+                raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(file))
+            return file, _decode(stream.read())
     except OSError as error:
-        raise _unreadable(file, what, error) from error
-    return file, text, _is_metrics(text, file)
+        raise unreadable_log(file, error) from error
 
 
 def _decode(data: bytes) -> str:
@@ -104,78 +105,29 @@ def _decode(data: bytes) -> str:
     return data.decode(encoding, errors="replace").replace("\0", "")
 
 
-def parse_metrics(text: str, *, source: str) -> Curve:
-    """Parse the JSON lines of a metrics.jsonl: an object a line, `<quantity>_hex` (`float.hex()`) before its decimal.
-
-    A malformed last line without a newline was truncated by a crash: it is left out, with a note.
+def curve_of(log: MetricsLog) -> Curve:
+    """Return the curve of a run's log, whose columns are `QUANTITIES`.
 
     Raises:
-        DataError: no record has a loss, an iteration comes twice, or a line is not a record.
+        DataError: no record has a loss, a loss cannot be read, or an iteration comes twice.
     """
-    return _parse_metrics(io.BytesIO(text.encode()), source=source)
-
-
-def _read_metrics(path: Path, *, what: str) -> Curve | None:
-    """Read the curve of a metrics.jsonl; None for JSON lines of another program, or in UTF-16."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-                raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(path))
-            head = file.read(_HEAD_BYTES)
-            if b"\0" in head[:2] or head.startswith(_UTF_16) or not _is_metrics(_decode(head), path):
-                return None
-            file.seek(0)
-            return _parse_metrics(file, source=str(path))
-    except OSError as error:
-        raise _unreadable(path, what, error) from error
-
-
-def _unreadable(file: Path, what: str, error: OSError) -> DataError:
-    expected = f"a run folder with {METRICS_FILE}, or a file of a run"
-    return DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror)
-
-
-def _parse_metrics(file: BinaryIO, *, source: str) -> Curve:
-    from trainer.compare.metrics_file import blocks_of, first_repeated, read_points
-
-    lines = _MetricsLines(source)
-    numbers, points = read_points(blocks_of(file), read_line=lines.read)
-    repeated = first_repeated(numbers, points)
-    if repeated and not 0 < lines.error_number < repeated[0]:
-        number, iteration = repeated
-        where = f"{source}, line {number}"
-        raise DataError(f"Iteration {iteration} comes twice", where=where, expected="one record an iteration")
-    if lines.error is not None:
-        raise lines.error
-    require_points(points, source)
-    return Curve(source, points, notes=tuple(lines.notes), evaluations=lines.evaluations)
-
-
-class _MetricsLines:
-    """Reads the lines of a metrics.jsonl that are not of the usual form."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self.notes: list[str] = []
-        self.evaluations: dict[int, Reading] = {}
-        self.error: DataError | None = None  # of the first unusable record: a line that is no record goes before
-        self.error_number = 0  # of its line
-
-    def read(self, number: int, data: bytes) -> Point | None:
-        """Return the point of a line; None without a loss, and after an unusable record."""
-        where = f"{self._source}, line {number}"
-        line = data.decode(errors="replace")
-        record = read_record(line.removesuffix("\n"), where, None if line.endswith("\n") else self.notes)
-        if record is None or self.error is not None:
-            return None
-        try:
-            loss = _reading_of_record(record, VALID_LOSS, where) if record.get("event") == "evaluation" else None
-            if loss is not None:
-                self.evaluations[_iteration(record, where)] = loss
-            return _point_of_record(record, where)
-        except DataError as error:
-            self.error, self.error_number = error, number
-            return None
+    evaluations = {iteration: Reading(*pair) for iteration, pair in log.evaluations().items()}
+    log.require_usable(*QUANTITIES, VALID_LOSS)
+    is_null = log.kinds[0] == ABSENT
+    if is_null.any():
+        where = log.place(log.lines[is_null.argmax()])
+        raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
+    order = log.iterations.argsort(kind="stable")
+    points = Points(log.iterations, log.values, log.kinds)
+    if (numpy.diff(order) != 1).any():
+        points = points.take(order)
+    repeated = order[1:][numpy.diff(points.iterations) == 0]
+    if repeated.size:
+        place = repeated.min()
+        where, problem = log.place(log.lines[place]), f"Iteration {log.iterations[place]} comes twice"
+        raise DataError(problem, where=where, expected="one record an iteration")
+    require_points(points, log.source)
+    return Curve(log.source, points, notes=log.notes, evaluations=evaluations)
 
 
 def _is_metrics(text: str, file: Path) -> bool:
@@ -195,36 +147,3 @@ def read_dtype(config: Path) -> str | None:
     child = section and re.match(r"(?:[^\S\n]*(?:#.*)?\n)*([^\S\n]+)", section[1])
     dtype = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
     return _DTYPES.get(dtype[1].lower()) if dtype else None
-
-
-def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
-    if "loss" not in record and "loss_hex" not in record:
-        return None
-    iteration = _iteration(record, where)
-    loss, grad_norm, lr = (_reading_of_record(record, quantity, where) for quantity in QUANTITIES)
-    if loss is None:
-        raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
-    return Point(iteration, loss, grad_norm, lr)
-
-
-def _iteration(record: Mapping[str, object], where: str) -> int:
-    try:
-        return integer(record.get("iteration"))
-    except ValueError as error:
-        raise DataError(
-            "A record with a loss has no iteration", where=where, expected="an integer", found=str(error)
-        ) from error
-
-
-def _reading_of_record(record: Mapping[str, object], quantity: str, where: str) -> Reading | None:
-    stored, decimal = record.get(f"{quantity}_hex"), record.get(quantity)
-    if isinstance(stored, str):
-        return read_number(stored, where, written_as_hex=True)
-    if stored is None and isinstance(decimal, int | float) and not isinstance(decimal, bool):
-        return read_number(repr(decimal), where)
-    if stored is None and decimal is None:
-        return None
-    actual = f"{decimal!r} and {stored!r}"
-    raise DataError(
-        f"Cannot read {quantity}", where=where, expected=f"a number and a {quantity}_hex text", found=actual
-    )

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
+
+import numpy
 
 from reprise.errors import DataError
 from reprise.json_file import finite_number
-from trainer.compare.read import METRICS_FILE, read_run_file
-from trainer.compare.records import parse_records
+from trainer.compare.read import METRICS_FILE, read_run
 from trainer.compare.text_table import format_table
+from trainer.metrics.log_file import ABSENT, Floats, Integers, MetricsLog
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
 SKIPPED = 5
 # How much slower a run may be, as a share of the first run's tokens per second: above what medians of equal runs differ
 # by on a machine that nobody else uses, and below what makes a difference to a user.
 THRESHOLD = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class TimedIteration:
-    """The duration of an iteration; `seconds` excludes time blocked by saves.
-
-    Attributes:
-        is_resumed: whether it is the first after a resume; metrics of older versions lack this.
-    """
-
-    iteration: int
-    seconds: float
-    tokens_per_second: float
-    is_resumed: bool = False
+_COLUMNS = ("seconds", "tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +35,22 @@ class TimedSave:
     slowdown_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """All iterations and saves of a run, in order of iteration; `read_timing` returns at least one iteration."""
+    """All iterations and saves of a run; `read_timing` returns at least one iteration.
+
+    Attributes:
+        iterations: in order.
+        seconds: of each, without time blocked by saves.
+        tokens_per_second: of each.
+        starts: the place of the first iteration after each resume; metrics of older versions lack this.
+    """
 
     source: str
-    iterations: tuple[TimedIteration, ...]
+    iterations: Integers
+    seconds: Floats
+    tokens_per_second: Floats
+    starts: tuple[int, ...] = ()
     saves: tuple[TimedSave, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -60,14 +60,9 @@ class Timing:
         Raises:
             DataError: nothing is left.
         """
-        remaining, skipped, since_start = list[TimedIteration](), set[int](), 0
-        for timed in self.iterations:
-            since_start = 1 if timed.is_resumed else since_start + 1
-            if since_start > count:
-                remaining.append(timed)
-            else:
-                skipped.add(timed.iteration)
-        if not remaining:
+        places, starts = numpy.arange(len(self.iterations)), numpy.array([0, *self.starts])
+        remaining = places - starts[starts.searchsorted(places, side="right") - 1] >= count
+        if not remaining.any():
             raise DataError(
                 "A run is too short to measure",
                 where=self.source,
@@ -75,8 +70,15 @@ class Timing:
                 found=len(self.iterations),
                 fix="Leave out fewer with --skip.",
             )
-        saves = tuple(save for save in self.saves if save.iteration not in skipped)
-        return Timing(self.source, tuple(remaining), saves, self.notes)
+        skipped = set(self.iterations[~remaining].tolist())
+        return replace(
+            self,
+            iterations=self.iterations[remaining],
+            seconds=self.seconds[remaining],
+            tokens_per_second=self.tokens_per_second[remaining],
+            starts=(),
+            saves=tuple(save for save in self.saves if save.iteration not in skipped),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,9 @@ class Spread:
     p75: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Spread:
+    def of(values: Sequence[float] | Floats) -> Spread:
         """Return the spread of one or more values, with linear interpolation."""
-        if len(values) == 1:
-            return Spread(*[values[0]] * 5)
-        tenths, quarters = (quantiles(values, n=n, method="inclusive") for n in (10, 4))
-        return Spread(median(values), tenths[0], tenths[-1], quarters[0], quarters[-1])
+        return Spread(*numpy.quantile(values, (0.5, 0.1, 0.9, 0.25, 0.75)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,40 +130,39 @@ def read_timing(path: str | Path) -> Timing:
     Raises:
         DataError: the file cannot be read, is a text log, or has no timed iteration.
     """
-    file, text, is_metrics = read_run_file(path, what="the times of a run")
-    if not is_metrics:
-        raise DataError(
-            "A text log has no timing of saves",
-            where=file,
-            expected=f"a run folder with {METRICS_FILE}, or such a file",
-        )
-    records, notes = parse_records(text, source=str(file))
-    iterations = [
-        _iteration(record, where) for where, record in records if "seconds" in record and "event" not in record
-    ]
-    saves = [_save(record, where) for where, record in records if record.get("event") == "save"]
-    if not iterations:
+    log = read_run(path, _COLUMNS)
+    if not isinstance(log, MetricsLog):
+        expected = f"a run folder with {METRICS_FILE}, or such a file"
+        raise DataError("A text log has no timing of saves", where=log[0], expected=expected)
+    log.require_usable(*_COLUMNS)
+    saves = [_save(record, log.place(line)) for line, record in log.events if record["event"] == "save"]
+    is_timed = log.kinds[0] != ABSENT
+    if not is_timed.any():
         expected = "records with iteration, loss, seconds and tokens_per_second"
-        raise DataError("There is no time of an iteration", where=file, expected=expected, found="none of these")
+        raise DataError("There is no time of an iteration", where=log.source, expected=expected, found="none of these")
+    is_timeless = is_timed & ~((log.values > 0) & (log.values < math.inf)).all(axis=0)
+    if is_timeless.any():
+        place = is_timeless.argmax()
+        where, seconds = log.place(log.lines[place]), f"{log.values[0, place]} s"
+        raise DataError("An iteration took no time", where=where, expected="more than 0", found=seconds)
+    resumed = [place for place, record in log.starts if record.get("resumed") is True]
+    starts = numpy.cumsum(is_timed)[resumed] - 1
+    durations, tokens = log.values[:, is_timed]
     return Timing(
-        str(file),
-        tuple(sorted(iterations, key=lambda timed: timed.iteration)),
-        tuple(sorted(saves, key=lambda timed: timed.iteration)),
-        tuple(notes),
+        log.source, log.iterations[is_timed], durations, tokens, tuple(starts.tolist()), tuple(saves), log.notes
     )
 
 
 def measure(timing: Timing) -> Speed:
     """Compute the figures of a run."""
-    seconds = [timed.seconds for timed in timing.iterations]
     blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
     slowdown = max(0.0, slowdown)  # iterations beside saves may be faster by chance
-    total = sum(seconds) + blocked
-    tokens = sum(timed.tokens_per_second * timed.seconds for timed in timing.iterations)
+    total = float(timing.seconds.sum()) + blocked
+    tokens = float((timing.tokens_per_second * timing.seconds).sum())
     return Speed(
-        tokens_per_second=Spread.of([timed.tokens_per_second for timed in timing.iterations]),
-        seconds=Spread.of(seconds),
-        iterations=len(seconds),
+        tokens_per_second=Spread.of(timing.tokens_per_second),
+        seconds=Spread.of(timing.seconds),
+        iterations=len(timing.iterations),
         saves=len(timing.saves),
         save_seconds=median(save.seconds for save in timing.saves) if timing.saves else None,
         blocked_s=blocked,
@@ -254,24 +252,12 @@ def _ratio(value: float, base: float) -> str:
     return f"{value / base:.3f}"
 
 
-def _iteration(record: Mapping[str, object], where: str) -> TimedIteration:
-    seconds, tokens_per_second = (_number(record, name, where) for name in ("seconds", "tokens_per_second"))
-    if not (seconds > 0 and tokens_per_second > 0):
-        raise DataError("An iteration took no time", where=where, expected="more than 0", found=f"{seconds} s")
-    is_resumed = record.get("resumed") is True
-    return TimedIteration(int(_number(record, "iteration", where)), seconds, tokens_per_second, is_resumed)
-
-
 def _save(record: Mapping[str, object], where: str) -> TimedSave:
-    seconds, blocked, waited, slowdown = (
-        _number(record, name, where) for name in ("seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
-    )
-    return TimedSave(int(_number(record, "iteration", where)), seconds, blocked + waited, slowdown)
-
-
-def _number(record: Mapping[str, object], name: str, where: str) -> float:
-    value = record.get(name)
+    names = ("iteration", "seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
     try:
-        return finite_number(value)
+        iteration, seconds, blocked, waited, slowdown = (finite_number(record.get(name)) for name in names)
     except ValueError as error:
-        raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60]) from error
+        raise DataError(
+            "Cannot read the figures of a save", where=where, expected=f"numbers under {', '.join(names)}", found=error
+        ) from error
+    return TimedSave(int(iteration), seconds, blocked + waited, slowdown)

@@ -47,8 +47,7 @@ def running_median(values: Sequence[float]) -> list[float]:
 
 
 def _draw_iterations(axes: Any, timing: Timing, name: str, colour: str, *, height: float) -> None:
-    iterations = [timed.iteration for timed in timing.iterations]
-    values = [timed.tokens_per_second for timed in timing.iterations]
+    iterations, values = timing.iterations, timing.tokens_per_second.tolist()
     axes.plot(iterations, values, color=colour, linewidth=0.8, alpha=0.4)
     marker = "o" if len(values) == 1 else None
     axes.plot(iterations, running_median(values), color=colour, linewidth=2.2, label=name, marker=marker)

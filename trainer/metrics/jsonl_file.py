@@ -1,25 +1,23 @@
-"""Reads, cuts and appends to `metrics.jsonl`, a JSON object per line."""
+"""Cuts and appends to `metrics.jsonl`, a JSON object per line."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import logging
 import operator
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from reprise.files import Files, exists, open_regular, read_regular, replace_file, temporary_of
 from reprise.json_file import dumps
+from trainer.metrics.log_file import record_of, tail
 
 _log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18  # of the lines that a start looks at
-_BLOCK_BYTES = 1 << 16
 _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 _LATEST = 2.0**37  # a time that a date can show
 _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
@@ -98,15 +96,16 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
         return set()
     side, last_cut = _last_side_file(path)
     moved = _moved_lines(path)
-    begin, lines = _tail(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, [*last_cut, *moved])))
+    begin, lines = _last_lines(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, [*last_cut, *moved])))
     known = [*dict.fromkeys([*lines, *moved])] if moved else lines
     retained, cut, recorded = list[bytes](), list[bytes](), set[int]()
     for line in known:
-        number, event = _parsed(line)
+        record = record_of(line)
+        number, event = (int(record["iteration"]), record.get("event")) if record else (None, None)
         is_kept = number is not None and number <= iteration
         if owes_evaluation and number == iteration:
             is_kept = event != "evaluation"
-        is_fragment = number is None and bool(moved) and line not in last_cut
+        is_fragment = record is None and bool(moved) and line not in last_cut
         if line != b"\n" and not is_fragment:  # of a cut in place that was killed
             (retained if is_kept else cut).append(line)
         if number is not None and is_kept and event is None:
@@ -126,7 +125,7 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     return recorded
 
 
-def _tail(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[bytes]]:
+def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[bytes]]:
     """Return the last lines of a file, and the byte at which they begin.
 
     They are `least_bytes` or all, and have a line of training up to `iteration`.
@@ -144,12 +143,6 @@ def _tail(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[by
             if begin == 0 or any(_is_training(line, iteration) for line in reversed(lines)):
                 return begin, lines
             least_bytes *= 4
-
-
-def _is_training(line: bytes, iteration: int) -> bool:
-    """Return whether a line is of an iteration of training, and not after `iteration`."""
-    number, event = _parsed(line)
-    return number is not None and event is None and number <= iteration
 
 
 def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[bytes], files: Files) -> None:
@@ -214,60 +207,34 @@ def _number_of(side: Path) -> int:
 def last_recorded_iteration(path: Path) -> int | None:
     """Return the last iteration recorded in `path`, or None."""
     last: int | None = None
-    for line in _backward(path) if exists(path) else ():
-        number, event = _parsed(line)
-        if number is not None:
-            last = max(number, last or number)
-            if event is None:
-                break
+    for record in filter(None, map(record_of, tail(path))):
+        last = max(record["iteration"], last or 0)
+        if "event" not in record:
+            break
     return last
 
 
 def last_recorded_time(path: Path) -> float:
     """Return the Unix time of the last whole line of `path`; 0 for a file without a line, and a line without a time."""
-    for line in _backward(path) if exists(path) else ():
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):
-            time = json.loads(line).get("time")
-            return float(time) if type(time) in (int, float) and 0 < time < _LATEST else 0.0
-    return 0.0
+    time = next((record.get("time") for record in map(record_of, tail(path)) if record), 0.0)
+    return float(time) if isinstance(time, int | float) and time is not True and 0 < time < _LATEST else 0.0
 
 
 def last_saved_iteration(path: Path) -> int | None:
     """Return the newest iteration saved according to `path`, in the shared folder or on hosts, or None."""
     last: int | None = None
-    for line in _backward(path) if exists(path) else ():
+    for line in tail(path):
         if last is None and b"save" not in line:
             continue
-        number, event = _parsed(line)
-        if number is not None and event in _SAVES:
-            last = max(number, last or number)
+        record = record_of(line) or {}
+        if record.get("event") in _SAVES:
+            last = max(record["iteration"], last or 0)
         if last is not None and _is_training(line, last):
             break
     return last
 
 
-def _backward(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from its end, with their line ends."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        at, begun = file.seek(0, os.SEEK_END), b""
-        while at:
-            size = min(at, _BLOCK_BYTES)
-            at -= size
-            file.seek(at)
-            first, *lines = _LINES.findall(file.read(size) + begun)
-            yield from reversed(lines)
-            begun = first
-        if begun:
-            yield begun
-
-
-def _parsed(line: bytes) -> tuple[int | None, object]:
-    """Return a line's iteration, None if the line is truncated, and its event, None for a training iteration."""
-    if not line.endswith(b"\n"):
-        return None, None
-    try:
-        members = json.loads(line)
-        number = members["iteration"]
-        return (number if isinstance(number, int) else None), members.get("event")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, None
+def _is_training(line: bytes, iteration: int) -> bool:
+    """Return whether a line is of an iteration of training, and not after `iteration`."""
+    record = record_of(line)
+    return record is not None and "event" not in record and bool(record["iteration"] <= iteration)

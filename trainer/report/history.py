@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
-from reprise.files import exists, is_dir, matching, read_regular
+from reprise.files import exists, is_dir, matching
 from reprise.json_file import Json
 from trainer.compare.points import Reading
-from trainer.compare.read import METRICS_FILE, VALID_LOSS
-from trainer.compare.records import parse_records
+from trainer.compare.read import METRICS_FILE
 from trainer.metrics.launch_log import LAUNCHES
+from trainer.metrics.log_file import read_log, read_records
 
-_MOST_ITERATIONS = 1 << 53  # which float64 holds
 _LARGEST = 1e300  # a number of a record, whose sums are finite
 LATEST = 2.0**37  # Unix time that a date can show, in the year 6325
-_CHUNK_LINES = 4096  # parsed by a single call, which takes half the time of a call for each
+
 Floats = NDArray[numpy.float64]
 
 
@@ -54,7 +51,6 @@ class LogColumns(NamedTuple):
 
 
 _KEYS = (
-    "iteration",
     "loss",
     "grad_norm",
     "lr",
@@ -74,11 +70,13 @@ class Log:
     Attributes:
         events: records of evaluations, saves and samples.
         starts: records of the first iteration after each start.
+        evaluations: the validation losses by iteration.
     """
 
     columns: LogColumns
     events: tuple[Json, ...]
     starts: tuple[Json, ...]
+    evaluations: dict[int, Reading]
 
     def times(self) -> Floats:
         """Return the times of all lines, in order."""
@@ -124,13 +122,7 @@ class History:
 
     def evaluations(self) -> dict[int, Reading]:
         """Return the validation losses by iteration."""
-        losses = dict[int, Reading]()
-        for event in self.log.events:
-            if event.get("event") == "evaluation" and _is_iteration(event.get("iteration")):
-                is_number = _is_number(event.get(VALID_LOSS))
-                value = sum_of(event, VALID_LOSS) if is_number else _odd_number(event, VALID_LOSS)
-                losses[event["iteration"]] = Reading(value, exact=f"{VALID_LOSS}_hex" in event)
-        return losses
+        return self.log.evaluations
 
     @property
     def tokens_per_sample(self) -> float:
@@ -173,96 +165,24 @@ def read_history(path: str | Path) -> History:
 
 
 def _read_log(path: Path, *, is_abandoned: bool = False) -> Log:
-    arrays = [array("d") for _ in _KEYS]
-    adders = [(column.append, key) for column, key in zip(arrays, _KEYS, strict=True)]
-    events, starts = list[Json](), list[Json]()
-    for record in _records(path, is_abandoned=is_abandoned):
-        if "event" in record:
-            events.append(record)
-            continue
-        if "loss" not in record or not _is_iteration(record.get("iteration")):
-            continue
-        if "start" in record or "resumed" in record:
-            starts.append(record)
-        for add, key in adders:
-            value = record.get(key)
-            add(value if type(value) is float or type(value) is int else _odd_number(record, key))
-    columns = LogColumns(*(numpy.frombuffer(column, dtype=float) if column else numpy.empty(0) for column in arrays))
+    log = read_log(path, _KEYS, skips_damaged=is_abandoned)
+    columns = LogColumns(log.iterations.astype(float), *log.values)
     columns = columns._replace(time=numpy.where(columns.time <= LATEST, columns.time, math.nan))
-    return Log(columns, tuple(events), tuple(starts))
-
-
-def _odd_number(record: Json, key: str) -> float:
-    """Return the value of a number that JSON cannot hold: its hex form, or NaN for a missing one."""
-    text = record.get(f"{key}_hex")
-    try:
-        return float.fromhex(text) if isinstance(text, str) else math.nan
-    except ValueError:
-        return math.nan
+    losses = {iteration: Reading(*pair) for iteration, pair in log.evaluations().items()}
+    return Log(columns, tuple(event for _, event in log.events), tuple(start for _, start in log.starts), losses)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
-def _is_iteration(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_ITERATIONS
-
-
 def _is_time(value: object) -> bool:
     return _is_number(value) and cast(float, value) <= LATEST
 
 
-def _records(path: Path, *, is_abandoned: bool) -> Iterator[Json]:
-    """Yield the records of a log, few in memory at a time. A torn last line is left out.
-
-    Raises:
-        DataError: the file cannot be read, or a line is no JSON object; such lines of abandoned branches are left out.
-    """
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as lines:
-            first = 1
-            while chunk := _chunk(lines):
-                yield from _parsed(chunk, f"{path}, from line {first} on", skips=is_abandoned)
-                first += len(chunk)
-    except OSError as error:
-        expected = f"a run folder with {METRICS_FILE}"
-        raise DataError("Cannot read the log of a run", where=path, expected=expected, found=error.strerror) from error
-
-
-def _chunk(lines: Iterable[str]) -> list[str]:
-    chunk = list[str]()
-    for line in lines:
-        if line.endswith("\n"):
-            chunk.append(line)
-        if len(chunk) == _CHUNK_LINES:
-            break
-    return chunk
-
-
-def _parsed(lines: Sequence[str], source: str, *, skips: bool) -> list[Json]:
-    try:
-        records = json.loads(f"[{','.join(line for line in lines if line.strip())}]")
-        if all(type(record) is dict for record in records):
-            return list(records)
-    except (ValueError, RecursionError):
-        pass
-    if not skips:
-        return [record for _, record in parse_records("".join(lines), source=source)[0]]
-    records = list[Any]()
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-    return [record for record in records if isinstance(record, dict)]
-
-
 def _launch_records(path: Path) -> list[Json]:
-    if not exists(path):
-        return []
-    records, _ = parse_records(read_regular(path).decode(errors="replace"), source=str(path))
-    return [record for _, record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
+    records = [record for _, record in read_records(path)] if exists(path) else []
+    return [record for record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
 
 
 def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan, ...]:

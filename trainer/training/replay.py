@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, TrainerError, count_of
-from reprise.files import Files, is_dir, read_regular
+from reprise.files import Files, is_dir
 from reprise.folder import CheckpointFolder
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
 from trainer.compare.read import METRICS_FILE
-from trainer.compare.records import parse_records
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.metrics.launch_log import LAUNCHES
+from trainer.metrics.log_file import JsonLines, read_records, unreadable_log
 
 if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
@@ -84,11 +84,10 @@ def _members(section: object) -> list[tuple[str, object]]:
 def _launch_of(folder: Path, iteration: int) -> Json:
     """Return the record of the launch that trained an iteration: the last that began before it."""
     try:
-        text = read_regular(folder / LAUNCHES).decode(errors="replace")
-        records = [record for _, record in parse_records(text, source=str(folder / LAUNCHES))[0]]
+        records = [record for _, record in read_records(folder / LAUNCHES)]
         begins = [line for line in records if line["event"] == "begin" and integer(line["iteration"]) < iteration]
         return dict(begins[-1])
-    except (OSError, LookupError, ValueError) as error:
+    except (DataError, LookupError, ValueError) as error:
         raise DataError(
             f"The folder of a run has no record of the launch that trained iteration {iteration}",
             where=folder / LAUNCHES,
@@ -100,15 +99,11 @@ def _launch_of(folder: Path, iteration: int) -> Json:
 def _first_iteration(folder: Path) -> int | None:
     path = folder / METRICS_FILE
     try:
-        with path.open() as lines:
-            line = lines.readline()
+        with path.open("rb") as lines:
+            records = JsonLines([lines.readline()], path).records()
     except OSError as error:
-        raise DataError(
-            "The log of a run cannot be read", where=path, found=str(error), fix="Name the folder of a run."
-        ) from error
-    for _, record in parse_records(line, source=str(folder))[0]:
-        return integer(record.get("iteration"))
-    return None
+        raise unreadable_log(path, error) from error
+    return integer(records[0][1].get("iteration")) if records else None
 
 
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:

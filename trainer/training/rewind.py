@@ -9,10 +9,9 @@ from pathlib import Path
 
 from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, NonFiniteError, TrainerError
-from reprise.files import exists, read_regular
+from reprise.files import exists
 from reprise.json_file import Json, integer
 from reprise.reading import open_checkpoint
-from trainer.compare.records import parse_records
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
@@ -21,6 +20,7 @@ from trainer.launch.process_group import Cluster
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.jsonl_sink import METRICS
 from trainer.metrics.launch_log import LAUNCHES
+from trainer.metrics.log_file import read_records
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
 from trainer.run.saves import Saves
@@ -104,8 +104,7 @@ def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind 
     def find() -> Json | None:
         if not exists(path):
             return None
-        lines = [line for _, line in parse_records(read_regular(path).decode(errors="replace"), source=str(path))[0]]
-        rewinds = [line for line in lines if line.get("event") == "rewind"]
+        rewinds = [line for _, line in read_records(path) if line.get("event") == "rewind"]
         is_last = bool(rewinds) and (rewinds[-1].get("iteration"), rewinds[-1].get("saved")) == (iteration, saved)
         return rewinds[-1] if is_last else None
 

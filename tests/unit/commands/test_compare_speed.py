@@ -40,7 +40,9 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
     run = make_run(tmp_path / "a", seconds, {2: (7.0, 7.0), 5: (0.25, 1.5), 11: (0.0, 0.5)})
     speed = measure(read_timing(run).without_first(2))
     assert (speed.iterations, speed.saves, speed.save_seconds) == (9, 2, 0.5)
-    assert speed.seconds == Spread(0.5, 0.5, 0.6, 0.5, 0.5)  # a fifth of the way from the last 0.5 to 1.0
+    assert speed.seconds == Spread(
+        0.5, 0.5, pytest.approx(0.6), 0.5, 0.5
+    )  # a fifth of the way from the last 0.5 to 1.0
     assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0, 200.0, 200.0)
     assert (speed.blocked_s, speed.slowdown_s) == (0.5, 2.0)
     assert speed.checkpoint_share == 2.5 / 5.5
@@ -110,8 +112,8 @@ def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> 
     run = make_run(tmp_path / "a", [9.0] * 5 + [0.5] * 5, {3: (7.0, 7.0), 10: (0.1, 0.0)})
     make_run(run, [9.0] * 5 + [0.5] * 2, {14: (7.0, 7.0), 17: (0.2, 0.0)}, after=9)
     timing = read_timing(run).without_first(5)
-    assert [timed.iteration for timed in timing.iterations] == [6, 7, 8, 9, 15, 16]
-    assert {timed.seconds for timed in timing.iterations} == {0.5}
+    assert timing.iterations.tolist() == [6, 7, 8, 9, 15, 16]
+    assert set(timing.seconds) == {0.5}
     assert timing.saves == ()
     assert len(read_timing(run).without_first(0).iterations) == 16
 

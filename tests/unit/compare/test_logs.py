@@ -12,7 +12,9 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import refused
 from trainer.compare.curves import Tolerance, compare, report
-from trainer.compare.read import Curve, parse_log, read_curve
+from trainer.compare.logs import parse_log
+from trainer.compare.points import Curve
+from trainer.compare.read import read_curve
 from trainer.compare.table import report_all, summarize
 
 GREEN, RED, OFF = "\x1b[32m", "\x1b[31m", "\x1b[39m"

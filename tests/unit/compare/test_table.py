@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.compare.curves import Comparison, Tolerance, compare
-from trainer.compare.plot import draw_comparisons, plot_comparison
-from trainer.compare.read import Curve, Point, Reading
+from trainer.compare.plot import draw_comparisons, plot_comparisons
+from trainer.compare.points import Curve, Point, Reading
 from trainer.compare.table import name_runs, report_all
 
 
@@ -62,14 +62,9 @@ def test_equal_curves_stay_visible_in_a_plot() -> None:
     assert lower.get_ylim()[0] < 0  # differences of 0 have a place on the axis
 
 
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [(None, "runs/a/metrics.jsonl"), (("one rank", "two ranks"), "two ranks")],
-)
-def test_a_plot_of_two_runs_shows_their_names_or_paths(
-    tmp_path: Path, names: tuple[str, str] | None, shown: str
-) -> None:
+def test_a_plot_of_two_runs_shows_their_names_and_the_verdict(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (comparison,) = compared({1: 3.0, 2: 2.0})
-    plot_comparison(comparison, tmp_path / "plot.svg", names=names)
-    assert f"<!-- test: {shown} -->" in (tmp_path / "plot.svg").read_text()
+    plot_comparisons(compared({1: 3.0, 2: 2.0}), ["one rank", "two ranks"], tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    for shown in ("one rank (base)", "two ranks: bit-identical", "bit-identical: 2/2 iterations"):
+        assert f"<!-- {shown} -->" in text

@@ -90,12 +90,12 @@ def test_the_last_whole_record_has_the_last_time(tmp_path: Path) -> None:
     assert last_recorded_time(path) == 0.0
     for text, time_s in [
         ("", 0.0),
-        ('{"time": 5.5}\n{"iteration": 3, "time": 7}\n{"time": 9', 7.0),
-        ('{"time": 5.5}\n\n', 5.5),
-        ('{"time": 5.5}\n[]\n', 5.5),
-        ('{"time": 5.5}\n{"iteration": 4}\n', 0.0),  # of an older version, which recorded no times
-        ('{"time": true}\n', 0.0),
-        ('{"time": 1e300}\n', 0.0),
+        ('{"iteration": 1, "time": 5.5}\n{"iteration": 3, "time": 7}\n{"iteration": 4, "time": 9', 7.0),
+        ('{"iteration": 1, "time": 5.5}\n\n', 5.5),
+        ('{"iteration": 1, "time": 5.5}\n[]\n', 5.5),
+        ('{"iteration": 1, "time": 5.5}\n{"iteration": 4}\n', 0.0),  # of an older version, which recorded no times
+        ('{"iteration": 1, "time": true}\n', 0.0),
+        ('{"iteration": 1, "time": 1e300}\n', 0.0),
     ]:
         path.write_text(text)
         assert last_recorded_time(path) == time_s, text
@@ -103,6 +103,6 @@ def test_the_last_whole_record_has_the_last_time(tmp_path: Path) -> None:
 
 def test_a_launch_begins_after_the_last_record(tmp_path: Path) -> None:
     last = os.stat(tmp_path).st_mtime + DAY_S
-    (tmp_path / "launches.jsonl").write_text(json.dumps({"time": last}) + "\n")
+    (tmp_path / "launches.jsonl").write_text(json.dumps({"iteration": 0, "time": last}) + "\n")
     clock = run_clock(tmp_path, NAMES, 30.0, clock=lambda: 7.0)
     assert clock() == pytest.approx(last + 30.0, abs=0.001)
