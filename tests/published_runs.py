@@ -61,7 +61,7 @@ class LoggedRun:
 
 
 class MemoryTracker(Tracker):
-    """A tracker with a server in memory, which ignores nothing: a line that comes twice is there twice.
+    """A tracker with a server in memory. A row whose number is there is ignored, as by trackers with keys.
 
     Attributes:
         rows: by the id of the remote run.
@@ -77,16 +77,17 @@ class MemoryTracker(Tracker):
         self.keeps: int | None = None
         self._id = ""
 
-    def open(self, run: RemoteRun) -> int:
+    def open(self, run: RemoteRun) -> None:
         self._require()
         self._id = run.id
         self.opened.append(run.id)
         self.configs.setdefault(run.id, run.config)
-        return len(self.rows.setdefault(run.id, []))
+        self.rows.setdefault(run.id, [])
 
     def send(self, rows: Sequence[TrackerRow]) -> None:
         self._require()
-        self.rows[self._id] += rows if self.keeps is None else rows[: self.keeps]
+        present = {row.number for row in self.rows[self._id]}
+        self.rows[self._id] += [row for row in rows[: self.keeps] if row.number not in present]
         if self.keeps is not None:
             raise ConnectionResetError
 
@@ -115,18 +116,13 @@ def losses(first: int, last: int, *, branch: int = 0) -> dict[int, str]:
 
 def publisher(run: Path, tracker: Tracker, name: str = "memory", *, project: str = "tests") -> Publisher:
     """Return a new publisher, as a new process has it."""
-    from trainer.commands.publish import read_config, read_lineage
-
-    return Publisher(
-        run, name, tracker, project=project, title="run", config=read_config, lineage=read_lineage, files=FILE_SYSTEM
-    )
+    return Publisher(run, name, tracker, project=project, title="run", files=FILE_SYSTEM)
 
 
 def publish(run: Path, tracker: Tracker, name: str = "memory") -> None:
     """Send all that the tracker lacks, as a new process does."""
     sender = publisher(run, tracker, name)
     try:
-        sender.collect()
         sender.send()
         sender.finish()
     finally:

@@ -208,7 +208,7 @@ ONLY_IN = {
     "torch.utils.tensorboard": "trainer.metrics.tensorboard_sink",
     "obstore": "reprise.stores.client",
     "tensorboard": "trainer.metrics.tensorboard_files trainer.publish.tensorboard_tracker",
-    "google.protobuf": "trainer.metrics.tensorboard_files trainer.publish.wandb_tracker",
+    "google.protobuf": "trainer.metrics.tensorboard_files",
     "wandb": "trainer.publish.wandb_tracker",
     "swanlab": "trainer.publish.swanlab_tracker",
     "mlflow": "trainer.publish.mlflow_tracker",

@@ -14,19 +14,22 @@ Curves = dict[str, list[tuple[int, str]]]  # pairs of an iteration and the bits 
 
 
 def read_wandb(folder: Path, _: Path) -> dict[str, Curves]:
-    """Read all files of a run in order, as `wandb sync --append` sends them; no step is in two of them."""
-    from trainer.publish.wandb_tracker import records
+    """Read all files of a run in order, as `wandb sync --append` sends them: W&B drops rows of earlier steps."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
 
     runs: dict[str, Curves] = {}
     last = defaultdict(lambda: -1)
     for path in sorted(folder.glob("publish/wandb/wandb/offline-run-*/run-*.wandb")):
         run_id = path.stem.removeprefix("run-")
         curves = runs.setdefault(run_id, defaultdict(list))
-        for record in records(path.read_bytes()):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = Record.FromString(data)
             row = {item.nested_key[0] or item.key: json.loads(item.value_json) for item in record.history.item}
-            if not row:
+            if not row or row["_step"] <= last[run_id]:
                 continue
-            assert row["_step"] > last[run_id], "steps grow"
             last[run_id] = row["_step"]
             for name, value in row.items():
                 if not name.startswith("_") and name != "iteration" and isinstance(value, int | float):
@@ -60,22 +63,22 @@ def read_trackio(_: Path, store: Path) -> dict[str, Curves]:
 
 
 def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
-    """Read the records that `swanlab sync` sends; a run has one folder."""
+    """Read the records that `swanlab sync` sends: the server drops points up to the last one of a curve."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     runs: dict[str, Curves] = {}
     for run in (folder / "publish/swanlab").iterdir():
         if run.is_dir():
-            (path,) = run.glob("run-*/run-*.swanlab")
             curves = runs.setdefault(run.name, defaultdict(list))
-            reader = DataStoreReader()
-            reader.open(path)
-            while (data := reader.scan()) is not None:
-                record = Record.FromString(data)
-                if record.HasField("scalar"):
-                    curves[record.scalar.key].append((record.scalar.step, record.scalar.value.number.hex()))
-            reader.close()
+            for path in sorted(run.glob("run-*/run-*.swanlab")):
+                reader = DataStoreReader()
+                reader.open(path)
+                while (data := reader.scan()) is not None:
+                    scalar = Record.FromString(data).scalar
+                    if scalar.key and scalar.step > max(curves[scalar.key], default=(-1,))[0]:
+                        curves[scalar.key].append((scalar.step, scalar.value.number.hex()))
+                reader.close()
     return runs
 
 
@@ -87,7 +90,7 @@ def read_tensorboard(folder: Path, _: Path) -> dict[str, Curves]:
     from trainer.metrics.tensorboard_files import complete_records
 
     runs: dict[str, Curves] = {}
-    for path in (folder / "publish/tensorboard").glob("*/events.*"):
+    for path in sorted((folder / "publish/tensorboard").glob("*/events.*")):
         curves = runs.setdefault(path.parent.name, defaultdict(list))
         for _record, payload in complete_records(path.read_bytes()):
             event = Event.FromString(payload)

@@ -33,7 +33,6 @@ from pathlib import Path
 from tests.published_runs import publisher
 from trainer.publish.tracker import load_tracker
 sender = publisher(Path(sys.argv[1]), load_tracker(sys.argv[2]), sys.argv[2], project="reprise")
-sender.collect()
 sender.send()
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -14,25 +14,18 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import DataError, LockError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM, exists, read_regular
-from reprise.json_file import Json
+from reprise.files import FILE_SYSTEM, exists
 from trainer.commands.arguments import amount, existing_folder
-from trainer.config.compose import read_resolved
 from trainer.config.logging import TRACKERS
-from trainer.config.saved import is_secret
 from trainer.metrics.jsonl_sink import METRICS
-from trainer.publish.publisher import Publisher, flat
-from trainer.publish.tracker import Tracker, load_tracker
+from trainer.publish.publisher import Publisher, follow, publish
+from trainer.publish.tracker import load_tracker
 
 FINE, UNREACHABLE, UNUSABLE = 0, 1, 2
 _INTERVAL_S, _MOST_WAIT_S = 5.0, 60.0
 _LEAST_PRIORITY = 19
-
-_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,106 +47,31 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
     if not options.follow and not exists(options.run / METRICS):
         raise DataError("The folder is not that of a run", where=options.run, expected=METRICS)
     tracker = load_tracker(options.to)
-    name = options.name or options.run.resolve().name
-
-    def publisher() -> Publisher:
-        return Publisher(
-            options.run,
-            options.to,
-            tracker,
-            project=options.project,
-            title=name,
-            config=read_config,
-            lineage=read_lineage,
-            files=FILE_SYSTEM,
-        )
-
-    if not options.follow:
-        return publish(stack.enter_context(closing(publisher())), tracker)
-    pause = stack.enter_context(_Pause(options.interval, until_input_ends=options.until_input_ends))
-    if options.until_input_ends:
-        return follow(stack.enter_context(closing(_after_another(publisher, pause))), tracker, pause)
-    return follow(stack.enter_context(closing(publisher())), tracker, pause)
-
-
-def _after_another(publisher: Callable[[], Publisher], pause: Callable[[float], bool]) -> Publisher:
-    """Return a publisher; that of a start before, whose run was killed, may still send its last lines."""
+    title = options.name or options.run.resolve().name
+    waits = _Pause(options.interval, until_input_ends=options.until_input_ends)
+    pause = stack.enter_context(waits) if options.follow else _end
     while True:
         try:
-            return publisher()
-        except LockError:
-            if not pause(1.0):
+            sender = Publisher(
+                options.run, options.to, tracker, project=options.project, title=title, files=FILE_SYSTEM
+            )
+            break
+        except LockError:  # that of a start before, whose run was killed, may still send its last lines
+            if not options.until_input_ends or not pause(1.0):
                 raise
-
-
-def publish(publisher: Publisher, tracker: Tracker) -> int:
-    """Send what the tracker lacks, and return the exit status.
-
-    Raises:
-        DataError: if the tracker refuses the run.
-    """
-    try:
-        publisher.collect()
-        count = publisher.send()
-        publisher.finish()
-    except tracker.failures as error:
-        if tracker.is_refusal(error):
-            raise _refused(error) from error
+    with closing(sender):
+        follow(sender, tracker, pause)
+        count, error = publish(sender, tracker)
+    if error is not None:
         print(f"reprise publish: the tracker cannot be reached, try again later: {error!r}", file=sys.stderr)
         return UNREACHABLE
-    name = ", ".join(publisher.remote_ids[-1:]) or "not begun"
-    print(f"sent {count_of(count, 'line')}; the remote run is {name}{tracker.place and ' in '}{tracker.place}")
+    place = f" in {tracker.place}" if tracker.place else ""
+    print(f"sent {count_of(count, 'line')}; the remote run is {sender.remote_id or 'not begun'}{place}")
     return FINE
 
 
-def _refused(error: Exception) -> DataError:
-    return DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}")
-
-
-def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> int:
-    """Send lines as a run writes them until `pause` returns False, then the last ones; return the exit status.
-
-    Args:
-        pause: waits for a multiple of the interval between looks at the log.
-
-    Raises:
-        DataError: if the tracker refuses the run from the start.
-    """
-    goes_on, failures, is_accepted = True, 0, False
-    while goes_on:
-        goes_on = pause(min(2.0**failures, 2.0**6))
-        try:
-            publisher.collect()
-            publisher.send()
-            if failures:
-                _log.info("the tracker can be reached again")
-            failures, is_accepted = 0, True
-        except tracker.failures as error:
-            is_refusal = tracker.is_refusal(error)
-            if is_refusal and not is_accepted:
-                raise _refused(error) from error
-            if not failures:
-                state = "refuses" if is_refusal else "cannot be reached"
-                _log.warning("the tracker %s, its lines wait: %r", state, error)
-            failures += 1
-            publisher.reopen()
-    return UNREACHABLE if failures else publish(publisher, tracker)
-
-
-def read_config(run: Path) -> Json:
-    """Return the configuration of a run by dotted keys, without secrets and values from environment variables."""
-    sections, environment_keys = read_resolved(run / "config.yaml")
-    return {k: value for k, value in flat(sections).items() if not is_secret(k) and k not in environment_keys}
-
-
-def read_lineage(run: Path) -> list[str]:
-    """Return the ids of a run's branches, none without a `run.json`; the first is that of the run."""
-    path = run / "run.json"
-    try:
-        record = json_file.parse(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
-        return [str(branch["id"]) for branch in record["branches"]]
-    except (FileNotFoundError, LookupError, TypeError):
-        return []
+def _end(_: float) -> bool:
+    return False
 
 
 class _Pause:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 import requests
@@ -13,13 +12,14 @@ from mlflow.tracking import MlflowClient
 
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
-_ID, _COUNT = "reprise.run", "reprise.lines"
+_ID = "reprise.run"
 _MOST_CHARACTERS = 6000  # of a parameter's value
+_MOST_PARAMETERS = 100  # of a call
 _MOST_TAG_CHARACTERS = 5000
 
 
 class MlflowTracker(Tracker):
-    """A run with our id in a tag, as MLflow makes its own ids; another tag counts the lines.
+    """A run with our id in a tag, as MLflow makes its own ids.
 
     MLflow keeps float64, NaN too, but the largest finite number in place of infinity.
     """
@@ -35,7 +35,7 @@ class MlflowTracker(Tracker):
             return int(error.get_http_status_code())
         return super().http_status(error)
 
-    def open(self, run: RemoteRun) -> int:
+    def open(self, run: RemoteRun) -> None:
         client = self._client = MlflowClient()
         experiment = client.get_experiment_by_name(run.project)
         number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
@@ -43,10 +43,10 @@ class MlflowTracker(Tracker):
         remote = matches[0] if matches else client.create_run(number, tags={_ID: run.id}, run_name=run.name)
         self._run_id, self.place = remote.info.run_id, client.tracking_uri
         client.update_run(self._run_id, status="RUNNING")
-        for values in _batches(run.config.items(), 100):
-            params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in values]
-            client.log_batch(self._run_id, params=[param for param in params if param.key not in remote.data.params])
-        return int(remote.data.tags.get(_COUNT, 0))
+        params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in run.config.items()]
+        missing = [param for param in params if param.key not in remote.data.params]
+        for first in range(0, len(missing), _MOST_PARAMETERS):
+            client.log_batch(self._run_id, params=missing[first : first + _MOST_PARAMETERS])
 
     def send(self, rows: Sequence[TrackerRow]) -> None:
         metrics = [
@@ -56,13 +56,6 @@ class MlflowTracker(Tracker):
         ]
         texts = {name: text[:_MOST_TAG_CHARACTERS] for row in rows for name, text in row.texts.items()}
         self._client.log_batch(self._run_id, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
-        self._client.set_tag(self._run_id, _COUNT, rows[-1].number + 1)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def _batches(items: Any, size: int) -> Iterator[list[Any]]:
-    remaining = iter(items)
-    while batch := list(islice(remaining, size)):
-        yield batch

@@ -1,184 +1,232 @@
-"""Sends a run to a tracker: a remote run for each branch, each line of the log once."""
+"""Sends the log of a run to a tracker: a remote run for each branch, with a cursor of what the tracker has."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
 import os
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from reprise import json_file
 from reprise.errors import DataError, LockError
-from reprise.files import Files, make_folders
+from reprise.files import Files, exists, make_folders, open_regular, read_regular, replace_file
 from reprise.json_file import Json
+from trainer.config.compose import read_resolved
+from trainer.config.saved import is_secret
+from trainer.metrics.jsonl_file import newest_side_file
+from trainer.metrics.jsonl_sink import METRICS
+from trainer.metrics.log_file import record_of
 from trainer.metrics.publish_sink import PUBLISH
-from trainer.publish.journal import Journal, JournalHead
-from trainer.publish.log_reader import LogLine, LogReader
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
 
 _log = logging.getLogger(__name__)
 
-_JOURNAL = re.compile(r"branch-(\d+)\.jsonl")
 _BATCH = 1000
+Branches = Sequence[tuple[str, int]]  # the id of each, and the iteration from which it goes on
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What a tracker has of a branch.
+
+    Args:
+        id: of the remote run.
+        lines: how many lines it has.
+        last: the last iteration by the event of the line; empty for training. Each comes in order of iteration.
+    """
+
+    id: str
+    lines: int = 0
+    last: dict[str, int] = field(default_factory=dict)
+
+    def passes(self, record: Json) -> bool:
+        """Return whether a record is new, and take it for sent."""
+        event, iteration = str(record.get("event", "")), record["iteration"]
+        is_new: bool = iteration > self.last.get(event, -1)
+        if is_new:
+            self.last[event] = iteration
+        return is_new
+
+
+class LogFollower:
+    """Reads `metrics.jsonl` while a run appends to it and cuts it. A cut writes a side file first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._state, self._offset = folder / METRICS, (-1, ""), 0
+
+    def records(self) -> Iterator[Json]:
+        """Yield the records since the last call; all records after a cut. A line without its end waits."""
+        side = newest_side_file(self._path) or ""
+        if not exists(self._path):
+            return
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            status = os.fstat(file.fileno())
+            is_cut = (status.st_ino, side) != self._state or status.st_size < self._offset
+            self._state, self._offset = (status.st_ino, side), 0 if is_cut else self._offset
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                record = record_of(line)
+                if record is not None:
+                    yield record
 
 
 class Publisher:
     """What one tracker has of a run, and lacks.
 
-    A rewind of the run to an earlier checkpoint begins a branch. Once it logs other values than the branch before, it
-    gets a remote run of its own, with all lines from the first iteration on: trackers cannot take lines back. Lines
-    that are trained again without a rewind, after a kill, keep the values that were sent first.
+    A run that goes back behind a checkpoint begins a branch, which gets a remote run of its own with all lines from the
+    first iteration on: trackers cannot take lines back. Lines that are trained again after a kill keep the values that
+    were sent first.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        name: str,
-        tracker: Tracker,
-        *,
-        project: str,
-        title: str,
-        config: Callable[[Path], Mapping[str, object]],
-        lineage: Callable[[Path], Sequence[str]],
-        files: Files,
-    ) -> None:
-        """Open the journals of a run; close them with `close`.
+    def __init__(self, run: Path, name: str, tracker: Tracker, *, project: str, title: str, files: Files) -> None:
+        """Lock the cursors of a run; unlock them with `close`.
 
         Args:
             run: its folder.
             name: of the tracker.
             title: the name of the remote run, for people.
-            config: returns dotted keys and values from the run's folder.
-            lineage: returns the ids of the run's branches, the first first; none if it has no `run.json`.
             files: the store of the folder.
 
         Raises:
             LockError: if another process publishes the run to this tracker.
-            DataError: if a journal is damaged.
+            DataError: if the folder is a copy of another published run.
             OSError: if a file cannot be read or written.
         """
-        self._run, self._tracker, self._project, self._title = run, tracker, project, title
-        self._config, self._lineage, self._files = config, lineage, files
+        self._run, self._tracker, self._project, self._title, self._files = run, tracker, project, title, files
         self.folder = run / PUBLISH / name
         make_folders(files, self.folder)
         self._lock = _lock(self.folder)
-        names = [match for match in map(_JOURNAL.fullmatch, os.listdir(self.folder)) if match]
-        numbers = sorted((int(match[1]), match[0]) for match in names)
-        self._journals = [Journal(self.folder / file_name) for _, file_name in numbers]
-        self._reader = LogReader(run)
-        self._open: Journal | None = None
-        self._next = 0
+        self._versions: Json = {}
+        self._number, self._is_open = -1, False
+        self.reopen()
 
     @property
-    def remote_ids(self) -> list[str]:
-        """Return the ids of the remote runs, that of the run's present branch last."""
-        return [journal.head.id for journal in self._journals]
-
-    def collect(self) -> None:
-        """Take over the new lines of the log into the journals."""
-        cuts = self._journals[-1].cuts if self._journals else 0
-        update = self._reader.read(cuts)
-        if update.is_tail and self._journals and self._journals[-1].diverges_at(update.contents[0][1]) is not None:
-            update = self._reader.read(cuts, from_start=True)
-        ids = self._lineage(self._run)
-        for number, lines in update.contents[:-1]:  # of which branch they are is not recorded
-            self._take_over(lines, cuts=number, lineage=ids[0] if len(ids) == 1 else None)
-        for number, lines in update.contents[-1:]:
-            self._take_over(lines, cuts=number, lineage=ids[-1] if ids else None)
+    def remote_id(self) -> str:
+        """The id of the present branch's remote run; empty before its first line."""
+        return self._cursor.id if self._cursor.lines else ""
 
     def send(self) -> int:
-        """Send what the tracker lacks, and return the number of lines."""
-        count = 0
-        for journal in self._journals:
-            if journal.is_sent:
-                continue
-            if self._open is not journal:
-                self._next = self._tracker.open(self._remote(journal))
-                self._open = journal
-            self._require_journal_of(journal)
-            while batch := list(islice(journal.texts(self._next), _BATCH)):
-                self._tracker.send([row_of(self._next + index, text) for index, text in enumerate(batch)])
-                self._next += len(batch)
-                count += len(batch)
-            if journal is not self._journals[-1]:
-                self.finish()
-                journal.mark_sent()
+        """Send the lines that the tracker lacks, and return their number.
+
+        Raises:
+            DataError: if a cursor is damaged.
+        """
+        branches, count = read_branches(self._run), 0
+        number = max(len(branches) - 1, 0)
+        if number != self._number:
+            self.finish()
+            self._number, self._cursor, self._log = number, self._read(number, branches), LogFollower(self._run)
+        records = filter(self._passes, self._log.records())
+        while batch := list(islice(records, _BATCH)):
+            if not self._is_open:
+                self._tracker.open(self._remote(branches))
+                self._is_open = True
+            self._tracker.send([row_of(self._cursor.lines + index, record) for index, record in enumerate(batch)])
+            self._cursor.lines += len(batch)
+            count += len(batch)
+            if self._tracker.is_durable:
+                self._store()
         return count
 
     def finish(self) -> None:
         """Let the tracker send what waits, and close its run."""
-        if self._open is not None:
-            self._open = None
+        if self._is_open:
+            self._is_open = False
             self._tracker.close()
+            self._store()
 
     def reopen(self) -> None:
-        """Begin anew after a failure: the log is read, and the remote run opened, which tells how many lines it has."""
-        self._open, self._reader = None, LogReader(self._run)
+        """Begin anew after a failure, from the stored cursor."""
+        self._number, self._is_open, self._cursor, self._log = -1, False, Cursor(""), LogFollower(self._run)
 
     def close(self) -> None:
         """Let another process publish the run."""
         os.close(self._lock)
 
-    def _take_over(self, lines: Sequence[LogLine], *, cuts: int, lineage: str | None) -> None:
-        if not self._journals:
-            if any(not line.event for line in lines):
-                self._begin(lines, lineage=lineage, forked_at=None, cuts=cuts)
-            return
-        journal = self._journals[-1]
-        diverged = journal.diverges_at(lines)
-        if diverged is not None and (lineage is None or lineage != journal.head.lineage):
-            self._begin(lines, lineage=lineage, forked_at=diverged - 1, cuts=cuts)
-        else:
-            journal.extend(lines, cuts=cuts)
+    def _passes(self, record: Json) -> bool:
+        self._versions = record.get("versions", self._versions)
+        return self._cursor.passes(record)
 
-    def _begin(self, lines: Sequence[LogLine], *, lineage: str | None, forked_at: int | None, cuts: int) -> None:
-        number = len(self._journals)
-        if number == 0:
-            run_id = next(iter(self._lineage(self._run)), None) or secrets.token_hex(8)
-        else:
-            run_id = f"{self._journals[0].head.id}-{number}"
-        config = {**self._config(self._run), **_versions(lines)}
-        parent = self._journals[-1].head.id if number else None
-        if parent is not None:
-            config |= {"reprise.forked_from": parent, "reprise.forked_at": forked_at}
-            _log.info("the run was sent back to iteration %s: its branch is the remote run %s", forked_at, run_id)
-        head = JournalHead(run_id, parent, forked_at, lineage, config)
-        path = self.folder / f"branch-{number}.jsonl"
-        self._journals.append(Journal.create(path, head, lines, cuts=cuts, files=self._files))
+    def _path(self, number: int) -> Path:
+        return self.folder / f"cursor-{number}.json"
 
-    def _remote(self, journal: Journal) -> RemoteRun:
-        forked_at = journal.head.forked_at
-        title = self._title if forked_at is None else f"{self._title} from {forked_at}"
-        return RemoteRun(journal.head.id, title, self._project, journal.head.config, self.folder, self._files)
+    def _read(self, number: int, branches: Branches) -> Cursor:
+        path = self._path(number)
+        if exists(path):
+            try:
+                return Cursor(**json_file.read(path))
+            except TypeError as error:
+                raise DataError("A cursor of a published run is damaged", where=path, found=error) from error
+        first = branches[0][0] if branches else secrets.token_hex(8)
+        return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
 
-    def _require_journal_of(self, journal: Journal) -> None:
-        if self._next > journal.count:
-            raise DataError(
-                "The remote run has more lines than its journal",
-                where=f"run {journal.head.id}",
-                expected=f"at most {journal.count}, those of {journal.path}",
-                found=self._next,
-                fix=f"A copy of the run's folder was published. Move {self.folder} away, and run.json if this is "
-                "another run, to begin a remote run of its own.",
-            )
+    def _store(self) -> None:
+        replace_file(self._files, self._path(self._number), json.dumps(asdict(self._cursor)).encode())
+
+    def _remote(self, branches: Branches) -> RemoteRun:
+        config, title = {**read_config(self._run), **_flat(self._versions, "versions.")}, self._title
+        if self._number:
+            began_at, parent = branches[self._number][1], self._read(self._number - 1, branches).id
+            config |= {"reprise.forked_from": parent, "reprise.forked_at": began_at}
+            title = f"{title} from {began_at}"
+        _log.info("the remote run is %s", self._cursor.id)
+        return RemoteRun(self._cursor.id, title, self._project, config, self.folder)
+
+
+def read_config(run: Path) -> Json:
+    """Return the configuration of a run by dotted keys, without secrets and values from environment variables."""
+    sections, environment_keys = read_resolved(run / "config.yaml")
+    return {k: value for k, value in _flat(sections).items() if not is_secret(k) and k not in environment_keys}
+
+
+def read_branches(run: Path) -> Branches:
+    """Return the branches of a run, none without a `run.json`; the first has the id of the run."""
+    path = run / "run.json"
+    try:
+        record = json_file.parse(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+        return [(str(branch["id"]), int(branch["began_at"])) for branch in record["branches"]]
+    except (FileNotFoundError, LookupError, TypeError):
+        return []
+
+
+def _flat(config: Json, prefix: str = "") -> Json:
+    """Return the values of nested sections by dotted keys."""
+    values: Json = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        values |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return values
 
 
 def _lock(folder: Path) -> int:
-    """Return the descriptor of a lock that ends with the process; the file tells its folder from copies of it.
+    """Return the descriptor of a lock that ends with the process; its file names the folder, which tells copies.
 
     Raises:
         LockError: if another process holds it.
         DataError: if the folder is a copy, and the one it was copied from is still there.
     """
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path = folder / "lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _settle_owner(descriptor, folder)
+        origin = Path(os.fsdecode(os.pread(descriptor, 1 << 12, 0)))
+        if origin.is_absolute() and exists(origin / "lock") and not os.path.samefile(origin / "lock", path):
+            raise DataError(
+                "The folder of a published run was copied; its copy would write into the same remote run",
+                where=folder,
+                expected=origin,
+                fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, os.fsencode(folder.resolve()), 0)
     except (OSError, DataError) as error:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
@@ -188,47 +236,48 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _settle_owner(lock: int, folder: Path) -> None:
-    """Record the folder in its lock file, by path and inode, unless it is a copy of a folder that is still there."""
-    current = {"folder": str(folder.resolve()), "inode": os.fstat(lock).st_ino}
-    recorded = _recorded_owner(lock)
-    if recorded == current:
-        return
-    if recorded is not None and recorded["inode"] != current["inode"]:
-        with contextlib.suppress(OSError):  # which cannot be reached from here, and so is not published from here
-            if os.stat(Path(recorded["folder"], "lock")).st_ino == recorded["inode"]:
-                raise DataError(
-                    "The folder of a published run was copied; its copy would write into the same remote run",
-                    where=folder,
-                    expected=recorded["folder"],
-                    fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
-                )
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(current).encode(), 0)
+def publish(publisher: Publisher, tracker: Tracker) -> tuple[int, Exception | None]:
+    """Send what the tracker lacks; return the number of lines, and the error of a tracker that cannot be reached.
 
-
-def _recorded_owner(lock: int) -> Json | None:
-    """Return the folder in a lock file; None for an empty or truncated one."""
+    Raises:
+        DataError: if the tracker refuses the run.
+    """
     try:
-        recorded = json.loads(os.pread(lock, 1 << 16, 0))
-        return {"folder": str(recorded["folder"]), "inode": int(recorded["inode"])}
-    except (ValueError, TypeError, LookupError):
-        return None
+        count = publisher.send()
+        publisher.finish()
+    except tracker.failures as error:
+        if tracker.is_refusal(error):
+            raise _refused(error) from error
+        return 0, error
+    return count, None
 
 
-def _versions(lines: Sequence[LogLine]) -> dict[str, object]:
-    """Return the versions of packages in the newest line that has them: the first one after a start."""
-    for line in reversed(lines):
-        versions = json.loads(line.text).get("versions") if '"versions"' in line.text else None
-        if isinstance(versions, dict):
-            return {f"versions.{name}": version for name, version in versions.items()}
-    return {}
+def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> None:
+    """Send lines as a run writes them until `pause` returns False; `publish` sends the last ones.
+
+    Args:
+        pause: waits for a multiple of the interval between looks at the log.
+
+    Raises:
+        DataError: if the tracker refuses the run from the start.
+    """
+    failures, is_accepted = 0, False
+    while pause(min(2.0**failures, 2.0**6)):
+        try:
+            publisher.send()
+            if failures:
+                _log.info("the tracker can be reached again")
+            failures, is_accepted = 0, True
+        except tracker.failures as error:
+            is_refusal = tracker.is_refusal(error)
+            if is_refusal and not is_accepted:
+                raise _refused(error) from error
+            if not failures:
+                state = "refuses" if is_refusal else "cannot be reached"
+                _log.warning("the tracker %s, its lines wait: %r", state, error)
+            failures += 1
+            publisher.reopen()
 
 
-def flat(config: Json, prefix: str = "") -> Json:
-    """Return the values of nested sections by dotted keys."""
-    values: Json = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        values |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return values
+def _refused(error: Exception) -> DataError:
+    return DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}")

@@ -5,7 +5,6 @@ Another tracker is a module with a `Tracker`, and its line in `TRACKERS` of `tra
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.files import Files
+from reprise.json_file import Json
 from trainer.config.logging import TRACKERS
 
 # The first part of a figure's name, by the event of its line, and the names that the other outputs use.
@@ -31,7 +30,6 @@ class RemoteRun:
         name: for people.
         config: dotted keys and values.
         folder: for files that the tracker keeps on this machine.
-        files: the store of the folder.
     """
 
     id: str
@@ -39,7 +37,6 @@ class RemoteRun:
     project: str
     config: Mapping[str, object]
     folder: Path
-    files: Files
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +63,7 @@ class Tracker(ABC):
     failures: tuple[type[Exception], ...] = (OSError,)  # what its library raises where a tracker cannot be reached
     refusals: tuple[type[Exception], ...] = ()  # those of them that only a user can mend
     place = ""  # of the open run, for people
+    is_durable = True  # whether it has the lines when `send` returns; else when `close` does
 
     def is_refusal(self, error: Exception) -> bool:
         """Return whether a failure is one that only a user can mend, by its class or the status of HTTP."""
@@ -78,11 +76,8 @@ class Tracker(ABC):
         return int(getattr(getattr(error, "response", None), "status_code", 0))
 
     @abstractmethod
-    def open(self, run: RemoteRun) -> int:
-        """Open a run, which is created if needed, and return how many lines it has: the number of the next.
-
-        It may be open already, after a failure.
-        """
+    def open(self, run: RemoteRun) -> None:
+        """Open a run, which is created if needed. One may be open already, after a failure."""
 
     @abstractmethod
     def send(self, rows: Sequence[TrackerRow]) -> None:
@@ -108,10 +103,9 @@ def load_tracker(name: str) -> Tracker:
     return tracker
 
 
-def row_of(number: int, text: str) -> TrackerRow:
-    """Return the row of a line of `metrics.jsonl`."""
-    members = json.loads(text)
-    group = members.get("event", "")
+def row_of(number: int, members: Json) -> TrackerRow:
+    """Return the row of a record of `metrics.jsonl`."""
+    group = str(members.get("event", ""))
     group = _GROUPS.get(group, group)
     figures, texts = dict[str, float | int](), dict[str, str]()
     for name, value in members.items():

@@ -17,7 +17,7 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class TrackioTracker(Tracker):
-    """A run with our id. A batch of rows is a transaction, so their count is the number of the next.
+    """A run with our id. A batch of rows is a transaction.
 
     Trackio keeps float64, and the strings `NaN`, `Infinity` and `-Infinity`.
     """
@@ -28,9 +28,8 @@ class TrackioTracker(Tracker):
         self._run: Any = None
         self._project = ""
 
-    def open(self, run: RemoteRun) -> int:
+    def open(self, run: RemoteRun) -> None:
         self._run, self._project = run, os.environ.get("TRACKIO_PROJECT") or run.project
-        return int(SQLiteStorage.get_log_count(self._project, run.name, run_id=run.id))
 
     def send(self, rows: Sequence[TrackerRow]) -> None:
         is_first = rows[0].number == 0

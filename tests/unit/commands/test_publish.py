@@ -12,7 +12,8 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.published_runs import LoggedRun, MemoryTracker, publisher
-from trainer.commands.publish import UNREACHABLE, follow, main, publish
+from trainer.commands.publish import main
+from trainer.publish.publisher import follow, publish
 from trainer.publish.tracker import RemoteRun, TrackerRow
 
 
@@ -31,9 +32,9 @@ class Server(MemoryTracker):
         super().__init__()
         self._statuses = list(statuses)
 
-    def open(self, run: RemoteRun) -> int:
+    def open(self, run: RemoteRun) -> None:
         self._answer()
-        return super().open(run)
+        super().open(run)
 
     def send(self, rows: Sequence[TrackerRow]) -> None:
         self._answer()
@@ -52,14 +53,15 @@ def run(tmp_path: Path) -> LoggedRun:
     return logged
 
 
-def once(run: LoggedRun, tracker: Server) -> int:
+def once(run: LoggedRun, tracker: Server) -> Exception | None:
     with closing(publisher(run.folder, tracker)) as sender:
-        return publish(sender, tracker)
+        return publish(sender, tracker)[1]
 
 
-def followed(run: LoggedRun, tracker: Server, pause: Callable[[float], bool]) -> int:
+def followed(run: LoggedRun, tracker: Server, pause: Callable[[float], bool]) -> Exception | None:
     with closing(publisher(run.folder, tracker)) as sender:
-        return follow(sender, tracker, pause)
+        follow(sender, tracker, pause)
+        return publish(sender, tracker)[1]
 
 
 @pytest.mark.parametrize("status", [401, 404])
@@ -74,10 +76,10 @@ def test_a_tracker_that_refuses_ends_a_publication(run: LoggedRun, status: int) 
 @pytest.mark.parametrize("status", [408, 503])
 def test_a_tracker_that_is_too_busy_is_tried_again(run: LoggedRun, status: int) -> None:
     tracker = Server(status)
-    assert once(run, tracker) == UNREACHABLE
+    assert isinstance(once(run, tracker), AnswerError)
     pauses = [True, False]
     tracker = Server(status)
-    assert followed(run, tracker, lambda _: pauses.pop(0)) == 0
+    assert followed(run, tracker, lambda _: pauses.pop(0)) is None
     assert len(tracker.losses(tracker.opened[0])) == 3
 
 
@@ -89,7 +91,7 @@ def test_a_tracker_that_refuses_later_is_waited_for(run: LoggedRun) -> None:
             run.train(4, 4)
         return len(tracker.opened) < 2
 
-    assert followed(run, tracker, pause) == 0
+    assert followed(run, tracker, pause) is None
     assert len(tracker.losses(tracker.opened[0])) == 4
 
 
