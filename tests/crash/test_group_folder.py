@@ -13,7 +13,7 @@ from torch import nn
 
 import reprise
 from reprise.storage.holds import Hold
-from trainer.commands.follow import FollowLog
+from trainer.follow.follower import FollowLog
 from trainer.metrics.jsonl_file import JsonlFile
 
 _GROUP = 4242
@@ -36,7 +36,7 @@ def write_all(folder: Path, first: int) -> None:
     hold = Hold.take(folder / "run" / f"iter_{first + 1:07d}")
     assert hold is not None
     JsonlFile(folder / "metrics.jsonl").add({"iteration": first})
-    with FollowLog.open(folder / "follow.jsonl"):
+    with FollowLog(folder / "follow.jsonl"):
         pass
 
 

@@ -25,7 +25,9 @@ from reprise.stores.reader import close_readers
 from reprise.stores.upload import list_folder, retire
 from tests.stores.saving import RUN, committed, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of
-from trainer.commands.follow import CommandOutcome, Follower, FollowLog, main
+from trainer.commands.follow import main
+from trainer.follow.follower import Follower, FollowLog
+from trainer.follow.runner import CommandOutcome
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ class Runner:
 def follow(site: Site, runner: Runner, *, once: bool = False) -> list[int]:
     """Follow the URL of a run; return the iterations with a line."""
     record = site.folder.parent / "follow.jsonl"
-    with FollowLog.open(record) as log:
+    with FollowLog(record) as log:
         assert Follower(location(str(site.url)), ["evaluate", "{}"], log, runner).follow(once=once) == 0
     return [json.loads(line)["iteration"] for line in record.read_text().splitlines()]
 

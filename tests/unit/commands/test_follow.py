@@ -20,7 +20,9 @@ from reprise.json_file import Json
 from tests.messages import refused
 from tests.unit.reprise.management.test_lightening import full_run
 from tests.unit.reprise.management.test_listing import save
-from trainer.commands.follow import Choice, CommandOutcome, Commands, Follower, FollowLog, main, number_at
+from trainer.commands.follow import main
+from trainer.follow.follower import Choice, Follower, FollowLog
+from trainer.follow.runner import CommandOutcome, Commands, number_at
 
 ECHO = [
     sys.executable,
@@ -57,7 +59,7 @@ class FakeRunner:
 def run_follower(
     run: Path, runner: FakeRunner, *, once: bool = False, metric: str | None = None, choice: Choice | None = None
 ) -> int:
-    with FollowLog.open(run / "follow.jsonl") as log:
+    with FollowLog(run / "follow.jsonl") as log:
         return Follower(run, ["evaluate", "{}"], log, runner, choice=choice or Choice(), metric=metric).follow(
             once=once, poll_s=3
         )
@@ -130,23 +132,6 @@ def test_a_torn_last_line_is_cut_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "follow.jsonl").write_text("no\n")
     with refused(DataError, "line 1"):
         run_follower(tmp_path, FakeRunner(), once=True)
-
-
-def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    sync = os.fsync
-
-    def fail(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("follow.jsonl") and os.fstat(descriptor).st_size:
-            raise OSError(28, "full")
-        sync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="full"):
-            run_follower(tmp_path, FakeRunner(), once=True)
-    assert (tmp_path / "follow.jsonl").read_bytes() == b""
-    assert no_hold_in(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +314,7 @@ def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixt
         raise LockError("taken")
 
     save(tmp_path, 1)
-    with FollowLog.open(tmp_path / "follow.jsonl", check=refuse) as log, pytest.raises(LockError):
+    with FollowLog(tmp_path / "follow.jsonl", check=refuse) as log, pytest.raises(LockError):
         Follower(tmp_path, ["c", "{}"], log, FakeRunner()).follow(once=True)
     assert lines(tmp_path) == []
     lock = FolderLock(tmp_path, "another", name="follow.lock")

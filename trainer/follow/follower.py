@@ -1,0 +1,311 @@
+"""Runs a command on each checkpoint of a run, in order, one at a time, with a line for each in `follow.jsonl`."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import secrets
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from reprise import json_file
+from reprise.errors import TrainerError
+from reprise.files import FILE_SYSTEM, exists, files_of, is_dir, is_file, is_store_url, is_stored, read_regular
+from reprise.folder import (
+    OPTIMIZER_DROPPED,
+    STATE,
+    STILL_MIRRORED,
+    WEIGHTS,
+    CheckpointFolder,
+    FolderLock,
+    ManifestVersion,
+    is_locked,
+    manifest_version,
+    shown_name,
+    take_hold,
+)
+from reprise.json_file import Json, dumps
+from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content, saved_lineage
+from trainer.compare.evaluations import FOLLOW
+from trainer.compare.read import METRICS_FILE
+from trainer.config.saved import RUN_CONFIG
+from trainer.follow.runner import CommandOutcome, Commands, number_at
+from trainer.metrics.log_file import JsonLines
+
+FINE, FAILED, IMPOSSIBLE = 0, 1, 2
+PLACE = "{}"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The iterations to run the command on: multiples of `every` from `first` on, of the light saves if `weights`."""
+
+    every: int = 1
+    first: int = 0
+    weights: bool = False
+
+    def admits(self, iteration: int) -> bool:
+        """Return whether an iteration is among them."""
+        return iteration >= self.first and iteration % self.every == 0
+
+
+class FollowLog:
+    """The record of a follower: a line for each checkpoint, durable before the next command begins.
+
+    Args:
+        check: called before each line; raises where another follower has taken the record over.
+
+    Attributes:
+        digests: of the manifests of the checkpoints with a line.
+
+    Raises:
+        DataError: if a line is no JSON object; a torn last line is cut.
+    """
+
+    def __init__(self, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            data = read_regular(path)
+            end = data.rfind(b"\n") + 1
+            os.ftruncate(self._descriptor, end)
+            os.fsync(self._descriptor)
+            FILE_SYSTEM.sync_folder(path.parent)
+            records = JsonLines(io.BytesIO(data[:end]), path).records()
+        except (OSError, TrainerError):
+            os.close(self._descriptor)
+            raise
+        self.digests = {str(record.get("digest")) for _, record in records}
+
+    def __enter__(self) -> FollowLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def append(self, record: Json) -> None:
+        """Append the line of a checkpoint, whole and durable.
+
+        Raises:
+            LockError: if another follower has taken the record over.
+            OSError: if the disk fails; the next start cuts a part of a line.
+        """
+        self._check()
+        data = f"{dumps(record)}\n".encode()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        os.fsync(self._descriptor)
+        self.digests.add(record["digest"])
+
+
+class Follower:
+    """Runs a command on each checkpoint of a run.
+
+    A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another. One whose
+    optimizer's state was dropped is the same.
+
+    Args:
+        run: the folder or the URL of the run.
+        metric: the number of the command's result to store, a key or keys joined by dots; None for none.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        command: Sequence[str],
+        log: FollowLog,
+        runner: Commands,
+        *,
+        choice: Choice = Choice(),
+        metric: str | None = None,
+    ) -> None:
+        self._run, self._command, self._log, self._runner = run, command, log, runner
+        self._choice, self._metric = choice, metric
+        self._done: dict[str, ManifestVersion] = {}  # the checkpoints with a line
+        self._problems: dict[str, str] = {}  # by checkpoint
+        self._newest: tuple[Path, bool] | None = None  # in a store, and whether its run goes on, as the log says
+
+    def follow(self, *, once: bool = False, poll_s: float = 2.0) -> int:
+        """Follow the run to its last iteration, or until the runner is stopped, and return the exit status.
+
+        Args:
+            once: end when every present checkpoint has its line.
+            poll_s: seconds between two looks at the folder.
+
+        Raises:
+            ConfigError: if the command cannot be started.
+            OSError: if a hold or a line cannot be written; a store that is away is waited for.
+        """
+        while not self._runner.is_stopped:
+            try:
+                is_last_look = once or self._is_run_over()  # before the look: the last save may come in between
+                path = self._next()
+                if path is not None:
+                    self._evaluate(path)
+                elif is_last_look:
+                    return FAILED if self._problems else FINE
+                else:
+                    self._runner.pause(poll_s)
+            except OSError as error:
+                if once or error.errno == errno.EACCES or not is_store_url(str(error.filename)):
+                    raise
+                _log.warning("%s: %s; the follower tries again", error.filename, error.strerror)
+                self._runner.pause(poll_s)
+        return FINE
+
+    def _folder(self, *, weights: bool) -> CheckpointFolder:
+        root = LoadSource.named(self._run).path
+        return CheckpointFolder(root / WEIGHTS if weights else root, FILE_SYSTEM)
+
+    def _next(self) -> Path | None:
+        """Return the first checkpoint without a line."""
+        folder = self._folder(weights=self._choice.weights)
+        for path in map(folder.iteration, filter(self._choice.admits, folder.committed())):
+            version = manifest_version(path)
+            if version is None or self._done.get(path.name) == version:
+                continue
+            checkpoint = self._open(path)
+            if checkpoint is not None and _digest_of(checkpoint) not in self._log.digests:
+                return path
+            if checkpoint is not None:
+                self._done[path.name] = version
+        return None
+
+    def _open(self, path: Path) -> Checkpoint | None:
+        """Open a checkpoint; None after a failure, which is logged. The next look tries again."""
+        try:
+            return open_checkpoint(path, files_of(path))
+        except TrainerError as error:
+            if exists(path):  # else retention was faster
+                self._problem(path, f"cannot be opened: {error}")
+            return None
+
+    def _evaluate(self, path: Path) -> None:
+        """Hold a checkpoint, run the command on it, and write its line."""
+        hold = take_hold(path)
+        if hold is None:
+            _log.info("%s was deleted before it could be held", shown_name(path))
+            return
+        try:
+            checkpoint = self._open(path)
+            if checkpoint is None or _digest_of(checkpoint) in self._log.digests or not hold.is_in_place():
+                return
+            self._problems.pop(path.name, None)
+            command = [word.replace(PLACE, str(path)) for word in self._command]
+            _log.info("%s: %s", shown_name(path), shlex.join(command))
+            outcome = self._runner.run(command)
+            if self._runner.is_stopped:
+                return
+            if hold.is_in_place():
+                self._log.append(self._record(checkpoint, command, outcome))
+            else:
+                _log.warning("%s was renamed while the command read it: its result is dropped", shown_name(path))
+        finally:
+            hold.release()
+
+    def _record(self, checkpoint: Checkpoint, command: list[str], outcome: CommandOutcome) -> Json:
+        branches = saved_lineage(checkpoint.state, where=checkpoint.path).branches
+        record: Json = {
+            "iteration": checkpoint.iteration,
+            "checkpoint": shown_name(checkpoint.path),
+            "branch": branches[-1].id if branches else None,
+            "branches": [asdict(branch) for branch in branches],
+            "digest": _digest_of(checkpoint),
+            "command": command,
+            "status": outcome.status,
+            "seconds": round(outcome.seconds, 3),
+            "result": outcome.result,
+        }
+        if outcome.status != 0:
+            self._problem(checkpoint.path, f"is done: its command ended with status {outcome.status}")
+        if self._metric is not None:
+            record |= {"metric": self._metric, "value": number_at(outcome.result, self._metric)}
+            if record["value"] is None:
+                _log.warning("%s: the command's last JSON line has no number %s", record["checkpoint"], self._metric)
+        return record
+
+    def _is_run_over(self) -> bool:
+        """Return whether the newest checkpoint has the run's last iteration, and no light save is under way."""
+        folder = self._folder(weights=False)
+        committed = folder.committed()
+        if not committed:
+            return False
+        path = folder.iteration(committed[-1])
+        goes_on = is_stored(path) and is_file(folder.root / STILL_MIRRORED)
+        try:
+            state, train = _json_at(path / STATE), _json_at(path / RUN_CONFIG)["config"]["train"]
+            samples = train.get("train_samples")
+            is_at_end: bool = (
+                state["iteration"] >= train["train_iters"] if samples is None else state["consumed_samples"] >= samples
+            )
+        except (TrainerError, LookupError, TypeError, AttributeError):  # of a program that has no last iteration
+            is_at_end = False
+        if not is_stored(path):
+            return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
+        if self._newest != (path, goes_on) and not is_at_end:
+            event = "waiting for the next" if goes_on else "its run has stopped: waiting for its next start"
+            _log.info("%s is the newest checkpoint; %s", shown_name(path), event)
+        self._newest = path, goes_on
+        return is_at_end and not goes_on
+
+    def _problem(self, path: Path, problem: str) -> None:
+        """Note the problem of a checkpoint, and log a new one."""
+        if self._problems.get(path.name) != problem:
+            self._problems[path.name] = problem
+            _log.warning("%s %s", shown_name(path), problem)
+
+
+def _digest_of(checkpoint: Checkpoint) -> str:
+    """Return the digest of a checkpoint's manifest, of a lighter checkpoint that of the one before it."""
+    dropped = checkpoint.state.get(OPTIMIZER_DROPPED)
+    return checkpoint.digest if dropped is None else str(dropped["manifest_xxh3_64"])
+
+
+def _json_at(path: Path) -> Json:
+    """Return a JSON file of a checkpoint in a folder or a store."""
+    try:
+        return json_file.parse(read_content(path, files_of(path)), where=path)
+    except FileNotFoundError:  # deleted meanwhile
+        return {}
+
+
+def follow_run(
+    run: Path,
+    command: Sequence[str],
+    runner: Commands,
+    *,
+    choice: Choice,
+    metric: str | None,
+    name: str | None,
+    once: bool,
+    poll_s: float,
+) -> int:
+    """Wait for a run, follow it, and return the exit status; see `Follower`.
+
+    Args:
+        name: of the record, beside those of other followers.
+
+    Raises:
+        TrainerError: if the run cannot be followed.
+        OSError: as `Follower.follow`.
+    """
+    if not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS_FILE):
+        run = run.parent
+    if once and not is_dir(run):
+        raise no_folder(run, kind="run")
+    if not is_dir(run):
+        _log.info("waiting for %s", run)
+    while not is_dir(run):
+        if runner.is_stopped:
+            return FINE
+        runner.pause(poll_s)
+    folder = Path.cwd() if is_stored(run) else run
+    stem = f"{FOLLOW}.{name}" if name else FOLLOW
+    lock = FolderLock(folder, secrets.token_hex(4), kind=f"{stem}.jsonl", another="another --name", name=f"{stem}.lock")
+    with lock, FollowLog(folder / f"{stem}.jsonl", check=lock.check) as log:
+        return Follower(run, command, log, runner, choice=choice, metric=metric).follow(once=once, poll_s=poll_s)
