@@ -75,8 +75,7 @@ trainer.start.source
 trainer.start.decide
 trainer.start.base
 trainer.training.loop trainer.start.fill
-trainer.training.recorder
-trainer.train_command trainer.training.replay
+trainer.train_command trainer.steps
 trainer.__main__
 trainer.commands
 scripts
@@ -152,6 +151,7 @@ CHOOSES_STORE = (
     "trainer.interop.output",
     "trainer.metrics.profile",
     "trainer.metrics.run_log",
+    "trainer.steps.search",
     "trainer.train_command",
 )
 

@@ -16,13 +16,13 @@ import trainer.training.loop
 from reprise.files import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
-from trainer.commands.compare_steps import compare_steps
 from trainer.config.compose import compose_command, over_saved, resolve
 from trainer.data.batches import OrderedSamples
 from trainer.data.look_ahead import Ints
 from trainer.launch.environment import Environment
+from trainer.steps.replay import RecordedRun, replay
+from trainer.steps.search import compare_steps
 from trainer.train_command import run
-from trainer.training.replay import RecordedRun, replay
 
 BASE = (
     "model=gpt2_tiny",

@@ -14,9 +14,10 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import refused
 from trainer.commands import compare_steps
-from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, StepReport, launch_replay, main
-from trainer.training import replay
-from trainer.training.replay import RecordedRun
+from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
+from trainer.steps import replay
+from trainer.steps.replay import RecordedRun
+from trainer.steps.search import StepReport, launch_replay
 
 
 def make_record(folder: Path, iteration: int, loss: float) -> str:

@@ -20,12 +20,12 @@ from models.network import Model
 from reprise.json_file import Json
 from reprise.layout import TensorKind
 from reprise.live_tensors import LiveTensor, local_of, memory_of
-from trainer.compare.steps import RECORDS, VALUES, StepPhase, StepPlace
 from trainer.config.derived import topology_of
 from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.reduction import GradientReduction
 from trainer.run.build import Run
+from trainer.steps.records import RECORDS, VALUES, StepPhase, StepPlace
 from trainer.training.loop import iterate
 
 _ROOM_BYTES = 256 << 20  # of values that a rank keeps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.compare.steps import StepDifference, StepPart, StepPlace, StepRecord, described, first_difference
+from trainer.steps.records import StepDifference, StepPart, StepPlace, StepRecord, described, first_difference
 
 PLACE = StepPlace(3, "gradient", -1, "weight", "gradient")
 CHUNK = 1 << 20  # values that are compared at once

@@ -177,7 +177,7 @@ def _record(
     from trainer.run.saves import build_saves
     from trainer.start.decide import decide
     from trainer.start.fill import fill
-    from trainer.training.recorder import record_steps
+    from trainer.steps.recorder import record_steps
 
     with build_saves(config, cluster, files) as saves:
         start = decide(config, cluster, saves)

@@ -1,0 +1,285 @@
+"""Finds where two runs, or two records, part."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import reprise
+from reprise.errors import DataError, count_of
+from reprise.files import FILE_SYSTEM, exists
+from trainer.compare.points import Curve, Point
+from trainer.compare.read import read_curve
+from trainer.steps.records import (
+    RECORDS,
+    StepDifference,
+    StepPhase,
+    StepRecord,
+    described,
+    first_difference,
+    read_record,
+    unmatched,
+)
+from trainer.steps.replay import RecordedRun, read_run, variables_of
+
+_WINDOW = 3  # iterations before a difference of losses that are recorded at first
+_MOST_LINES = 20  # of a replay's output in an error
+# Trains a run again: from after an iteration to another, with the first that is recorded, and the values to keep.
+Replay = Callable[[RecordedRun, int, int, int, Path, Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The result of comparing two runs.
+
+    Args:
+        iteration: the first with other figures in the records of the runs; None without one.
+        figures: the loss, gradient norm and learning rate of both there, in words.
+        difference: the first tensor with other bits.
+        first: the iteration that each was trained again from; None where records were given.
+        unrepeated: for A and B, the iterations whose repetition has other figures than the run's own record.
+        saved: the first tensor that differs in the newest checkpoints of both, in words; empty for equal ones.
+        settings: differing settings, in words.
+        alone: how many tensors only A has, and only B.
+    """
+
+    iteration: int | None
+    figures: str
+    difference: StepDifference | None
+    first: tuple[int, int] | None = None
+    unrepeated: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    saved: str = ""
+    settings: tuple[str, ...] = ()
+    alone: tuple[int, int] = (0, 0)
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs: the logs, the tensors, and each log from its run's repetition."""
+        return self.iteration is None and self.difference is None and not self.saved and not any(self.unrepeated)
+
+
+def compare_steps(
+    a: Path, b: Path, *, iteration: int | None = None, folder: Path | None = None, train: Replay | None = None
+) -> StepReport:
+    """Find where two runs, or two records of `--record`, part.
+
+    Args:
+        iteration: the last to train again; None for the first whose figures differ.
+        folder: where the records of both stay; None for a folder that is removed.
+        train: trains a run again; None for processes on this host.
+
+    Raises:
+        TrainerError: if that cannot be found out.
+    """
+    are_records = [exists(path / RECORDS.format(0)) for path in (a, b)]
+    if all(are_records):
+        records = read_record(a), read_record(b)
+        if records[0].parts.keys().isdisjoint(records[1].parts):
+            raise DataError("Two records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
+        return _report(None, "", records, first_difference(*records))
+    if any(are_records):
+        raise DataError("A run is compared with a run, and a record with a record", where=f"{a} and {b}")
+    curves = read_curve(a), read_curve(b)
+    parting = _first_unequal(*curves)
+    last = iteration or (parting[0].iteration if parting else None)
+    if last is None:
+        if {point.iteration for point in curves[0].points}.isdisjoint(point.iteration for point in curves[1].points):
+            raise DataError("Two runs have no iteration in common", where=f"{a} and {b}")
+        return StepReport(None, "", None)
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-steps-")))
+        runs = read_run(a, last, FILE_SYSTEM), read_run(b, last, FILE_SYSTEM)
+        return _search(curves, parting, last, runs, folder, train or launch_replay)
+
+
+def _search(
+    curves: tuple[Curve, Curve],
+    parting: tuple[Point, Point] | None,
+    last: int,
+    runs: tuple[RecordedRun, RecordedRun],
+    folder: Path,
+    train: Replay,
+) -> StepReport:
+    first, saved = _beginnings(*runs)
+
+    def records(begin: int, values: Sequence[str] = ()) -> tuple[StepRecord, StepRecord]:
+        paths = []
+        for name, run, start in zip("AB", runs, first, strict=True):
+            paths.append(folder / f"{name}{begin}{'-values' if values else ''}")
+            train(run, start, last, begin, paths[-1], values)
+        return read_record(paths[0]), read_record(paths[1])
+
+    earliest = max(first) + 1
+    begin = max(earliest, last - _WINDOW + 1)
+    pair = records(begin)
+    difference = first_difference(*pair)
+    if difference is not None and difference.place.phase == StepPhase.start.value and begin > earliest:
+        begin = earliest
+        pair = records(begin)
+        difference = first_difference(*pair)
+    if difference is not None and difference.largest is None and not difference.differing:
+        difference = first_difference(*records(begin, [difference.place.key])) or difference
+    unrepeated = tuple(_unrepeated(curve, record) for curve, record in zip(curves, pair, strict=True))
+    number = parting[0].iteration if parting else None
+    return _report(number, _figures(parting), pair, difference, first, unrepeated, saved)
+
+
+def _report(
+    iteration: int | None,
+    figures: str,
+    records: tuple[StepRecord, StepRecord],
+    difference: StepDifference | None,
+    first: tuple[int, int] | None = None,
+    unrepeated: tuple[tuple[int, ...], ...] = ((), ()),
+    saved: str = "",
+) -> StepReport:
+    a, b = (record.header["settings"] for record in records)
+    settings = tuple(
+        f"{key}: {a.get(key)} and {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+    )
+    alone = unmatched(*records)
+    return StepReport(iteration, figures, difference, first, (unrepeated[0], unrepeated[1]), saved, settings, alone)
+
+
+def _beginnings(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
+    """Return the iterations to train A and B from, and the difference of their newest checkpoints of one iteration.
+
+    Both begin with their newest equal checkpoints; with the newest of one iteration if none are equal, and each with
+    its newest if they have none in common.
+    """
+    common = sorted(a.saved.keys() & b.saved.keys())
+    if not (a.saved and b.saved):
+        raise DataError("A run has no checkpoint with the optimizer's state", where=(b if a.saved else a).folder)
+    if not common:
+        return (max(a.saved), max(b.saved)), ""
+    first = common[-1]
+    newest = _unequal(a, b, first)
+    if newest:
+        # The checkpoints are equal up to some iteration, and differ from it on.
+        equal = bisect_left(common[:-1], True, key=lambda iteration: bool(_unequal(a, b, iteration)))
+        first = common[equal - 1] if equal else first
+    return (first, first), newest
+
+
+def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
+    """Return the first tensor that differs in the checkpoints of an iteration, in words; empty for equal ones."""
+    paths = a.saved[iteration], b.saved[iteration]
+    if paths[0] is None or paths[1] is None:
+        return ""
+    for tensor in reprise.diff(paths[0], paths[1]).tensors:
+        if tensor.result != "equal":
+            size = "" if tensor.largest is None else f", by at most {tensor.largest:.3g}"
+            return (
+                f"iteration {iteration}, {tensor.name}: {tensor.differing} of {tensor.total} values differ{size}"
+                f"{f' ({tensor.detail})' if tensor.detail else ''}"
+            )
+    return ""
+
+
+def _first_unequal(a: Curve, b: Curve) -> tuple[Point, Point] | None:
+    """Return the points of the first iteration of both curves with other bits."""
+    points_b = {point.iteration: point for point in b.points}
+    for point in a.points:
+        point_b = points_b.get(point.iteration)
+        if point_b is not None and point.bits != point_b.bits:
+            return point, point_b
+    return None
+
+
+def _figures(parting: tuple[Point, Point] | None) -> str:
+    if parting is None:
+        return ""
+    pairs = zip(("loss", "gradient norm", "learning rate"), parting[0].bits, parting[1].bits, strict=True)
+    return "; ".join(f"{name} {first} and {second}" for name, first, second in pairs if first != second)
+
+
+def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
+    """Return the iterations whose repetition has other figures than the run's log."""
+    points = {point.iteration: point.bits[:2] for point in curve.points}
+    figures = record.figures()
+    return tuple(number for number, bits in figures.items() if number in points and points[number] != bits)
+
+
+def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
+    """Train a run again in processes of this host, as many as its ranks; see `Replay`.
+
+    Raises:
+        DataError: if they fail.
+    """
+    command = [sys.executable, "-m"]
+    if run.ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks), "-m"]
+    command += [
+        "reprise",  # an installed library has no package `trainer`
+        "compare-steps",
+        str(run.folder),
+        "--record",
+        str(out),
+        "--from",
+        str(first),
+        "--to",
+        str(last),
+    ]
+    command += ["--begin", str(begin), *(word for key in values for word in ("--values", key))]
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which would leave the ranks behind
+    process = subprocess.Popen(
+        command,
+        env=variables_of(run),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # an interrupt of the terminal comes to torchrun once, from here
+    )
+    try:
+        _, errors = process.communicate()
+    finally:
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.wait()
+        signal.signal(signal.SIGTERM, handler)
+    if process.returncode:
+        raise DataError(
+            "A run cannot be trained again on this host",
+            where=run.folder,
+            found="\n".join(errors.splitlines()[-_MOST_LINES:]),
+            fix="Record it where it was trained: torchrun ... reprise compare-steps RUN --record FOLDER --from N --to "
+            "M; then compare the two folders.",
+        )
+
+
+def report_lines(report: StepReport) -> list[str]:
+    """Return a report in words."""
+    lines = list[str]()
+    if report.iteration is not None:
+        lines.append(f"the logs part at iteration {report.iteration}: {report.figures}")
+    elif report.first is not None:
+        lines.append("the logs have equal bits in all iterations of both")
+    elif report.difference is None and not report.settings:
+        lines.append("nothing differs")
+    if report.first is not None:
+        lines.append("trained again: A from iteration {}, B from iteration {}".format(*report.first))
+    if report.difference is not None:
+        lines += ["first difference:", *described(report.difference)]
+    elif report.first is not None:
+        lines.append("no difference when trained again: every tensor and number has equal bits")
+    for name, iterations in zip("AB", report.unrepeated, strict=True):
+        if iterations:
+            numbers = ", ".join(map(str, iterations))
+            lines.append(f"{name} does not repeat: the log has other figures at iteration {numbers}")
+    if report.saved:
+        lines.append(f"the checkpoints differ: {report.saved}")
+    if report.settings:
+        lines += ["settings that differ:", *(f"  {line}" for line in report.settings)]
+    if any(report.alone):
+        lines.append(
+            f"not compared: {count_of(report.alone[0], 'tensor')} that only A has, {report.alone[1]} that only B has"
+        )
+    return lines
