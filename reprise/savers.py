@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from reprise.stores.mirror_process import MirrorProcess as MirrorProcess
     from reprise.stores.mirror_process import mirror_rule as mirror_rule
     from reprise.stores.mirror_process import mirror_run as mirror_run
-    from reprise.stores.peers import Peers as Peers
-    from reprise.stores.peers import address_of_this_host as address_of_this_host
-    from reprise.stores.peers import listen as listen
     from reprise.weights_checkpointer import WeightsCheckpointer as WeightsCheckpointer
     from reprise.weights_checkpointer import WeightsPolicy as WeightsPolicy
 
@@ -41,7 +38,6 @@ _NAMES = {
     "saving.one_process": ("write_checkpoint",),
     "stores.extra": ("probe_store",),
     "stores.mirror_process": ("MirrorProcess", "mirror_rule", "mirror_run"),
-    "stores.peers": ("Peers", "address_of_this_host", "listen"),
     "weights_checkpointer": ("WeightsCheckpointer", "WeightsPolicy"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,26 +30,20 @@ SPECS = [
 ]
 
 
-def contents(rank: int, iteration: int, members: Mapping[str, object] | None = None) -> Contents:
+def contents(rank: int, iteration: int) -> Contents:
     """Return the share of a rank in the state of two ranks after an iteration."""
     values = {}
     for spec in SPECS:
         generator = torch.Generator().manual_seed(iteration)
         values[spec.name] = torch.randn(spec.shape, generator=generator).to(torch_dtype(spec.dtype))
     live = tuple(COLUMNS.live(rank, SPECS, values))
-    state = {"format": FORMAT, "iteration": iteration, **(members or {})}
+    state = {"format": FORMAT, "iteration": iteration}
     documents = {STATE: state, "config.json": {"model_type": "gpt2"}}
     return Contents(tuple(SPECS), live, {}, documents)
 
 
-def save_on_two_hosts(
-    folder: Path, *iterations: int, copies: int = 0, keep: int = 9, members: Mapping[str, object] | None = None
-) -> list[Path]:
-    """Save iterations on two hosts, and return the folder of each.
-
-    Args:
-        members: of `trainer_state.json`, beside those that every checkpoint has.
-    """
+def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0, keep: int = 9) -> list[Path]:
+    """Save iterations on two hosts, and return the folder of each."""
     folders = [folder / f"host{rank}" / "local" for rank in range(2)]
 
     def run(channel: StoreChannel) -> None:
@@ -57,7 +51,7 @@ def save_on_two_hosts(
         local = LocalCheckpointer(policy, channel, nonce="n")
         local.start()
         for iteration in iterations:
-            local.saver.save(iteration, contents(channel.rank, iteration, members))
+            local.saver.save(iteration, contents(channel.rank, iteration))
             local.await_copies()
         local.close()
 

@@ -136,7 +136,6 @@ CHOOSES_STORE = (
     "reprise.weights_checkpointer",
     "reprise.loading.newest",
     "reprise.loading.restorer",
-    "reprise.local.mirror",
     "reprise.management",
     "reprise.nested.calls",
     "reprise.storage.lock",

@@ -20,7 +20,6 @@ from reprise.paths import read_regular
 from reprise.storage.folder import WEIGHTS, iteration_name, iteration_of
 
 MIRROR = "mirror.json"
-SCRATCH = Path(".mirror") / "file"  # below the folder of a host, where its mirror assembles a file
 FORMAT = "reprise-mirror/1"
 _MOST_BYTES = 64 << 20
 

@@ -16,11 +16,10 @@ import secrets
 import select
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, LockError, TrainerError
 from reprise.format.mirror_record import MirrorRule
@@ -30,9 +29,6 @@ from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import STALL_S, MirrorPass
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
-
-if TYPE_CHECKING:
-    from reprise.stores.pool import Pool
 
 _log = logging.getLogger("reprise.stores.mirror")  # also where it is the program
 
@@ -111,24 +107,20 @@ class _Announcer:
             self._problem = ""
 
 
-def main(arguments: Sequence[str] | None = None, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
-    """Mirror a run, and return the exit status.
-
-    Args:
-        pool_of: makes the pool of hosts without a common folder.
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Mirror a run, and return the exit status."""
     options = MirrorOptions(**vars(_parser().parse_args(arguments)))
     if options.attached:
         os.nice(_NICENESS)
-    return run(options, pool_of=pool_of)
+    return run(options)
 
 
-def run(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
+def run(options: MirrorOptions) -> int:
     """Mirror a run, log to stderr, and return the exit status."""
     logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
     logging.getLogger("reprise").setLevel(logging.INFO)
     try:
-        return mirror(options, pool_of=pool_of)
+        return mirror(options)
     except KeyboardInterrupt:
         return _FINE
     except TrainerError as error:
@@ -138,7 +130,7 @@ def run(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | No
     return _IMPOSSIBLE
 
 
-def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] | None = None) -> int:
+def mirror(options: MirrorOptions) -> int:
     """Follow a run's folder until there is no more to do, or without end.
 
     Returns:
@@ -154,8 +146,7 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
     url, folder = StoreUrl.parse(options.url), _checkpoints_of(options.run, is_awaited=options.attached)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
-    pool = None if pool_of is None else pool_of(replace(options, run=folder))
-    orders = Orders() if pool is None else Orders(pool.wake)
+    orders = Orders()
     if options.attached:
         threading.Thread(target=orders.follow, args=(sys.stdin.fileno(),), daemon=True).start()
     announcer, pause_s = _Announcer(url), _FIRST_PAUSE_S
@@ -166,20 +157,18 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 orders.wake.clear()
                 is_last = options.once or orders.is_finishing
                 if passes is None:
-                    if options.host == 0 or pool is not None:
-                        stack.enter_context(_lock_of(folder, is_local=pool is not None))
+                    if options.host == 0:
+                        stack.enter_context(_lock_of(folder))
                     passes = MirrorPass(
-                        StoreClient(url.root), url, folder, rule, pool=pool,
+                        StoreClient(url.root), url, folder, rule,
                         host=options.host, hosts=options.hosts, stall_s=options.stall_s,
                     )  # fmt: skip
                 is_done = retried(partial(passes.run, at_end=True)) if options.once else passes.run(at_end=is_last)
                 announcer.went_on()
                 pause_s = _FIRST_PAUSE_S
                 if is_done and is_last:
-                    if pool is not None:
-                        pool.end()
                     return _REFUSED if options.once and passes.refused else _FINE
-                if is_done or options.hosts > 1 or pool is not None:
+                if is_done or options.hosts > 1:
                     orders.wake.wait(POLL_S)
             except (OSError, LockError, CheckpointError) as error:
                 is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
@@ -190,10 +179,8 @@ def mirror(options: MirrorOptions, *, pool_of: Callable[[MirrorOptions], Pool] |
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _lock_of(folder: Path, *, is_local: bool) -> FolderLock:
-    return FolderLock(
-        folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run", is_local=is_local
-    )
+def _lock_of(folder: Path) -> FolderLock:
+    return FolderLock(folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run")
 
 
 def _checkpoints_of(run: Path, *, is_awaited: bool) -> Path:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise import json_file
 from reprise.atomic import replace_file
@@ -47,9 +46,6 @@ from reprise.stores.upload import (
 )
 from reprise.stores.url import StoreUrl
 
-if TYPE_CHECKING:
-    from reprise.stores.pool import Pool
-
 _log = logging.getLogger(__name__)
 
 # Host 0 uploads in the place of a host that has uploaded nothing for this long, and for the time that its largest
@@ -73,9 +69,8 @@ class MirrorPass:
 
     Args:
         url: of the run in the store.
-        folder: the run's checkpoint folder, which all hosts share, or with a `pool` the folder of this host.
+        folder: the run's checkpoint folder, which all hosts share.
         host: the number of this host among `hosts`. Host 0 begins, commits, deletes and writes `mirror.json`.
-        pool: the hosts where they share no folder. Host 0 then chooses the checkpoint for all, and keeps to it.
     """
 
     def __init__(
@@ -89,11 +84,10 @@ class MirrorPass:
         hosts: int = 1,
         stall_s: float = STALL_S,
         clock: Callable[[], float] = time.monotonic,
-        pool: Pool | None = None,
     ) -> None:
         self._client, self._url, self._root, self._rule = client, url, folder, rule
         self._host, self._hosts = host, hosts
-        self._stall_s, self._clock, self._pool = stall_s, clock, pool
+        self._stall_s, self._clock = stall_s, clock
         self._record: MirrorRecord | None = None
         self._lineage = ("", ""), Lineage()  # of the newest checkpoint, by its name and digest
         self._sources = dict[str, tuple[tuple[int, ...], CheckpointFiles]]()
@@ -102,7 +96,6 @@ class MirrorPass:
         self._ended = set[tuple[str, str]]()  # by name and digest: this host's share is up, or cannot be uploaded
         self._refused = set[str]()  # names of checkpoints that are not mirrored
         self._waiting: _Waiting | None = None
-        self._current = ""  # the name that the hosts of a pool upload now
         self._kept = set[str]()  # names that a hold in the store keeps, as the log says
         self._goes_on: bool | None = None  # as the store has it; None if unknown
 
@@ -121,18 +114,14 @@ class MirrorPass:
             OSError: if the store or the folder fails; the next call goes on.
             CheckpointError: if the store holds checkpoints of another run.
         """
-        local, is_done = self._local(), True
+        local = self._local()
         self._sources = {name: found for name, found in self._sources.items() if name in local}
         self._refused &= local.keys()
         self._kept &= local.keys()
-        if self._host and self._pool is not None:
-            return self._follow(self._pool, local)
         if self._host == 0:
             self._lead(local)
         record = self._record if self._host == 0 and self._record else read_record(self._root, self._rule.url)
         due = self._rule.due(local, record.committed, at_end=at_end)
-        if self._current in local:  # also where newer ones have come, which `keep` counts
-            due = [self._current, *(name for name in due if name != self._current)]
         for name in due:
             files = self._files(name, local[name])
             if files is None or (name, files.digest) in self._ended:
@@ -145,41 +134,12 @@ class MirrorPass:
             if entry is not None and self._is_kept(name, entry):
                 continue
             self._tell(goes_on=True)
-            is_done = False
-            if self._has_parts(name, files):
-                self._send(name, local[name], files)
-                return False
-        self._current = ""
-        if is_done and self._host == 0:
-            if self._pool is not None:
-                self._pool.release()
+            self._send(name, local[name], files)
+            return False
+        if self._host == 0:
             self._prune(local, at_end=at_end)
             self._tell(goes_on=not at_end and is_locked(self._root))
-        return is_done
-
-    def _follow(self, pool: Pool, local: Mapping[str, Path]) -> bool:
-        """Upload the share of this host in what host 0 has chosen; return whether host 0 has uploaded all."""
-        name = pool.chosen
-        files = self._files(name, local[name]) if name in local else None
-        if files is not None and (name, files.digest) not in self._ended:
-            self._send(name, local[name], files)
-        return pool.is_over
-
-    def _has_parts(self, name: str, files: CheckpointFiles) -> bool:
-        """Return whether the hosts keep a checkpoint until it is uploaded; where they share its folder, they need not.
-
-        Raises:
-            OSError: if a host does not answer.
-        """
-        if self._pool is None:
-            return True
-        try:
-            has_parts = self._pool.hold(name, files.digest)
-        except CheckpointError as error:
-            self._give_up(name, files.digest, error)
-            return False
-        self._current = name if has_parts else self._current
-        return has_parts
+        return True
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL for as long as checkpoints of the run may come: a follower waits for them."""
@@ -215,11 +175,11 @@ class MirrorPass:
         return self._sources[name][1]
 
     def _send(self, name: str, path: Path, files: CheckpointFiles) -> None:
-        if self._pool is None and exists(path / HOST):
+        if exists(path / HOST):
             self._give_up(name, files.digest, f"it is the part of one host. {_OF_PARTS}")
             return
         try:
-            source = LocalSource(path) if self._pool is None else self._pool.source(path)
+            source = LocalSource(path)
         except FileNotFoundError:
             return
         upload = self._uploads.get(name)
@@ -349,14 +309,12 @@ class MirrorPass:
             CheckpointError: if it has checkpoints of another run.
         """
         record, committed = read_record(self._root, self._rule.url), dict[str, MirroredCheckpoint]()
-        # In a folder of host 0 alone, which another host may have been at the last start, the record may be an old one.
-        recorded = record.committed if self._pool is None else {}
         inherited = set[str]()
         for prefix in ("", f"{WEIGHTS}/"):
             folder = self._url.child(WEIGHTS) if prefix else self._url
             for folder_name in filter(_is_current_name, self._client.names(folder.key)[0]):
                 name = f"{prefix}{folder_name}"
-                entry = _stored_checkpoint(self._client, self._url.child(name), recorded.get(name))
+                entry = _stored_checkpoint(self._client, self._url.child(name), record.committed.get(name))
                 if entry is None:
                     continue
                 relation = _relation(lineage, entry.lineage, iteration_in(name))

@@ -10,17 +10,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from reprise.format.mirror_record import SCRATCH, MirrorRule
+from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.stores.child import child_environment
 from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
-
-if TYPE_CHECKING:
-    from reprise.stores.peers import Peers
 
 _log = logging.getLogger(__name__)
 
@@ -54,24 +50,20 @@ class MirrorProcess:
     """The mirror of a run on this host. No method waits for the store, and none raises after the start.
 
     Args:
-        folder: the run's checkpoint folder, which all hosts share, or with `peers` that of this host.
+        folder: the run's checkpoint folder, which all hosts share.
         host: the number of this host among `hosts`.
-        peers: the mirrors of all hosts, where these share no folder.
 
     Raises:
         ConfigError: if obstore is not installed, or the URL lies in the folder.
     """
 
-    def __init__(
-        self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1, peers: Peers | None = None
-    ) -> None:
+    def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
         require_extra(rule.url)
         StoreUrl.parse(rule.url).require_outside(folder)
-        self._folder, self._rule, self._peers = folder, rule, peers
+        self._folder, self._rule = folder, rule
         options = {"--interval": rule.interval, "--keep": rule.keep, "--host": host, "--hosts": hosts}
         words = [word for name, value in options.items() for word in (name, str(value))]
-        program = "reprise.stores.mirror" if peers is None else "reprise.local.mirror"
-        self._command = [sys.executable, "-P", "-m", program, "--attached", *words, "--"]
+        self._command = [sys.executable, "-P", "-m", "reprise.stores.mirror", "--attached", *words, "--"]
         self._command += [str(folder.absolute()), rule.url]
         self._process = self._start()
         self._started = time.monotonic()
@@ -84,12 +76,8 @@ class MirrorProcess:
             env={"TOKIO_WORKER_THREADS": TOKIO_THREADS, **child_environment()},
             start_new_session=True,  # an interrupt of the terminal is for the program
             bufsize=0,
-            pass_fds=() if self._peers is None else (self._peers.listener.fileno(),),
         )
         assert process.stdin is not None
-        if self._peers is not None:
-            with contextlib.suppress(OSError):  # of a process that has died already
-                process.stdin.write(self._peers.line())
         os.set_blocking(process.stdin.fileno(), False)
         return process
 
@@ -139,10 +127,6 @@ class MirrorProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._peers is not None:
-            self._peers.listener.close()
-            with contextlib.suppress(OSError):  # the next start removes it
-                FILE_SYSTEM.remove_tree(self._folder / SCRATCH)
 
     def _say(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -73,7 +73,7 @@ def test_the_whole_library_imports_little_besides_torch() -> None:
 
 _INSPECT = """
 import sys
-import reprise.local.mirror, reprise.management.gathering, reprise.stores.mirror
+import reprise.management.gathering, reprise.stores.mirror
 from reprise.savers import mirror_run
 from trainer.commands.checkpoint import main
 

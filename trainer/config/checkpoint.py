@@ -80,7 +80,7 @@ class MirrorKeys:
 
     Args:
         mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads `save`, weights and adapters
-            too, or without it `local.dir`; null for none.
+            too; null for none.
         mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
         mirror_interval: mirror multiples of n save intervals, and the run's last checkpoint.
         mirror_wait_s: most seconds that a run's end waits for the mirror; after a signal a tenth.
@@ -284,8 +284,8 @@ def _save_problems(section: CheckpointSection) -> list[str]:
 
 def _mirror_problems(section: CheckpointSection) -> list[str]:
     problems = []
-    if section.mirror is not None and section.save is None and section.local.dir is None:
-        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save or checkpoint.local.dir")
+    if section.mirror is not None and section.save is None:
+        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored")
     for name, least in (("mirror_keep", 0), ("mirror_interval", 1), ("mirror_wait_s", 0)):
         if not least <= getattr(section, name) <= MOST_SECONDS:
             problems.append(f"checkpoint.{name}={getattr(section, name)}: must be {least} or more")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from reprise.channel import Hosts, find_hosts
+from reprise.channel import find_hosts
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import save_folder
 from trainer.launch.process_group import Cluster
 
 if TYPE_CHECKING:
-    from reprise.savers import MirrorProcess, MirrorRule, Peers
+    from reprise.savers import MirrorProcess, MirrorRule
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +25,7 @@ def rule_of(section: CheckpointSection) -> MirrorRule:
     from reprise.savers import mirror_rule
 
     assert section.mirror is not None
-    between = section.local.save_interval if section.save is None else section.save_interval
-    interval = section.mirror_interval * between if section.mirror_interval > 1 else 0
+    interval = section.mirror_interval * section.save_interval if section.mirror_interval > 1 else 0
     return mirror_rule(section.mirror, interval=interval, keep=section.mirror_keep)
 
 
@@ -52,12 +48,11 @@ def mirrored(
     folder, rule = save_folder(section), rule_of(section)
     assert folder is not None
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "mirror")
-    peers = _meet(cluster, hosts) if section.save is None else None
     process: MirrorProcess | None = None
     with cluster.channel.agreed("mirror/started"):
         if cluster.rank in hosts.leaders:
             number = hosts.number_of(cluster.rank)
-            process = MirrorProcess(folder, rule, host=number, hosts=len(hosts.leaders), peers=peers)
+            process = MirrorProcess(folder, rule, host=number, hosts=len(hosts.leaders))
     with ExitStack() as stack:
         if process is not None:
             stack.callback(process.end)
@@ -67,24 +62,4 @@ def mirrored(
     names = [] if has_ended or process is None or cluster.rank else process.missing()
     if names:
         by_hand = f"`reprise checkpoint mirror {folder} {rule.url} --once` uploads them, and so does the next start"
-        fix = "the next start on these hosts uploads them" if section.save is None else by_hand
-        _log.warning("not in %s yet: iteration %s. %s", rule.url, ", ".join(names), fix)
-
-
-def _meet(cluster: Cluster, hosts: Hosts) -> Peers | None:
-    """Return on leaders the port of this host, with the addresses of all: the mirrors take pieces from each other."""
-    from reprise.savers import Peers, address_of_this_host, listen
-
-    listener = None
-    with cluster.channel.agreed("mirror/listens"):
-        if cluster.rank in hosts.leaders:
-            listener = listen()
-    row = None
-    if listener is not None:
-        first = os.environ.get("MASTER_ADDR", "localhost")  # where torchrun lets the ranks meet
-        row = [address_of_this_host(first), listener.getsockname()[1]]
-    rows = cluster.channel.gather("mirror/addresses", json.dumps(row).encode())
-    token, addresses = cluster.channel.from_first(
-        "mirror/peers", lambda: [secrets.token_hex(16), [json.loads(rows[leader]) for leader in hosts.leaders]]
-    )
-    return None if listener is None else Peers(listener, tuple(map(tuple, addresses)), token)
+        _log.warning("not in %s yet: iteration %s. %s", rule.url, ", ".join(names), by_hand)
