@@ -236,13 +236,13 @@ HANDED_ON = {
         reprise.saving.writer
         reprise.storage.lock
         reprise.storage.worker
-        reprise.stores.ranges
         trainer.train_command
     """,
     "Exception": """
         reprise.loading.restorer
         reprise.nested.stateful
-        reprise.stores.serve
+        reprise.stores.child
+        reprise.stores.ranges
         trainer.config.compose
         trainer.metrics.sink
     """,

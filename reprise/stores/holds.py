@@ -71,10 +71,10 @@ class StoredHold:
         """Delete the hold; calling it again is fine."""
         self._is_over.set()
         with contextlib.suppress(OSError):  # it expires
-            self._path.reader.ask("delete", self._key)
+            self._path.store.ask("delete", self._key)
 
     def _write(self) -> None:
-        self._path.reader.ask("put", self._key, text=self._text)
+        self._path.store.ask("put", self._key, self._text)
 
     def _beat(self) -> None:
         while not self._is_over.wait(HEARTBEAT_S):
@@ -108,7 +108,7 @@ def manifest_version(path: Path) -> ManifestVersion | None:
 
 def _stored_version(path: StorePath) -> ManifestVersion | None:
     try:
-        return path.reader.head(path.url.child(MANIFEST).key)
+        return path.store.head(path.url.child(MANIFEST).key)
     except FileNotFoundError:
         return None
 

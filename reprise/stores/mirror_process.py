@@ -14,7 +14,6 @@ from pathlib import Path
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
-from reprise.stores.child import child_environment
 from reprise.stores.extra import require_extra
 from reprise.stores.url import StoreUrl
 
@@ -73,7 +72,11 @@ class MirrorProcess:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={"TOKIO_WORKER_THREADS": TOKIO_THREADS, **child_environment()},
+            env={
+                **os.environ,
+                "TOKIO_WORKER_THREADS": TOKIO_THREADS,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
             start_new_session=True,  # an interrupt of the terminal is for the program
             bufsize=0,
         )

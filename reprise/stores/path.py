@@ -12,9 +12,8 @@ from typing import Any
 
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import is_iteration_name
-from reprise.stores.reader import StoreReader, reader_of
+from reprise.stores.store import CONNECTIONS, Store
 from reprise.stores.url import StoreUrl
-from reprise.stores.wire import CONNECTIONS
 
 
 class StorePath(PosixPath):
@@ -39,9 +38,9 @@ class StorePath(PosixPath):
         return StoreUrl(f"{scheme}//{''.join(bucket)}", "/".join(names[len(bucket) :]))
 
     @property
-    def reader(self) -> StoreReader:
-        """Return the reader of its store."""
-        return reader_of(self.url.root)
+    def store(self) -> Store:
+        """Return its store."""
+        return Store(self.url.root)
 
     def __str__(self) -> str:
         """Return the URL; nothing for the last of `parents`, which has no part."""
@@ -68,7 +67,7 @@ class StorePath(PosixPath):
         if self.listed is not None:
             return True
         try:
-            self.reader.head(self.url.key)
+            self.store.head(self.url.key)
         except FileNotFoundError:
             return False
         return True
@@ -80,7 +79,7 @@ class StorePath(PosixPath):
         if is_iteration_name(self.name):
             return (self / MANIFEST).is_file()
         try:
-            return any(self.reader.ask("names", self.url.key))
+            return any(self.store.ask("names", self.url.key))
         except FileNotFoundError:  # no such bucket
             return False
 
@@ -90,7 +89,7 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and the objects directly below, and no iteration without a manifest."""
-        folders, objects = self.reader.ask("names", self.url.key)
+        folders, objects = self.store.ask("names", self.url.key)
         paths = [self / name for name in folders]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             for path, is_there in zip(paths, threads.map(StorePath.is_dir, paths), strict=True):
@@ -99,12 +98,17 @@ class StorePath(PosixPath):
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the objects below whose names fit a pattern."""
-        start = len(self.url.key) + 1
-        for key, size, modified_at in self.reader.ask("objects", self.url.key):
-            if fnmatch.fnmatchcase(key.rpartition("/")[2], pattern):
-                path = self / key[start:]
-                path.listed = (size, modified_at)
+        for name, size, modified_at in self.objects():
+            if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern):
+                path = self / name
+                path.listed = size, modified_at
                 yield path
+
+    def objects(self) -> Iterator[tuple[str, int, float]]:
+        """Yield name, size and time of each object below, in one listing of the store."""
+        start = len(self.url.key) + 1 if self.url.key else 0
+        for key, size, _, modified_at in self.store.ask("objects", self.url.key):
+            yield key[start:], size, modified_at
 
     def lstat(self) -> os.stat_result:
         """Return size and time of an object.
@@ -112,7 +116,7 @@ class StorePath(PosixPath):
         Raises:
             OSError: if there is none, or the store cannot be read.
         """
-        return status_of(*(self.listed or self.reader.head(self.url.key)[::2]))
+        return status_of(*(self.listed or self.store.head(self.url.key)[::2]))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the same as `lstat`."""

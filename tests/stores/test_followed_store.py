@@ -21,7 +21,7 @@ from reprise.format.lineage import Branch, Lineage
 from reprise.storage.holds import EXPIRY_S
 from reprise.stores.client import StoreClient, StoredObject
 from reprise.stores.holds import is_held
-from reprise.stores.reader import close_readers
+from reprise.stores.store import end_child
 from reprise.stores.upload import list_folder, retire
 from tests.stores.saving import RUN, committed, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of
@@ -37,7 +37,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     save(site.folder, [5])
     site.mirror()
     yield site
-    close_readers()
+    end_child()
 
 
 def add(site: Site, *iterations: int) -> None:

@@ -21,7 +21,7 @@ from reprise.folder import StoredHold, take_hold
 from reprise.storage.holds import EXPIRY_S
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.reader import close_readers
+from reprise.stores.store import end_child
 from tests.crash.test_clocks import CLOCKS, DAY_S
 from tests.stores.saving import committed, save
 from tests.stores.test_mirror_pass import InterruptedClient, Site, names_of
@@ -66,7 +66,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     yield Site(tmp_path)
-    close_readers()
+    end_child()
 
 
 def take(site: Site, iteration: int) -> StoredHold:

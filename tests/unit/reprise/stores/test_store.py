@@ -18,12 +18,11 @@ import torch
 import reprise
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, STATE
-from reprise.stores import reader as reader_module
+from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
 from reprise.stores.location import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
-from reprise.stores.reader import MOST_RESTARTS, StoreReader, close_readers, reader_of
-from reprise.stores.wire import CONNECTIONS
+from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, Store, child, end_child
 from tests.messages import refused
 
 FORKS = 20
@@ -43,6 +42,12 @@ def run(tmp_path: Path) -> Path:
 
 def url_of(path: Path) -> str:
     return f"file://{path}"
+
+
+def process_id() -> int:
+    process = child().process
+    assert process is not None
+    return process.pid
 
 
 def is_model(loaded: torch.nn.Module, seed: int) -> bool:
@@ -79,7 +84,7 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
         child = os.fork()
         if not child:
             is_equal = not index % 10 and not path.exists()  # some use the store themselves
-            close_readers()
+            end_child()
             os._exit(int(is_equal))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         buffer = bytearray(len(content))
@@ -89,10 +94,10 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    reader = reader_of("file://")
-    reader.ask("names", "")
-    os.kill(reader.process_id, signal.SIGSTOP)
-    thread = threading.Thread(target=reader.ask, args=("names", ""))
+    store = Store("file://")
+    store.ask("names", "")
+    os.kill(process_id(), signal.SIGSTOP)
+    thread = threading.Thread(target=store.ask, args=("names", ""))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -102,12 +107,12 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
     descriptor = os.pidfd_open(child)
     has_ended = bool(select.select([descriptor], [], [], 30)[0])
     os.close(descriptor)
-    os.kill(reader.process_id, signal.SIGCONT)
+    os.kill(process_id(), signal.SIGCONT)
     if not has_ended:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     thread.join()
-    close_readers()
+    end_child()
     assert has_ended
 
 
@@ -116,78 +121,99 @@ def _is_asleep(thread: threading.Thread) -> bool:
     return stat.rpartition(")")[2].split()[0] == "S"
 
 
-def test_the_reading_process_ends_with_the_program(run: Path) -> None:
+def test_the_child_ends_with_the_last_of_its_programs() -> None:
     program = (
-        "import os, signal\n"
-        "from reprise.stores.reader import reader_of\n"
-        "reader = reader_of('file://')\n"
-        "reader.ask('names', '')\n"
-        "print(reader.process_id, flush=True)\n"
+        "import os, signal, sys\n"
+        "from reprise.stores.store import child\n"
+        "child('shared').ask('names', 'file://', '')\n"
+        "process = child().process\n"
+        "print(process and process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=False)
-    assert result.returncode == -signal.SIGKILL
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        assert select.select([os.pidfd_open(int(result.stdout))], [], [], 30)[0]
+    with contextlib.ExitStack() as stack:
+        programs, lines = [], []
+        for _ in range(2):
+            started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            programs.append(stack.enter_context(started))
+            assert started.stdout is not None
+            lines.append(started.stdout.readline())  # the second has started no child
+        descriptor = os.pidfd_open(int(lines[0]))
+        for started, has_ended in zip(programs, (False, True), strict=True):
+            started.communicate()
+            assert bool(select.select([descriptor], [], [], 30 if has_ended else 0)[0]) == has_ended
+        os.close(descriptor)
 
 
-def test_a_killed_reader_is_started_again_a_few_times(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reader = reader_of("file://")
-    for number in range(MOST_RESTARTS + 1):
-        assert number == 0 or reader.ask("names", str(run)[1:])[0]
-        os.kill(reader.process_id, signal.SIGKILL)
-    assert caplog.text.count("is started again") == MOST_RESTARTS
-    with pytest.raises(OSError, match="has ended 4 times"):
-        reader.ask("names", "")
-    close_readers()
-    assert location(url_of(run)).is_dir()
-    close_readers()
+def test_a_killed_child_is_started_again_a_few_times(
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_child()
+    send, kills = ChildLink.send, MOST_TRIES - 1
+
+    def killed(link: ChildLink, request: object) -> None:
+        nonlocal kills
+        kills -= 1
+        if kills >= 0:
+            os.kill(process_id(), signal.SIGKILL)
+        send(link, request)
+
+    monkeypatch.setattr(ChildLink, "send", killed)
+    assert location(url_of(run) + "/iter_0000001").is_dir()
+    assert caplog.text.count("is started again") == MOST_TRIES - 1
+    kills = MOST_TRIES
+    with pytest.raises(OSError, match=f"has ended {MOST_TRIES} times"):
+        location(url_of(run) + "/iter_0000001").is_dir()
+    end_child()
 
 
-def test_a_load_goes_on_after_its_reader_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, loaded, kills = StoreReader.read, model(9), [1, 2]
+def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, loaded, kills = Store.read, model(9), [1, 2]
 
-    def killed(reader: StoreReader, *arguments: Any) -> None:
+    def killed(store: Store, *arguments: Any) -> None:
         if kills.pop() if kills else False:
-            os.kill(reader.process_id, signal.SIGKILL)
-        read(reader, *arguments)
+            os.kill(process_id(), signal.SIGKILL)
+        read(store, *arguments)
 
-    monkeypatch.setattr(StoreReader, "read", killed)
+    monkeypatch.setattr(Store, "read", killed)
     assert reprise.load(url_of(run), loaded)["epoch"] == 2
     assert is_model(loaded, 2)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-def test_an_answer_never_taken_is_not_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [str(tmp_path / name)[1:] for name in ("long", "short")]
     for key, size in zip(keys, (9, 1), strict=True):
         Path(f"/{key}").write_bytes(bytes(size))
-    reader, receive = StoreReader("file://"), reader_module.receive
+    answer = ChildLink.answer
 
     def interrupted(*_: object) -> None:
-        monkeypatch.setattr(reader_module, "receive", receive)
-        raise error
+        monkeypatch.setattr(ChildLink, "answer", answer)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(reader_module, "receive", interrupted)
+    monkeypatch.setattr(ChildLink, "answer", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
-        reader.head(keys[0])
-    assert {reader.head(keys[1])[0] for _ in range(2 * CONNECTIONS)} == {1}
-    reader.close()
+        Store("file://").head(keys[0])
+    assert {Store("file://").head(keys[1])[0] for _ in range(2 * CONNECTIONS)} == {1}
+    end_child()
+
+
+def test_a_child_of_another_user_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "is_of_this_user", lambda _: False)
+    with pytest.raises(PermissionError, match="another user"):
+        Child().link()
 
 
 def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "iter_0000001" / "hold").touch()
     (run / "iter_0000002" / MANIFEST).rename(run / "manifest-of-2")  # its deletion or upload is under way
     reprise.save(run / "weights", model(), iteration=3)
-    requests, ask = list[str](), StoreReader._ask
+    requests, ask = list[str](), Child.ask
 
-    def counted(reader: StoreReader, request: dict[str, Any], *into: Any) -> Any:
-        requests.append(request["call"])
-        return ask(reader, request, *into)
+    def counted(child: Child, call: str, *arguments: Any, **into: Any) -> Any:
+        requests.append(call)
+        return ask(child, call, *arguments, **into)
 
-    monkeypatch.setattr(StoreReader, "_ask", counted)
+    monkeypatch.setattr(Child, "ask", counted)
     held, light = reprise.list(url_of(run), check=0)
     assert requests.count("objects") == 1
     assert "head" not in requests
@@ -196,7 +222,7 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
     of_folder = reprise.list(run, check=0)
     assert [held.total_bytes, light.total_bytes] == [of_folder[0].total_bytes, of_folder[-1].total_bytes]
     assert held.written_at == int(of_folder[0].written_at)
-    close_readers()
+    end_child()
 
 
 def test_the_tools_take_urls(run: Path) -> None:
@@ -208,7 +234,7 @@ def test_the_tools_take_urls(run: Path) -> None:
         result.checked_bytes for result in reprise.verify(run)
     ]
     assert reprise.diff(url_of(run), run).is_empty
-    close_readers()
+    end_child()
 
 
 def test_a_load_passes_over_what_is_incomplete_or_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +251,7 @@ def test_a_load_passes_over_what_is_incomplete_or_damaged(run: Path, caplog: pyt
     (run / "iter_0000001" / STATE).write_text("{}")
     with refused(CheckpointError, url_of(run)):
         reprise.load(url_of(run), loaded)
-    assert not reader_module._readers  # a failed load leaves no process
+    assert store_module._child is None  # a failed load leaves no process
 
 
 def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
