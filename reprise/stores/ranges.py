@@ -7,7 +7,6 @@ other, share a request, and a range read by several ranks, or twice by a rank, i
 from __future__ import annotations
 
 import bisect
-import contextlib
 import os
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import IO
 
 Span = tuple[int, int]  # the first byte and the end
 Fetch = Callable[[int, int], memoryview]  # returns the bytes of an object from an offset, by their number
@@ -26,7 +26,7 @@ SLOT_BYTES = (8 << 20) + (128 << 10)
 WINDOW_BYTES = 64 << 10
 # Planned spans this far apart share a request: tensors begin on pages.
 GAP_BYTES = 8 << 10
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 512 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,8 @@ class RangeCache:
         self._limit, self._kept_bytes, self.fetched_bytes = limit, 0, 0
         self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # in ascending order and apart
         self._kept: deque[tuple[list[_Range], _Range, bool]] = deque()
-        self._spill: int | None = None
+        self._spill: IO[bytes] | None = None
+        self._spill_bytes = 0
         self._lock = threading.Lock()
 
     def fill(
@@ -76,7 +77,7 @@ class RangeCache:
             if not isinstance(body, int):
                 target[:] = body[at - part.start : stop - part.start]
             elif self._spill is not None:
-                os.preadv(self._spill, [target], body + at - part.start)
+                os.preadv(self._spill.fileno(), [target], body + at - part.start)
             at = stop
 
     def _range_at(self, ranges: list[_Range], at: int, request: Span) -> tuple[_Range, bool]:
@@ -99,27 +100,34 @@ class RangeCache:
             part.body.set_exception(error)
             raise
         part.body.set_result(body)
+        oldest = []
         with self._lock:
             self.fetched_bytes += body.nbytes
             self._kept_bytes += body.nbytes
             self._kept.append((ranges, part, spills))
             while self._kept_bytes > self._limit and len(self._kept) > 1:
-                self._make_room(*self._kept.popleft())
+                oldest.append(self._kept.popleft())
+                self._kept_bytes -= oldest[-1][1].end - oldest[-1][1].start
+        for others, other, spilled in oldest:
+            if not spilled or not self._spilled(other):
+                with self._lock:
+                    others.remove(other)
 
-    def _make_room(self, ranges: list[_Range], part: _Range, spills: bool) -> None:
-        """Move the oldest range to disk, or forget it."""
-        self._kept_bytes -= part.end - part.start
-        with contextlib.suppress(OSError):  # a disk without room: the next read fetches the range again
-            if spills:
+    def _spilled(self, part: _Range) -> bool:
+        """Move a range to disk; return False if there is no room."""
+        body, moved = part.body.result(), Future[memoryview | int]()
+        try:
+            with self._lock:
                 if self._spill is None:
-                    with tempfile.TemporaryFile(prefix="reprise-store-") as file:
-                        self._spill = os.dup(file.fileno())
-                place, body = os.lseek(self._spill, 0, os.SEEK_END), part.body.result()
-                if not isinstance(body, int) and os.pwrite(self._spill, body, place) == body.nbytes:
-                    part.body = Future()
-                    part.body.set_result(place)
-                    return
-        ranges.remove(part)
+                    self._spill = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
+                place, self._spill_bytes = self._spill_bytes, self._spill_bytes + part.end - part.start
+            if isinstance(body, int) or os.pwrite(self._spill.fileno(), body, place) != body.nbytes:
+                return False
+        except OSError:
+            return False
+        moved.set_result(place)
+        part.body = moved
+        return True
 
 
 def requests_of(spans: Iterable[Span]) -> list[Span]:
