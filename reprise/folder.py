@@ -24,6 +24,5 @@ from reprise.storage.holds import Hold as Hold
 from reprise.storage.lock import FolderLock as FolderLock
 from reprise.storage.lock import is_locked as is_locked
 from reprise.stores.holds import ManifestVersion as ManifestVersion
-from reprise.stores.holds import StoredHold as StoredHold
 from reprise.stores.holds import manifest_version as manifest_version
 from reprise.stores.holds import take_hold as take_hold

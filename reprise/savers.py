@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from reprise.policy import SaveReport as SaveReport
     from reprise.saving.column_sharing import SharedMemory as SharedMemory
     from reprise.saving.one_process import write_checkpoint as write_checkpoint
-    from reprise.stores.extra import probe_store as probe_store
     from reprise.stores.mirror_process import MirrorProcess as MirrorProcess
     from reprise.stores.mirror_process import mirror_rule as mirror_rule
     from reprise.stores.mirror_process import mirror_run as mirror_run
+    from reprise.stores.probe import probe_store as probe_store
     from reprise.weights_checkpointer import WeightsCheckpointer as WeightsCheckpointer
     from reprise.weights_checkpointer import WeightsPolicy as WeightsPolicy
 
@@ -36,7 +36,7 @@ _NAMES = {
     "policy": ("Retention", "SavePolicy", "SaveReport"),
     "saving.column_sharing": ("SharedMemory",),
     "saving.one_process": ("write_checkpoint",),
-    "stores.extra": ("probe_store",),
+    "stores.probe": ("probe_store",),
     "stores.mirror_process": ("MirrorProcess", "mirror_rule", "mirror_run"),
     "weights_checkpointer": ("WeightsCheckpointer", "WeightsPolicy"),
 }

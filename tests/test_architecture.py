@@ -195,7 +195,7 @@ ALLOWED = {
     "models": "torch",
     "trainer.data": "numpy pyarrow reprise.errors reprise.files reprise.json_file tokenizers torch trainer.workers "
     "xxhash zstandard",
-    "reprise": "boto3 botocore numpy obstore torch xxhash",
+    "reprise": "numpy obstore torch xxhash",
 }
 
 # Libraries, and the modules or packages that may import each. tensorboard requires protobuf: its events are messages.
@@ -215,8 +215,6 @@ ONLY_IN = {
     "trackio": "trainer.publish.trackio_tracker",
     "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
     "yaml": "trainer.config.compose",
-    "boto3": "reprise.stores.leftovers",
-    "botocore": "reprise.stores.leftovers",
     "torch.distributed.tensor": "reprise.tensors.live trainer.parallel",
 }
 

@@ -43,17 +43,12 @@ class MirrorRecord:
 
     Args:
         url: of the run in the store.
-        committed: the complete checkpoints in the store, by name.
-        partial: names whose folder in the store has data of this run, but no manifest: an upload under way or
-            given up, or an unfinished deletion.
-        superseded: the same for iterations given up by the run.
+        committed: the run's complete checkpoints in the store, by name.
         interval, keep: of its rule.
     """
 
     url: str
     committed: Mapping[str, MirroredCheckpoint] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
-    superseded: frozenset[str] = frozenset()
     interval: int = 0
     keep: int = 0
 
@@ -80,8 +75,6 @@ class MirrorRecord:
                 "format": FORMAT,
                 "url": self.url,
                 "committed": committed,
-                "partial": sorted(self.partial),
-                "superseded": sorted(self.superseded),
                 "interval": self.interval,
                 "keep": self.keep,
             }
@@ -185,9 +178,8 @@ def _from_table(table: Json) -> MirrorRecord:
         )
         for name, entry in table["committed"].items()
     }
-    partial, superseded = (frozenset(map(_name, table[member])) for member in ("partial", "superseded"))
     interval, keep = (json_file.integer(table.get(member, 0)) for member in ("interval", "keep"))
-    return MirrorRecord(str(table["url"]), committed, partial, superseded, interval, keep)
+    return MirrorRecord(str(table["url"]), committed, interval, keep)
 
 
 def _name(name: str) -> str:

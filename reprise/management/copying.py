@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise.atomic import make_folders, sync_folders
 from reprise.errors import CheckpointError
@@ -18,13 +17,9 @@ from reprise.paths import exists
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.stores.checkpoint_files import CheckpointFiles
-from reprise.stores.extra import require_client
 from reprise.stores.location import files_of, is_stored, location
+from reprise.stores.store import Store
 from reprise.stores.url import StoreUrl
-
-if TYPE_CHECKING:
-    from reprise.stores.client import StoreClient
-    from reprise.stores.upload import CheckpointSource
 
 _COPY_BYTES = 8 << 20
 
@@ -50,8 +45,6 @@ def copy(
     source: str | Path, target: str | Path, *, progress: ProgressCallback = ignore_progress
 ) -> tuple[CopiedCheckpoint, ...]:
     """Copy one checkpoint, or all of a run, and verify every byte. An interrupted copy goes on where it was.
-
-    A process must not fork after a call with a URL.
 
     Args:
         source: folder or URL of a checkpoint, or of a run.
@@ -121,21 +114,17 @@ class _Copy:
         self._progress(self._name, self._copied, self._files.total_bytes)
 
     def _upload(self) -> None:
-        url = StoreUrl.parse(str(self._target))
-        client = require_client(url)
-        from reprise.stores.upload import LocalSource, Upload, retried
-
-        source: CheckpointSource
-        if is_stored(self._source):
-            source = _StoredSource(self._source, self._files)
-        else:
+        """Upload into a store, by the child process of this host."""
+        url, source = StoreUrl.parse(str(self._target)), str(self._source)
+        if not is_stored(self._source):
             verify_share(self._checkpoint, read_places(self._checkpoint), rank=0, world_size=1)
-            source = LocalSource(self._source)
-        upload = Upload(client, url, source, self._files, progress=self._add)
-        retried(upload.require_own)
-        if retried(upload.begin):
-            retried(upload.send)
-            upload.commit()
+        store = Store(url.root)
+        names = store.ask("begin", url.key, source)
+        if names is not None:
+            for name in names:
+                store.ask("send", url.key, source, name)
+                self._add(self._files.sizes[name])
+            store.ask("commit", url.key, source)
         if is_stored(self._source):  # what came over the network twice is read once more
             copied = open_checkpoint(self._target, files_of(self._target))
             verify_share(copied, read_places(copied), rank=0, world_size=1)
@@ -174,20 +163,6 @@ class _Copy:
         finally:
             FILE_SYSTEM.close(descriptor)
         FILE_SYSTEM.rename(temporary, path)
-
-
-class _StoredSource:
-    """A checkpoint in a store, which is uploaded into another store."""
-
-    def __init__(self, path: Path, files: CheckpointFiles) -> None:
-        self._path, self._files = path, files
-
-    def send(self, name: str, client: StoreClient, key: str) -> None:
-        size = self._files.sizes[name]
-        client.put_parts(key, size, _parts(self._path / name, size))
-
-    def check(self, files: CheckpointFiles) -> None:
-        """Do nothing: each object is read in the version in which it was opened, and the copy is verified."""
 
 
 def _content(path: Path) -> bytes:

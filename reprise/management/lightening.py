@@ -51,7 +51,7 @@ def drop_optimizer(
 
     The folder is locked meanwhile. Each checkpoint is replaced as a whole, as by a save of its iteration. Moving
     averages are state of the optimizer. A checkpoint that is held, or that the folder's mirror has yet to take, stays
-    as it is. The mirror uploads the lighter ones in place of the others, except where a hold in the store keeps these.
+    as it is. The mirror uploads the lighter ones in place of the others.
 
     Args:
         folder: of a run, or of its checkpoints.

@@ -18,8 +18,9 @@ from reprise.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
 from reprise.storage.lock import FolderLock
-from reprise.stores.extra import require_client
 from reprise.stores.location import is_stored, location
+from reprise.stores.path import StorePath, store_path
+from reprise.stores.store import Store
 from reprise.stores.url import StoreUrl
 
 
@@ -59,8 +60,7 @@ def prune(
 
     The folder is locked meanwhile, so a run with saves to it is not disturbed.
 
-    In a store, the manifest of a checkpoint goes first: from then on there is none. A process that calls this on a URL
-    must not fork afterwards.
+    In a store, the manifest of a checkpoint goes first: from then on there is none. Holds protect nothing there.
 
     Args:
         folder: of a run, or of its checkpoints; in a store, the URL of the run.
@@ -83,7 +83,7 @@ def prune(
         )
     place = location(folder)
     if is_stored(place):
-        return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
+        return _prune_stored(store_path(str(place)), Retention(keep, retain_interval), dry_run=dry_run)
     checkpoints = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
     hold = lock_of(checkpoints, dry_run=dry_run)
     with hold as lock, hold:
@@ -109,32 +109,18 @@ def prune(
     return PruneReport(tuple(expired), tuple(retained), dry_run)
 
 
-def _prune_stored(path: Path, retention: Retention, *, dry_run: bool) -> PruneReport:
+def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> PruneReport:
     url = StoreUrl.parse(str(path))
-    client = require_client(url)
-    from reprise.stores.holds import is_held
-    from reprise.stores.upload import clear, list_folder, retire
-
-    folders = {name: list_folder(client, url.child(name)) for name in client.names(url.key)[0]}
-    committed = {
-        n: name
-        for name, objects in folders.items()
-        if (n := iteration_of(Path(name))) is not None and MANIFEST in objects
-    }
-    pinned = [iteration for iteration, name in committed.items() if is_held(client, url.child(name), folders[name])]
-    iterations = retention.expired(committed, pinned=pinned)
-    expired = [
-        ExpiredCheckpoint(path / committed[n], n, sum(entry.size for entry in folders[committed[n]].values()))
-        for n in iterations
-    ]
-    for entry in () if dry_run else tuple(expired):
-        name = committed[entry.iteration]
-        if retire(client, url.child(name)):
-            clear(client, folders[name])  # before the next loses its manifest, without which no later call finds it
-        else:
-            expired.remove(entry)
-    gone = {entry.iteration for entry in expired}
-    return PruneReport(tuple(expired), tuple(sorted({*committed} - gone)), dry_run)
+    store, folders = Store(url.root), dict[int, tuple[str, int]]()
+    for name in store.ask("names", url.key)[0]:
+        iteration, sizes = iteration_of(Path(name)), {file: size for file, size, _ in (path / name).objects()}
+        if iteration is not None and MANIFEST in sizes:
+            folders[iteration] = name, sum(sizes.values())
+    iterations = retention.expired(folders)
+    for iteration in () if dry_run else iterations:
+        store.ask("remove", url.child(folders[iteration][0]).key)
+    expired = tuple(ExpiredCheckpoint(path / folders[n][0], n, folders[n][1]) for n in iterations)
+    return PruneReport(expired, tuple(sorted(folders.keys() - set(iterations))), dry_run)
 
 
 def lock_of(folder: CheckpointFolder, *, dry_run: bool) -> FolderLock | contextlib.nullcontext[None]:

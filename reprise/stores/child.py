@@ -19,8 +19,11 @@ from typing import Any
 
 from reprise.errors import TrainerError
 from reprise.stores.client import StoreClient
+from reprise.stores.probe import probe
 from reprise.stores.ranges import RangeCache
 from reprise.stores.store import is_of_this_user
+from reprise.stores.upload import Upload, remove, retried
+from reprise.stores.url import StoreUrl
 
 _LOOK_S = 2.0  # between two looks for the process that has started this one
 
@@ -53,8 +56,12 @@ class Server:
             os.close(descriptor)
             while True:
                 call, *arguments = json.loads(connection.recv_bytes())
+                if call == "mirror":
+                    _mirror(connection, arguments[0])
                 connection.send_bytes(json.dumps(self._answer(call, arguments, memory)).encode())
         except (OSError, EOFError, ValueError):  # the other side is gone
+            pass
+        finally:
             with self._lock:
                 self._links -= 1
                 if not self._links:
@@ -90,12 +97,33 @@ class Server:
                 return folders, [entry.key.rpartition("/")[2] for entry in objects]
             case "objects", ():
                 return [astuple(entry) for entry in client.objects(key)]
-            case "put", (text,):
-                return client.put(key, str(text).encode())
-            case "delete", keys:
-                return client.delete([key, *keys])
+            case "begin", (source,):
+                return retried(lambda: Upload(client, StoreUrl(root, key), source).begin())
+            case "send", (source, name):
+                return retried(lambda: Upload(client, StoreUrl(root, key), source).send(name))
+            case "commit", (source,):
+                return Upload(client, StoreUrl(root, key), source).commit()
+            case "remove", ():
+                return remove(client, StoreUrl(root, key))
+            case "probe", ():
+                return [astuple(finding) for finding in probe(StoreUrl(root, key), client)]
             case _:
                 raise ValueError(call)
+
+
+def _mirror(connection: Connection, options: dict[str, Any]) -> None:
+    """Mirror a run, and follow the orders of the process that has asked for it until it closes the connection."""
+    from reprise.stores import mirror
+
+    orders = mirror.Orders()
+
+    def run() -> None:
+        connection.send_bytes(json.dumps(mirror.run(mirror.MirrorOptions(**options), orders)).encode())
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        orders.is_finishing |= json.loads(connection.recv_bytes()) == "finish"
+        orders.wake.set()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Requests to an object store through obstore, whose threads do not survive a fork.
 
-Only programs without forks import this module: `serve` for reads, the uploader, and commands.
+Only the child process of a host imports this module: `reprise.stores.child`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -111,6 +111,10 @@ class StoreClient:
             raise _error(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", self.root, key)
         return body
 
+    def read_whole(self, key: str) -> bytes:
+        """Return the content of a small object."""
+        return bytes(self.read(key, 0, self.head(key).size))
+
     def objects(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects below a folder, in no order."""
         with _translated(self.root, prefix):
@@ -143,10 +147,10 @@ class StoreClient:
         try:
             obstore.put(self._store(len(data)), key, data, mode="create")
         except exceptions.AlreadyExistsError:
-            return bytes(self.read(key, 0, self.head(key).size)) == data
+            return self.read_whole(key) == data
         except (exceptions.BaseError, OSError) as error:
             if isinstance(error, FileExistsError):
-                return bytes(self.read(key, 0, self.head(key).size)) == data
+                return self.read_whole(key) == data
             raise _os_error(error, self.root, key) from error
         return True
 
@@ -168,16 +172,21 @@ class StoreClient:
         size = os.stat(path).st_size
         if size <= PART_BYTES:
             return self.put(key, path.read_bytes())
-        return self.put_parts(key, size, path)  # obstore reads it itself: a part less of memory than through Python
-
-    def put_parts(self, key: str, size: int, parts: Iterator[bytes] | Path) -> str | None:
-        """Write an object of a size whose bytes come in parts, or are those of a file; return its version's etag."""
         part = part_bytes(size)
-        with _translated(self.root, key):
+        with _translated(self.root, key):  # obstore reads the file itself: a part less of memory than through Python
             result = obstore.put(
-                self._store(part), key, parts, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE
+                self._store(part), key, path, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE
             )
         return result["e_tag"]
+
+    def put_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> None:
+        """Write an object of a size whose bytes come in parts."""
+        part = part_bytes(size)
+        with _translated(self.root, key):
+            writer = obstore.open_writer(self._store(part), key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
+            for body in parts:
+                writer.write(body)
+            writer.close()  # an error leaves no object
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; an absent object is fine."""

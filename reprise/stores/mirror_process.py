@@ -1,12 +1,10 @@
-"""Starts the mirror of a run as a process beside training, which never loads obstore: its threads survive no fork."""
+"""Starts the mirror of a run in a child process beside training, which never loads obstore."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +13,13 @@ from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.stores.extra import require_extra
+from reprise.stores.store import Child, ChildLink
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
 
 _RESTART_S = 30.0  # least time between two starts, where the process dies
-_END_S = 5.0
+_IMPOSSIBLE = 2
 TOKIO_THREADS = "2"
 
 
@@ -34,15 +33,24 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
 
 
 def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
-    """Mirror a run in this process, which must not fork afterwards, and return the exit status; see `MirrorOptions`.
+    """Mirror a run, and return the exit status; see `MirrorOptions`.
 
     Raises:
         ConfigError: if obstore is not installed.
     """
     require_extra(url)
-    from reprise.stores import mirror
-
-    return mirror.run(mirror.MirrorOptions(run, url, keep, interval, once=once))
+    child = Child()
+    link = child.link()
+    try:
+        options = {"run": str(run.absolute()), "url": url, "keep": keep, "interval": interval, "once": once}
+        link.send(["mirror", options])
+        answer = link.answer(None)
+        return _IMPOSSIBLE if answer is None else int(answer)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        link.connection.close()
+        child.end()
 
 
 class MirrorProcess:
@@ -60,42 +68,35 @@ class MirrorProcess:
         require_extra(rule.url)
         StoreUrl.parse(rule.url).require_outside(folder)
         self._folder, self._rule = folder, rule
-        options = {"--interval": rule.interval, "--keep": rule.keep, "--host": host, "--hosts": hosts}
-        words = [word for name, value in options.items() for word in (name, str(value))]
-        self._command = [sys.executable, "-P", "-m", "reprise.stores.mirror", "--attached", *words, "--"]
-        self._command += [str(folder.absolute()), rule.url]
-        self._process = self._start()
+        self._options = {
+            "run": str(folder.absolute()), "url": rule.url, "keep": rule.keep, "interval": rule.interval,
+            "host": host, "hosts": hosts, "attached": True,
+        }  # fmt: skip
+        self._child = Child(TOKIO_WORKER_THREADS=TOKIO_THREADS)
+        self._link = self._start()
         self._started = time.monotonic()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "TOKIO_WORKER_THREADS": TOKIO_THREADS,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
-            start_new_session=True,  # an interrupt of the terminal is for the program
-            bufsize=0,
-        )
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        return process
+    def _start(self) -> ChildLink:
+        link = self._child.link()
+        link.send(["mirror", self._options])
+        os.set_blocking(link.connection.fileno(), False)
+        return link
 
     def wake(self) -> None:
         """Tell the mirror of a committed checkpoint; start it again where it has died."""
-        if self._process.poll() is None:
-            self._say(b"saved\n")
+        if not self._has_ended():
+            self._say("saved")
         elif time.monotonic() - self._started > _RESTART_S:
             self._start_again()
 
+    def _has_ended(self) -> bool:
+        return self._child.process is None or self._child.process.poll() is not None
+
     def _start_again(self) -> None:
-        _log.warning("the mirror ended with status %d and is started again", self._process.returncode)
         self._started = time.monotonic()
-        self._close_input()
-        self._process = self._start()
+        self._link.connection.close()
+        with contextlib.suppress(OSError):  # the next save tries again
+            self._link = self._start()
 
     def finish(self, wait_s: float) -> bool:
         """Let the mirror upload what the store lacks, and end; return whether it has.
@@ -103,13 +104,11 @@ class MirrorProcess:
         Args:
             wait_s: for how long at most.
         """
-        if self._process.poll() is not None:
-            self._start_again()
-        self._say(b"finish\n")
         try:
-            return self._process.wait(wait_s) == 0
-        except subprocess.TimeoutExpired:
-            return False
+            if self._has_ended():
+                self._start_again()
+            self._say("finish")
+            return bool(self._link.answer(wait_s) == 0)
         finally:
             self.end()
 
@@ -124,19 +123,9 @@ class MirrorProcess:
 
     def end(self) -> None:
         """End the mirror at once. What it has uploaded of a checkpoint serves the next start."""
-        self._close_input()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._link.connection.close()
+        self._child.end()
 
-    def _say(self, line: bytes) -> None:
-        assert self._process.stdin is not None
+    def _say(self, word: str) -> None:
         with contextlib.suppress(OSError):  # a full pipe wakes it too, and a dead process is started again
-            self._process.stdin.write(line)
-
-    def _close_input(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._link.send(word)

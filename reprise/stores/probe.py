@@ -10,9 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from reprise.stores.client import StoreClient
+from reprise.stores.store import Store
 from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.client import StoreClient
 
 SPEED_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
@@ -26,6 +30,16 @@ class StoreFinding:
     what: str
     is_fine: bool | None
     found: str
+
+
+def probe_store(text: str) -> list[StoreFinding]:
+    """Return what a store can do below a URL.
+
+    Raises:
+        ConfigError: if the URL is malformed, or obstore is not installed.
+    """
+    url = StoreUrl.parse(text)
+    return [StoreFinding(*row) for row in Store(url.root).ask("probe", url.key)]
 
 
 def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Iterator[StoreFinding]:

@@ -12,12 +12,11 @@ from reprise.channel import single_rank_channel
 from reprise.folder import FORMAT, MANIFEST, STATE, iteration_name
 from reprise.format.lineage import FRESH, Branch, Lineage
 from reprise.savers import Checkpointer, SavePolicy
-from reprise.stores.upload import SUPERSEDED
+from reprise.stores.upload import MARK
 from tests.fakes import lone_contents
 
 RUN = Lineage((Branch("the-run", FRESH),))
 FILE_BYTES = 16 << 10
-OF_MIRROR = (".upload-", SUPERSEDED)  # objects of its own, which no reader looks at
 
 
 def save(
@@ -61,7 +60,7 @@ def assert_whole(store: Path, folder: Path) -> list[str]:
     """Return the checkpoints of a store, each of which equals one save of it in a run's folder to the last byte."""
     names = committed(store)
     for name in names:
-        stored = {file: data for file, data in content(store / name).items() if not file.startswith(OF_MIRROR)}
+        stored = {file: data for file, data in content(store / name).items() if not file.startswith(MARK)}
         saves = [folder / name, *(folder / name).parent.glob(f"{Path(name).name}.superseded-*")]
         assert stored in [content(path) for path in saves if path.exists()], name
     return names

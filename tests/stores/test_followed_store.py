@@ -1,4 +1,4 @@
-"""`reprise follow URL`: one line for each checkpoint of a mirrored run, whose holds the mirror and `prune` honor.
+"""`reprise follow URL`: one line for each checkpoint of a mirrored run.
 
 A folder stands for the store. No test waits for time.
 """
@@ -9,21 +9,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reprise import prune
 from reprise.files import location
-from reprise.folder import STILL_MIRRORED, StoredHold, take_hold
+from reprise.folder import STILL_MIRRORED
 from reprise.format.lineage import Branch, Lineage
-from reprise.storage.holds import EXPIRY_S
-from reprise.stores.client import StoreClient, StoredObject
-from reprise.stores.holds import is_held
 from reprise.stores.store import end_child
-from reprise.stores.upload import list_folder, retire
-from tests.stores.saving import RUN, committed, give_up, save
+from tests.stores.saving import RUN, committed, content, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of
 from trainer.commands.follow import main
 from trainer.follow.follower import Follower, FollowLog
@@ -83,92 +78,22 @@ def test_each_checkpoint_of_a_url_has_one_line(site: Site) -> None:
     save(site.folder, [10], lineage=Lineage((*RUN.branches, Branch("another", 5))), add=0.5)
     site.mirror()
     assert follow(site, Runner(), once=True) == [5, 10, 15, 10]
-    assert not list(site.store.rglob("hold.*"))
 
 
-def test_a_followed_checkpoint_outlasts_retention(site: Site) -> None:
+def test_a_result_of_a_deleted_checkpoint_is_dropped(site: Site) -> None:
     seen = []
 
     def retain() -> None:
         if not seen:
-            save(site.folder, [10])
-            site.mirror(keep=1)
-        prune(str(site.url), keep=1)
+            add(site, 10)
+            assert prune(str(site.url), keep=1, dry_run=True).retained == (10,)
+            assert prune(str(site.url), keep=1).retained == (10,)
         seen.append(committed(site.store))
 
-    assert follow(site, Runner(during=retain), once=True) == [5, 10]
-    assert seen == [names_of(5, 10), names_of(10)]
-
-
-def test_a_hold_of_a_dead_process_expires(site: Site) -> None:
-    hold = take_hold(location(f"{site.url}/{names_of(5)[0]}"))
-    assert hold is not None
-    objects = list_folder(StoreClient(site.url.root), site.url.child(names_of(5)[0]))
-    client, folder = StoreClient(site.url.root), site.url.child(names_of(5)[0])
-    assert is_held(client, folder, aged(objects, EXPIRY_S - 60))
-    assert not is_held(client, folder, aged(objects, EXPIRY_S))
-    hold.release()
-    assert not list(site.store.rglob("hold.*"))
-
-
-def aged(objects: dict[str, StoredObject], seconds: float) -> dict[str, StoredObject]:
-    return {name: replace(entry, modified_at=entry.modified_at - seconds) for name, entry in objects.items()}
-
-
-class StoreOfAnotherClock(StoreClient):
-    """A store whose clock differs from this host's, and which may refuse to be written."""
-
-    ahead_s, refuses = 0.0, False
-
-    def head(self, key: str) -> StoredObject:
-        entry = super().head(key)
-        return replace(entry, modified_at=entry.modified_at + self.ahead_s)
-
-    def objects(self, prefix: str) -> Iterator[StoredObject]:
-        for entry in super().objects(prefix):
-            yield replace(entry, modified_at=entry.modified_at + self.ahead_s)
-
-    def put(self, key: str, data: bytes) -> str | None:
-        if self.refuses:
-            raise PermissionError(13, "denied", key)
-        return super().put(key, data)
-
-
-@pytest.mark.parametrize("ahead_s", [-86400.0, -900.0, 300.0, 86400.0])
-def test_the_clock_of_the_store_decides_on_holds(site: Site, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(site, 10, 15)
-    names = names_of(5, 10, 15)
-    monkeypatch.setattr(StoreOfAnotherClock, "ahead_s", ahead_s)
-    monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
-    hold = take_hold(location(f"{site.url}/{names[0]}"))
-    assert hold is not None
-    expired = site.store / names[1] / "hold.7.ab"
-    expired.touch()
-    os.utime(expired, (expired.stat().st_mtime - EXPIRY_S,) * 2)
-    assert prune(str(site.url), keep=1).retained == (5, 15)
-    hold.release()
-    assert prune(str(site.url), keep=1).retained == (15,)
-    assert not list(site.store.rglob("hold.*"))
-
-
-def test_a_store_that_refuses_a_file_keeps_what_is_held(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(site, 10)
-    monkeypatch.setattr(StoreOfAnotherClock, "refuses", True)
-    monkeypatch.setattr("reprise.management.pruning.require_client", lambda url: StoreOfAnotherClock(url.root))
-    (site.store / names_of(5)[0] / "hold.7.ab").touch()
-    assert prune(str(site.url), keep=1, dry_run=True).retained == (5, 10)
-
-
-def test_a_hold_that_comes_during_a_deletion_is_seen(site: Site) -> None:
-    folder = site.url.child(names_of(5)[0])
-
-    class Client(StoreClient):
-        def delete(self, keys: Sequence[str]) -> None:
-            (site.store / names_of(5)[0] / "hold.1.ab").touch()
-            super().delete(keys)
-
-    assert not retire(Client(site.url.root), folder)
-    assert committed(site.store) == names_of(5)
+    assert follow(site, Runner(during=retain), once=True) == [10]
+    assert seen == [names_of(10), names_of(10)]
+    assert content(site.store / names_of(10)[0]) == content(site.folder / names_of(10)[0])
+    assert not (site.store / names_of(5)[0]).exists()
 
 
 def test_a_follower_waits_for_what_is_still_to_come(site: Site) -> None:
@@ -220,32 +145,3 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(site: Site) -> None:
         away.rename(site.store)
 
     assert follow(site, Runner(mend, lambda: None)) == [5]
-
-
-def test_a_pruning_that_is_cut_off_leaves_whole_checkpoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    add(site, 10, 15)
-    delete, calls = StoreClient.delete, []
-
-    def fail_third(client: StoreClient, keys: Sequence[str]) -> None:
-        calls.append(keys)
-        if len(calls) == 3:
-            raise OSError(5, "cut off", "key")
-        delete(client, keys)
-
-    monkeypatch.setattr(StoreClient, "delete", fail_third)
-    with pytest.raises(OSError, match="cut off"):
-        prune(str(site.url), keep=1)
-    assert committed(site.store) == names_of(10, 15)
-    assert not list((site.store / names_of(5)[0]).rglob("*.safetensors"))
-
-
-def test_a_hold_that_fails_at_once_is_released(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def fail(hold: StoredHold) -> bool:
-        assert list(site.store.rglob("hold.*"))
-        raise OSError(5, "cut off", "key")
-
-    monkeypatch.setattr(StoredHold, "is_in_place", fail)
-    with pytest.raises(OSError, match="cut off"):
-        take_hold(location(f"{site.url}/{names_of(5)[0]}"))
-    assert not list(site.store.rglob("hold.*"))

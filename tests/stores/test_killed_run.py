@@ -99,7 +99,7 @@ def uploader_of(parent: int) -> int | None:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state = (path / "stat").read_text().rpartition(")")[2].split()
-            if int(state[1]) == parent and b"reprise.stores.mirror" in (path / "cmdline").read_bytes():
+            if int(state[1]) == parent and b"reprise.stores.child" in (path / "cmdline").read_bytes():
                 return int(path.name)
     return None
 
@@ -122,8 +122,8 @@ def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) 
         finally:
             scene.end()
         assert follow.main(["--once", *scene.words]) == 0
-        mirror = [sys.executable, "-m", "reprise.stores.mirror", scene.root, f"file://{scene.store}", "--once"]
-        subprocess.run(mirror, timeout=DEADLINE_S)  # as the run says, if it ends early
+        command = "-m", "reprise", "checkpoint", "mirror", scene.root, f"file://{scene.store}", "--once"
+        subprocess.run([sys.executable, *command], timeout=DEADLINE_S)  # as the run says, if it ends early
         check_end(scene, unbroken / "checkpoints")
     print(f"seed {SEED}: {dict(kills)} kills in {number} whole runs")
 

@@ -16,7 +16,7 @@ import pytest
 from reprise.errors import ConfigError
 from reprise.folder import iteration_name
 from reprise.format.mirror_record import MIRROR
-from reprise.stores.mirror import MirrorOptions, mirror
+from reprise.stores.mirror import MirrorOptions, Orders, mirror
 from tests.crash.outcomes import saved
 from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files
 from tests.messages import refused
@@ -42,7 +42,7 @@ def mirrors() -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if words else 0
         except OSError:
             continue
-        if b"reprise.stores.mirror" in words and parent == 1:
+        if b"reprise.stores.child" in words and parent == 1:
             found.append(int(entry.name))
     return found
 
@@ -100,7 +100,7 @@ def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem:
 
 def test_a_mirror_in_the_folder_of_the_run_is_refused(tmp_path: Path) -> None:
     with refused(ConfigError, str(tmp_path)):
-        mirror(MirrorOptions(tmp_path, f"file://{tmp_path / 'checkpoints' / 'weights'}", once=True))
+        mirror(MirrorOptions(str(tmp_path), f"file://{tmp_path / 'checkpoints' / 'weights'}", once=True), Orders())
 
 
 @pytest.mark.slow
@@ -112,15 +112,17 @@ def test_a_lost_folder_is_no_fresh_start_beside_its_mirror(tmp_path: Path) -> No
     shutil.move(run / "checkpoints", tmp_path / "aside")  # a disk of its own that is gone
     assert from_store in launch(run, settings(store)).text
     shutil.rmtree(run)
-    for load, fix in (("auto", from_store), ("none", "checkpoint.mirror")):
+    starts = ("auto", from_store), ("none", "checkpoint.mirror"), (f"file://{store}", "URL of its own")
+    for load, fix in starts:
         ended = launch(run, settings(store, f"checkpoint.load={load}"))
         assert not ended.ok
         assert "iteration 4 in the mirror" in ended.text
         assert fix in ended.text
     for _ in range(2):  # the same command goes on from its own
-        run_ok(run, settings(store, from_store))
-    assert committed(store) == NAMES
-    assert tensor_files(store / NAMES[2]) == tensor_files(checkpoint(whole, 6))
+        run_ok(run, settings(tmp_path / "second", from_store))
+    assert committed(store) == NAMES[:2] + NAMES[3:]
+    assert committed(tmp_path / "second") == NAMES[2:3]
+    assert tensor_files(tmp_path / "second" / NAMES[2]) == tensor_files(checkpoint(whole, 6))
 
 
 @pytest.fixture(scope="module")

@@ -226,6 +226,8 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {path} and resumes from its own checkpoints")
             return {"kind": _OWN, "path": str(run_folder)}
+        if not lineage.branches:
+            _refuse_mirror(section, fix="Name another checkpoint.mirror: each run has a URL of its own.")
         if config.model.is_adapted and section.base is None:
             return {}  # the base, which is loaded for itself: the adapters begin
         return named_source(location(section.load), with_weights=not config.model.is_adapted)
@@ -273,7 +275,7 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
     """
     metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
     url = config.checkpoint.mirror
-    mirror = f"go on from the mirror with checkpoint.load={url}, " if url else ""
+    mirror = f"go on from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
     trained, saved = last_recorded_iteration(metrics), last_saved_iteration(metrics)
     tracked = None if shared is None else shared.tracker()
     earlier = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
@@ -301,7 +303,7 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
             found="no iter_ folder",
             fix=f"Restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
         )
-    fix = f"Go on from there with checkpoint.load={url}, or start over with another checkpoint.mirror."
+    fix = f"Name another checkpoint.mirror, and checkpoint.load={url} to go on from there."
     _refuse_mirror(config.checkpoint, fix=fix)
     if trained is not None:  # by this command
         _log.warning("the run ended at iteration %d, before its first save: it begins again", trained)
