@@ -15,7 +15,6 @@ from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
-from reprise.local.relay import FileRelay
 from reprise.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
@@ -49,7 +48,6 @@ class LocalCheckpointer:
     Args:
         nonce: a name of this run of the program, equal on all ranks.
         local_ranks: the ranks on this host, this one among them.
-        shared: the folder shared by all hosts; None without a shared folder.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class LocalCheckpointer:
         *,
         nonce: str,
         local_ranks: Sequence[int] = (),
-        shared: Path | None = None,
         files: Files | None = None,
     ) -> None:
         name, timeout_s = f"{nonce}-local", policy.saving.commit_timeout_s
@@ -67,7 +64,6 @@ class LocalCheckpointer:
         files = files or FILE_SYSTEM
         self._channel, self._nonce, self._waits = channel, name, 0
         self._copies = Copies(channel, hosts, nonce=name, count=policy.copies, timeout_s=timeout_s)
-        self._relay = FileRelay(channel, hosts, nonce=name, timeout_s=timeout_s)
         saving = replace(
             policy.saving,
             folder=policy.folder,
@@ -81,13 +77,12 @@ class LocalCheckpointer:
             files=files,
             local_ranks=local_ranks,
             hosts=hosts,
-            local=LocalSaves(FileExchange(), self._copies, self._relay),
+            local=LocalSaves(FileExchange(), self._copies),
         )
         self.folders = HostFolders(
             CheckpointFolder(policy.folder, files, policy.saving.terms),
             channel,
             hosts,
-            shared=None if shared is None else CheckpointFolder(shared, files),
             nonce=name,
             timeout_s=timeout_s,
         )
@@ -139,6 +134,5 @@ class LocalCheckpointer:
     def close(self) -> None:
         """Wait for the running save and copies, and release the locks."""
         self.saver.wait()
-        self._relay.close()
         self._copies.close()
         self.saver.close()

@@ -80,7 +80,7 @@ def load_on_hosts(
         folder, nonce = Path("/proc/thread-self/cwd", folders[channel.rank].name), f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
         policy = LocalPolicy(folder, 1, 1, 1, SavePolicy(None, commit_timeout_s=20.0))
-        local = LocalCheckpointer(policy, channel, nonce=nonce, shared=shared)
+        local = LocalCheckpointer(policy, channel, nonce=nonce)
         local.start()
         live = contents(channel.rank, 0).live
         restored = Restorer(channel, nonce=nonce, local=local.folders).restore(

@@ -161,13 +161,6 @@ class Copying(Protocol):
         """Take note of the rename on this host, and of rank 0's decision on the copies."""
 
 
-class Relay(Protocol):
-    """A way from rank 0 to the leaders of other hosts for messages whose size grows with the hosts."""
-
-    def read(self, channel: StoreChannel, key: str) -> bytes:
-        """Return rank 0's message under a key of a channel. Leaders of other hosts only."""
-
-
 class SharedCommitState:
     """The state of one attempt on one rank, shared by its worker and its main thread."""
 

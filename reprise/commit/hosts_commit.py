@@ -1,7 +1,6 @@
 """The commit of a save into a folder of each host: all folders are prepared first, then renamed, rank 0's before all.
 
 Rank 0 sends the other leaders all JSON files, and waits until every folder is prepared; its decision lets them rename.
-Most leaders get the files from another leader: see `Relay`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from reprise.commit import commit_state
-from reprise.commit.attempt import Attempt, Copying, Relay, SharedCommitState
+from reprise.commit.attempt import Attempt, Copying, SharedCommitState
 from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event
 from reprise.commit.file_exchange import FileExchange
@@ -31,12 +30,10 @@ class LocalSaves:
     Args:
         exchange: the JSON files that were sent.
         copying: the copies.
-        relay: the way of the JSON files from rank 0; the store for None.
     """
 
     exchange: FileExchange
     copying: Copying
-    relay: Relay | None = None
 
 
 class HostsCommit(TwoPhaseCommit):
@@ -53,7 +50,7 @@ class HostsCommit(TwoPhaseCommit):
         local: LocalSaves,
     ) -> None:
         super().__init__(channel, attempt, shared, steps, plans)
-        self._exchange, self._copying, self._relay = local.exchange, local.copying, local.relay
+        self._exchange, self._copying = local.exchange, local.copying
         self._statuses: dict[int, bytes] = {}  # on rank 0, by leader
         self._order = b""
 
@@ -94,14 +91,9 @@ class HostsCommit(TwoPhaseCommit):
             if len(self._attempt.hosts.leaders) > 1:
                 self._channel.put(f"{self._key}/files", self._exchange.pack(files))
         else:
-            files = self._exchange.unpack(self._read_files(f"{self._key}/files"))
+            files = self._exchange.unpack(self._channel.read(f"{self._key}/files", sender=self._coordinator))
         self._steps.prepare(of_host(files, self._attempt.hosts.number_of(self._channel.rank)), {})
         return commit_state.ReadyToRename()
-
-    def _read_files(self, key: str) -> bytes:
-        if self._relay is None:
-            return self._channel.read(key, sender=self._coordinator)
-        return self._relay.read(self._channel, key)
 
     def _answer(self) -> Event:
         problem = self._shared.current.problem

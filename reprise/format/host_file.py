@@ -53,28 +53,36 @@ class HostFile:
         return {} if self.host is None else self.written_by(self.host)
 
     @property
+    def missing(self) -> dict[str, tuple[int, ...]]:
+        """Return the pieces outside this folder."""
+        return without(self._pieces, self.held)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return the numbers of the hosts all of whose pieces lie in this folder."""
+        lacking = self.by_host(self.missing)
+        return tuple(number for number in range(len(self.hosts)) if number not in lacking)
+
+    @property
     def is_whole(self) -> bool:
         """Return whether every piece lies in this folder."""
-        return not missing(self.writers, [self.held])
+        return not self.missing
+
+    @property
+    def _pieces(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(range(len(hosts))) for name, hosts in self.writers.items()}
 
     def written_by(self, host: int) -> dict[str, tuple[int, ...]]:
         """Return the pieces of a host."""
-        pieces = {
-            name: tuple(number for number, writer in enumerate(writers) if writer == host)
-            for name, writers in self.writers.items()
-        }
-        return {name: numbers for name, numbers in pieces.items() if numbers}
+        return self.by_host(self._pieces).get(host, {})
 
-    def by_writer(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the pieces of every host, by its number."""
-        pieces: dict[int, dict[str, list[int]]] = {}
-        for name, writers in self.writers.items():
-            for number, writer in enumerate(writers):
-                pieces.setdefault(writer, {}).setdefault(name, []).append(number)
-        return {
-            host: {name: tuple(numbers) for name, numbers in members.items()}
-            for host, members in sorted(pieces.items())
-        }
+    def by_host(self, pieces: PieceNumbers | None = None) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return pieces, by default all, by the number of the host that wrote them."""
+        groups: dict[int, dict[str, list[int]]] = {}
+        for name, numbers in (self._pieces if pieces is None else pieces).items():
+            for number in numbers:
+                groups.setdefault(self.writers[name][number], {}).setdefault(name, []).append(number)
+        return {host: {name: tuple(group[name]) for name in group} for host, group in sorted(groups.items())}
 
     def to_bytes(self) -> bytes:
         """Return the JSON form; its last member is the digest of all bytes before its comma."""
@@ -161,10 +169,3 @@ def without(numbers: PieceNumbers, excluded_pieces: PieceNumbers) -> dict[str, t
         for name, members in numbers.items()
     }
     return {name: members for name, members in difference.items() if members}
-
-
-def missing(writers: PieceNumbers, present: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
-    """Return the pieces of a checkpoint in none of these sets."""
-    return without(
-        {name: tuple(range(len(writers_of_tensor))) for name, writers_of_tensor in writers.items()}, union(present)
-    )

@@ -145,8 +145,8 @@ class LocalFolders(Protocol):
 
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
-    ) -> object:
-        """Bring to every host the pieces for its ranks, after rank 0's check. Collective."""
+    ) -> str:
+        """Bring to every host the pieces for its ranks, and return in words where they came from. Collective."""
 
     def heal(self, path: Path) -> bool:
         """Give up damaged pieces on every host; return whether there are any. Collective."""

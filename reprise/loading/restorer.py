@@ -237,13 +237,13 @@ class Restorer:
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
     ) -> str:
-        """Have on every host what its ranks read of a local checkpoint, and return where it came from."""
+        """Bring to every host what its ranks read of a local checkpoint, and return where it came from."""
         assert self._local is not None
 
         def wanted(checkpoint: Checkpoint) -> PieceNumbers:
             return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
 
-        return str(self._local.complete(path, check, wanted))
+        return self._local.complete(path, check, wanted)
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from reprise.atomic import replace_file
@@ -17,56 +20,27 @@ from reprise.commit.file_exchange import FileExchange
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
-from reprise.format.layout import Place
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
 from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
-from reprise.local.fetch import Fetcher
-from reprise.local.pieces import damaged_pieces
-from reprise.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
-from reprise.local.survey import Candidate, PartSummary, Transfer, assign, candidates, describe
+from reprise.local.link import Link
+from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
+from reprise.local.pieces import PieceWriter, damaged_pieces
+from reprise.local.skeleton import make_skeleton, skeleton_of
 from reprise.paths import exists
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.shared_folder import on_this_host
+from reprise.storage.worker import Worker
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFrom:
-    """The origin of a load's bytes: by name of a host the bytes taken from it by others."""
-
-    local_bytes: int
-    from_hosts: Mapping[str, int]
-    shared_bytes: int
-
-    @staticmethod
-    def here() -> LoadedFrom:
-        """Return the origin of bytes read where they lie."""
-        return LoadedFrom(1, {}, 0)
-
-    def __str__(self) -> str:
-        total = max(1, self.local_bytes + sum(self.from_hosts.values()) + self.shared_bytes)
-        from_hosts = [f"{_percent(size, total)} from {name}" for name, size in self.from_hosts.items() if size]
-        shares = [
-            f"{_percent(self.local_bytes, total)} local",
-            *from_hosts,
-            f"{_percent(self.shared_bytes, total)} shared",
-        ]
-        return ", ".join(shares)
-
-
-def _percent(size: int, total: int) -> str:
-    return "<1 %" if 0 < size < total / 100 else f"{100 * size / total:.0f} %"
 
 
 class HostFolders:
     """The folders of the hosts, on a rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
-        shared: the folder of the hosts' common checkpoints, or None.
         nonce: a name of this run of the program, equal on all ranks.
         timeout_s: how long a host waits for the bytes of another.
 
@@ -78,20 +52,12 @@ class HostFolders:
     """
 
     def __init__(
-        self,
-        folder: CheckpointFolder,
-        channel: StoreChannel,
-        hosts: Hosts,
-        *,
-        shared: CheckpointFolder | None,
-        nonce: str,
-        timeout_s: float,
+        self, folder: CheckpointFolder, channel: StoreChannel, hosts: Hosts, *, nonce: str, timeout_s: float
     ) -> None:
         self.folder, self.hosts = folder, hosts
-        self._channel, self._shared, self._nonce = channel, shared, nonce
+        self._channel, self._nonce, self._timeout_s = channel, nonce, timeout_s
         self._host = hosts.number_of(channel.rank)
         self.leads = channel.rank in hosts.leaders
-        self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
         self._messages = 0
         self.lineage = Lineage()
         self.given_up: set[int] = set()
@@ -105,63 +71,44 @@ class HostFolders:
         return ranks.index(self._channel.rank), len(ranks)
 
     def survey(self) -> None:
-        """Let rank 0 know what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
-        damaged: list[int] = []
-        with self._agreed(lambda error: self.folder.cannot_write(error, what="The folder of local checkpoints")):
-            if self.leads:
-                self._surveyed = self._own()
-                damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
-        summaries = {iteration: PartSummary.of(part) for iteration, part in self._surveyed.items()}
-        rows = {iteration: summary.row() for iteration, summary in summaries.items()}
-        data = json.dumps([rows, damaged, sorted(self.given_up)]).encode()
+        """Tell rank 0 what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
+        with self._agreed():
+            iterations = self.folder.committed() if self.leads else []
+            intact = [(iteration, self._intact(iteration)) for iteration in iterations]
+            self._surveyed = {iteration: host for iteration, host in intact if host is not None}
+        rows = {iteration: Parts.of(host) for iteration, host in self._surveyed.items()}
+        data = zlib.compress(json.dumps([rows, sorted(self.given_up)]).encode())
         received = self._channel.gather(self._key("survey"), data)
-        tables = [json.loads(received[rank]) for rank in self.hosts.leaders] if received else []
-        host_summaries = [
-            {int(iteration): PartSummary.from_row(row) for iteration, row in table[0].items()} for table in tables
-        ]
-        divisions = {summaries[iteration].division: part for iteration, part in self._surveyed.items()}
-        parts = self._parts(host_summaries, divisions)
-        if tables:
-            bad = [(number, iteration) for number, table in enumerate(tables) for iteration in table[1]]
-            self.candidates = candidates(parts, bad)
-            for name, table in zip(self.hosts.names, tables, strict=True):
-                if table[2]:
-                    listed = ", ".join(map(str, table[2]))
-                    _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
+        tables = [json.loads(zlib.decompress(received[rank])) for rank in self.hosts.leaders if received]
+        self.candidates = candidates(
+            [{int(number): Parts(*row) for number, row in table[0].items()} for table in tables]
+        )
+        for name, (_, given_up) in zip(self.hosts.names, tables, strict=False):
+            if given_up:
+                listed = ", ".join(map(str, given_up))
+                _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
 
-    def _parts(
-        self, host_summaries: Sequence[Mapping[int, PartSummary]], divisions: dict[str, HostFile]
-    ) -> list[dict[int, HostFile]]:
-        """Return on rank 0 the `host.json` of each host, by iteration; one leader sends each division that it lacks.
+    def _intact(self, iteration: int) -> HostFile | None:
+        """Return the `host.json` of an iteration of the run on this host; None, and a log line, for any other folder.
 
-        Args:
-            host_summaries: on rank 0, the summaries of each host by iteration.
-            divisions: a `host.json` of this host for each of its divisions; rank 0 adds those of others.
+        A folder with a damaged JSON file or header holds nothing: a load replaces it.
         """
-
-        def absent() -> dict[str, list[int]]:
-            places = {
-                summary.division: [self.hosts.leaders[number], iteration]
-                for number, summaries in enumerate(host_summaries)
-                for iteration, summary in summaries.items()
-            }
-            return {division: place for division, place in places.items() if division not in divisions}
-
-        key = self._key("divisions")
-        for division, (leader, iteration) in self._channel.from_first(key, absent).items():
-            if leader == self._channel.rank:
-                self._channel.put(f"{key}/{division}", self._surveyed[iteration].to_bytes())
-            elif self._channel.coordinates:
-                data = self._channel.take(f"{key}/{division}", sender=f"rank {leader}")
-                divisions[division] = host_file.from_bytes(data, where=f"rank {leader}")
-        by_writer = {division: part.by_writer() for division, part in divisions.items()} if host_summaries else {}
-        return [
-            {
-                iteration: summary.part(divisions[summary.division], by_writer[summary.division])
-                for iteration, summary in summaries.items()
-            }
-            for summaries in host_summaries
-        ]
+        path = self.folder.iteration(iteration)
+        try:
+            checkpoint = open_checkpoint(path, self.folder.files)
+            read_places(checkpoint)
+            is_admitted = self.lineage.admits(saved_lineage(checkpoint.state, where=path), iteration)
+        except UnreadableError:
+            raise
+        except TrainerError as error:
+            _log.error("%s is skipped: %s", path, error)
+            return None
+        if checkpoint.host is None:
+            _log.warning("%s is no local checkpoint: it has no %s", path, HOST)
+        elif not is_admitted:
+            self.given_up.add(iteration)
+            return None
+        return checkpoint.host
 
     @property
     def iterations(self) -> list[int]:
@@ -169,34 +116,29 @@ class HostFolders:
         return [candidate.iteration for candidate in self.candidates]
 
     def copied(self, count: int) -> list[int]:
-        """Return the iterations with complete copies here of the `count` hosts before this host, as surveyed."""
+        """Return the iterations with the parts here of the `count` hosts before this host, as surveyed."""
         names = self.hosts.names
-        sources = [(self._host - step) % len(names) for step in range(1, count + 1)]
-        return [
-            iteration
-            for iteration, host in self._surveyed.items()
-            if host.hosts == names and not any(without(host.written_by(source), host.held) for source in sources)
-        ]
+        sources = {(self._host - step) % len(names) for step in range(1, count + 1)}
+        surveyed = self._surveyed.items()
+        return [iteration for iteration, host in surveyed if host.hosts == names and sources <= set(host.parts)]
 
     def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
-        """Return the iterations to be had complete, newest first, or only the given iteration. Rank 0 only."""
-        complete: dict[int, Path] = {}
+        """Return the iterations whole on the hosts together, newest first, or only the given one. Rank 0 only."""
+        whole: dict[int, Path] = {}
         for candidate in self.candidates:
-            if iteration not in (None, candidate.iteration) or candidate.iteration in complete:
+            if iteration not in (None, candidate.iteration) or candidate.iteration in whole:
                 continue
-            lacks = candidate.describe_missing()
-            if lacks and not self._is_in_shared(candidate.iteration):
+            if candidate.together.missing:
+                lacks = candidate.together.describe_missing()
                 _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
-                continue
-            complete[candidate.iteration] = self.folder.iteration(candidate.iteration)
-        return list(complete.items())
+            else:
+                whole[candidate.iteration] = self.folder.iteration(candidate.iteration)
+        return list(whole.items())
 
     def describe_missing(self) -> str:
         """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
-        if not self.candidates:
-            return ""
-        newest = self.candidates[0]
-        return f"iteration {newest.iteration} lacks {newest.describe_missing()}"
+        newest = self.candidates[:1]
+        return "".join(f"iteration {each.iteration} lacks {each.together.describe_missing()}" for each in newest)
 
     def owns(self, path: Path) -> bool:
         """Return whether a path is of a local checkpoint of this run."""
@@ -204,78 +146,111 @@ class HostFolders:
 
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
-    ) -> LoadedFrom:
-        """Have on every host what its ranks read of a local checkpoint: fetch missing pieces from other hosts.
+    ) -> str:
+        """Bring to every host what its ranks read of a local checkpoint: missing pieces come from hosts with the part.
 
         Args:
             check: refuses a checkpoint of another run before anything is fetched; rank 0 only.
             pieces_to_read: the pieces read by this rank.
 
+        Returns:
+            Where its bytes came from, in words.
+
         Raises:
-            TrainerError: on every rank, if a piece is to be had nowhere, arrives damaged, or does not fit on a disk.
+            TrainerError: on every rank, if a part is to be had nowhere, arrives damaged, or does not fit on a disk.
         """
         digest = self._seed(path)
-        needs, lacking = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
-        failed = partial(_not_completed, path)
-        with self._agreed(failed):
+        with self._agreed(path):
             checkpoint = open_same(path, digest, self.folder.files)
+            host = checkpoint.host
+            assert host is not None
             if self._channel.rank == 0:
                 check(checkpoint)
             if self.leads:
                 check_first_blocks(checkpoint, read_places(checkpoint))
-            places, needs = read_places(checkpoint), dict(pieces_to_read(checkpoint))
-            lacking = without(needs, {} if checkpoint.host is None else checkpoint.host.held)
-        verdicts = self._channel.gather(self._key("lacking"), json.dumps(bool(lacking)).encode())
-        if not self._channel.from_first(self._key("fetching"), lambda: any(map(json.loads, verdicts))):
-            return LoadedFrom.here()  # a large checkpoint has millions of pieces to list
-        tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
-        report, key = LoadedFrom.here(), self._key("plan")
-        with self._agreed(failed):
-            if tables:
-                transfers, absent, report = self._plan(self._candidate(path), checkpoint, places, tables)
-                self._send_plan(key, transfers, absent)
-        if self.leads:
-            moves, from_shared = json.loads(self._channel.take(f"{key}/{self._host}", sender="rank 0"))
-            incoming = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
-            self._fetch(checkpoint, places, incoming, _tuples(from_shared))
-        else:
-            self._fetch(checkpoint, places, [], {})
-        return report
+            lacking = without(pieces_to_read(checkpoint), host.held)
+        parts = host.by_host(self._of_host(lacking))
+        places = read_places(checkpoint)
+        sizes = {part: bytes_of(checkpoint, places, pieces) for part, pieces in parts.items()}
+        rows = self._channel.gather(self._key("sizes"), json.dumps(sizes).encode())
 
-    def _send_plan(self, key: str, transfers: Sequence[Transfer], absent: Sequence[PieceNumbers]) -> None:
-        """Send every leader the transfers of its host, and the pieces that it takes from the shared folder."""
-        moves: list[list[list[object]]] = [[] for _ in absent]
+        def plan() -> list[Transfer]:
+            tables = [json.loads(rows[rank]) for rank in self.hosts.leaders]
+            needs = [{int(part): size for part, size in table.items()} for table in tables]
+            return assign(needs, self._candidate(path).folders)
+
+        transfers = [Transfer(*row) for row in self._channel.from_first(self._key("plan"), plan)]
+        if not transfers:
+            return "all local"
+        with self._agreed(path):
+            needed, free = sum(sizes.values()), self.folder.files.free_bytes(path)
+            if free is not None and free < needed:
+                raise OSError(errno.ENOSPC, f"{free} B free, {needed} B needed")
+        with self._agreed(path):
+            if self.leads:
+                self._move(checkpoint, transfers, parts)
+        sent_bytes = Counter[str]()
         for transfer in transfers:
-            for host in (transfer.source, transfer.target):
-                moves[host].append([transfer.source, transfer.target, transfer.pieces])
-        for host, pieces in enumerate(absent):
-            self._channel.put(f"{key}/{host}", json.dumps([moves[host], pieces]).encode())
+            sent_bytes[self.hosts.names[transfer.source]] += transfer.total_bytes
+        return ", ".join(f"{size / 1e6:.1f} MB from {name}" for name, size in sent_bytes.items())
 
-    def _fetch(
-        self,
-        checkpoint: Checkpoint,
-        places: dict[str, Place],
-        transfers: Sequence[Transfer],
-        from_shared: PieceNumbers,
-    ) -> None:
-        """Carry out the transfers, and take from the shared folder what this host lacks after them, if there is room.
+    def _of_host(self, pieces: PieceNumbers) -> PieceNumbers:
+        """Return on a leader the pieces of all ranks of its host; none on other ranks."""
+        key = self._key("pieces")
+        if not self.leads:
+            self._channel.put(f"{key}/{self._channel.rank}", json.dumps(pieces).encode())
+            return {}
+        ranks = self.hosts.ranks[self._host][1:]
+        data = [self._channel.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in ranks]
+        return union([pieces, *map(json.loads, data)])
+
+    def _move(self, checkpoint: Checkpoint, transfers: Sequence[Transfer], lacking: Mapping[int, PieceNumbers]) -> None:
+        """Send and receive, and note in `host.json` what is there now.
+
+        Every host works through the transfers in the same order, with a thread to send and another to receive: the
+        first open transfer always has both its sides ready.
+
+        Args:
+            lacking: by part, the pieces for this host.
 
         Raises:
-            TrainerError: on every rank, if a host has no room, or does not get its pieces undamaged.
+            TrainerError: if another host is gone, or bytes differ from their digests.
+            OSError: if the disk fails.
         """
-        failed = partial(_not_completed, checkpoint.path)
-        with self._agreed(failed):
-            if self.leads:
-                arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
-                self._require_room(checkpoint.path, bytes_of(checkpoint, places, union([*arriving, from_shared])))
-        with self._agreed(failed):
-            if self.leads:
-                self._fetcher.run(checkpoint, places, transfers, from_shared, self._in_shared)
+        self._messages += 1
 
-    def _require_room(self, path: Path, needed: int) -> None:
-        free = self.folder.files.free_bytes(path)
-        if free is not None and free < needed:
-            raise _without_room(path, f"{free} B free", expected=f"{needed} B free")
+        def link(transfer: Transfer) -> closing[Link]:
+            source, target, part, _ = transfer
+            name = f"{self._nonce}/fetch-{self._messages}/{source}-{target}-{part}"
+            sends = source == self._host
+            return closing(Link(self._channel, name, sends=sends, timeout_s=self._timeout_s))
+
+        def send() -> None:
+            for transfer in transfers:
+                if transfer.source == self._host:
+                    with link(transfer) as outgoing:
+                        outgoing.send(checkpoint)
+
+        sending = Worker("checkpoint-send")
+        job = sending.submit(send)
+        try:
+            with closing(PieceWriter(checkpoint)) as writer:
+                for transfer in transfers:
+                    if transfer.target == self._host:
+                        with link(transfer) as incoming:
+                            incoming.receive(writer, checkpoint, lacking[transfer.part])
+                writer.finish(union(lacking.values()))
+        finally:
+            job.ends(self._timeout_s)
+            sending.close(0.0)
+        job.wait(self._timeout_s)
+        if writer.damage:
+            raise CheckpointError(
+                "Bytes of a local checkpoint arrived damaged",
+                where=checkpoint.path,
+                found=writer.damage[0],
+                fix="They are read from another host, or an older checkpoint is loaded.",
+            )
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
@@ -293,164 +268,86 @@ class HostFolders:
     def _give_up_damaged(self, path: Path) -> bool:
         """Give up the damaged pieces of a local checkpoint on this host; return whether there were any."""
         checkpoint = open_checkpoint(path, self.folder.files)
-        assert checkpoint.host is not None
-        damaged = damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held)
-        if not damaged:
-            return False
-        _log.error("%s on this host is damaged: %s", path, describe(damaged, checkpoint.host))
-        intact = without(checkpoint.host.held, damaged)
-        replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=intact).to_bytes())
-        return True
-
-    def _own(self) -> dict[int, HostFile]:
-        """Return each `host.json` of this host by iteration; damaged files are logged and left out."""
-        host_files: dict[int, HostFile] = {}
-        for iteration in self.folder.committed():
-            where = self.folder.iteration(iteration) / HOST
-            try:
-                host_files[iteration] = host_file.from_bytes(self.folder.files.read_whole(where), where=where)
-            except FileNotFoundError:
-                _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
-            except TrainerError as error:
-                _log.error("%s is skipped: %s", where.parent, error)
-        return host_files
-
-    def _is_intact(self, iteration: int) -> bool:
-        """Return whether the JSON files and headers of an iteration are intact on this host; log the damage.
-
-        An iteration given up by the run moves from the survey to `given_up`.
-        """
-        path = self.folder.iteration(iteration)
-        try:
-            checkpoint = open_checkpoint(path, self.folder.files)
-            read_places(checkpoint)
-            if not self.lineage.admits(saved_lineage(checkpoint.state, where=path), iteration):
-                del self._surveyed[iteration]
-                self.given_up.add(iteration)
-        except UnreadableError:
-            raise
-        except TrainerError as error:
-            _log.error("%s", error)
-            return False
-        return True
+        host = checkpoint.host
+        assert host is not None
+        damaged = damaged_pieces(checkpoint, host.held)
+        if damaged:
+            count, first = sum(map(len, damaged.values())), next(iter(damaged))
+            _log.error("%s on this host is damaged: %d of its pieces, the first of %s", path, count, first)
+            noted = replace(host, held=without(host.held, damaged))
+            replace_file(self.folder.files, path / HOST, noted.to_bytes())
+        return bool(damaged)
 
     def _candidate(self, path: Path) -> Candidate:
-        """Return the most complete candidate of an iteration. Rank 0 only."""
-        return next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
+        """Return the checkpoint at a path, whole on the hosts together. Rank 0 only.
+
+        Raises:
+            CheckpointError: if it is not.
+        """
+        candidate = next((each for each in self.candidates if self.folder.iteration(each.iteration) == path), None)
+        if candidate is None or candidate.together.missing:
+            raise CheckpointError(
+                "A local checkpoint is not whole",
+                where=path,
+                found=f"on no host: {candidate.together.describe_missing() if candidate else 'any part'}",
+                fix="Bring back the host that has them, or load an older iteration.",
+            )
+        return candidate
 
     def _seed(self, path: Path) -> str:
-        """Have the folder of a checkpoint on every host: the JSON files, and tensor files of holes.
-
-        A host whose JSON files or headers are damaged gets them anew.
+        """Make the folder of a checkpoint on every host that lacks it: the JSON files, and tensor files of holes.
 
         Returns:
             The digest of the manifest.
 
         Raises:
-            CheckpointError: on every rank, if they are damaged on all hosts.
+            CheckpointError: on every rank, if a part is on no host.
         """
 
         def choose() -> list[object]:
             candidate = self._candidate(path)
-            lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.intact]
-            return [candidate.iteration, candidate.manifest, min(candidate.intact, default=None), lacking]
+            lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.folders]
+            return [candidate.iteration, candidate.together.manifest, min(candidate.folders), lacking]
 
         iteration, digest, source, lacking = self._channel.from_first(self._key("candidate"), choose)
-        if source is None:
-            raise CheckpointError(
-                "The JSON files or headers of a local checkpoint are damaged on all hosts", where=path
-            )
         if not lacking:
             return str(digest)
-        key, failed = self._key("seed"), partial(_not_completed, path)
-        with self._agreed(failed):
-            if self.leads and self._host == source:
+        key, sends = self._key("seed"), self.leads and self._host == source
+        with self._agreed(path):
+            if sends:
                 contents = skeleton_of(open_checkpoint(path, self.folder.files))
                 self._channel.put(key, FileExchange().pack({**contents, HOST: self._surveyed[iteration].to_bytes()}))
-        with self._agreed(failed):
+        with self._agreed(path):
             if self.leads and self._host in lacking:
                 skeleton = FileExchange().unpack(self._channel.read(key))
                 template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
-                part = self._surveyed.get(iteration)
-                if part is not None and part.manifest == digest:
-                    mend_skeleton(path, skeleton, self.folder.files)
-                else:
-                    self.given_up.discard(iteration)  # which is renamed to make room
-                    make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
-        if self.leads and self._host == source:
+                self.given_up.discard(iteration)  # which is renamed to make room
+                make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
+        if sends:
             self._channel.delete([key])
         return str(digest)
 
-    def _plan(
-        self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
-    ) -> tuple[list[Transfer], list[PieceNumbers], LoadedFrom]:
-        """Return the transfers between hosts, by host the pieces of the shared folder, and the sum. Rank 0 only.
-
-        Raises:
-            CheckpointError: naming the pieces to be had nowhere.
-        """
-        required = [union(tables[rank] for rank in ranks) for ranks in self.hosts.ranks]
-        present = {number: host.held for number, host in candidate.parts.items()}
-        needs = [without(pieces, present.get(number, {})) for number, pieces in enumerate(required)]
-        transfers, absent = assign(needs, candidate.parts)
-        if any(absent) and not self._is_in_shared(candidate.iteration):
-            host = next(iter(candidate.parts.values()))
-            raise CheckpointError(
-                "A local checkpoint is not whole",
-                where=self.folder.iteration(candidate.iteration),
-                found=f"on no host: {describe(union(absent), host)}",
-                fix="Bring back the host that has them, or load an older iteration.",
-            )
-        if not transfers and not any(absent):  # a large checkpoint has millions of pieces to count
-            return [], list(absent), LoadedFrom.here()
-        sizes: dict[str, int] = {}
-        for transfer in transfers:
-            name = self.hosts.names[transfer.source]
-            sizes[name] = sizes.get(name, 0) + bytes_of(checkpoint, places, transfer.pieces)
-        shared_bytes = sum(bytes_of(checkpoint, places, pieces) for pieces in absent)
-        total = sum(bytes_of(checkpoint, places, pieces) for pieces in required)
-        return transfers, list(absent), LoadedFrom(total - sum(sizes.values()) - shared_bytes, sizes, shared_bytes)
-
-    def _is_in_shared(self, iteration: int) -> bool:
-        return self._shared is not None and iteration in self._shared.committed()
-
-    def _in_shared(self, iteration: int) -> Checkpoint:
-        assert self._shared is not None
-        return open_checkpoint(self._shared.iteration(iteration), self._shared.files)
-
     @contextlib.contextmanager
-    def _agreed(self, failed: Callable[[OSError], TrainerError]) -> Iterator[None]:
-        """Let every rank go on after this block only if it had no problem on any rank; see `StoreChannel.agree`.
+    def _agreed(self, path: Path | None = None) -> Iterator[None]:
+        """Go on after this block on every rank only if it had no problem on any rank; see `StoreChannel.agree`.
 
         Args:
-            failed: makes the error of a failing disk.
+            path: of a checkpoint that the block brings to this host; without room for it, it is not damaged.
         """
         with self._channel.agreed(self._key("agree")):
             try:
                 yield
             except OSError as error:
-                raise failed(error) from error
+                if path is None:
+                    raise self.folder.cannot_write(error, what="The folder of local checkpoints") from error
+                raise UnreadableError(
+                    "A local checkpoint cannot be completed on this host",
+                    where=on_this_host(path),
+                    found=error.strerror,
+                    fix="Nothing is lost. Make room on this host, or name another folder.",
+                ) from error
 
     def _key(self, kind: str) -> str:
         """Return a new key."""
         self._messages += 1
         return f"local/{self._nonce}/{self._messages}/{kind}"
-
-
-def _not_completed(path: Path, error: OSError) -> UnreadableError:
-    return _without_room(path, error.strerror)
-
-
-def _without_room(path: Path, actual: str | None, *, expected: str | None = None) -> UnreadableError:
-    """Return the error of a host without room for missing pieces: it says nothing of the checkpoint."""
-    return UnreadableError(
-        "A local checkpoint cannot be completed on this host",
-        where=on_this_host(path),
-        expected=expected,
-        found=actual,
-        fix="Nothing is lost. Make room on this host, or name another folder.",
-    )
-
-
-def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(numbers) for name, numbers in pieces.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from reprise.atomic import replace_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import PieceNumbers, path_of, union
-from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
@@ -26,82 +25,76 @@ from reprise.loading.reader import (
     OpenFile,
     covered_bytes,
     open_tensor_file,
+    read_places,
 )
 from reprise.storage.files import MOST_OPEN
 
 _log = logging.getLogger(__name__)
 
 
-class PieceReader:
-    """Reads blocks of a checkpoint folder, in the order of its files."""
+def piece_blocks(checkpoint: Checkpoint, pieces: PieceNumbers) -> Iterator[PieceBlock]:
+    """Yield the blocks of these pieces in the order of the files, the same on every host."""
+    return blocks_of(checkpoint, read_places(checkpoint), pieces)
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._gatherer = checkpoint, Gatherer()
 
-    def read(self, blocks: Iterator[PieceBlock], buffer: Bytes) -> Iterator[tuple[PieceBlock, Bytes]]:
-        """Yield each block with its bytes, which are valid until the next. Digests are not checked.
+def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterator[tuple[PieceBlock, Bytes]]:
+    """Yield each block with its bytes, which are valid until the next. Digests are not checked.
 
-        The bytes of an unreadable block are zeros: its receiver finds another digest.
-        """
-        for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
-            with contextlib.ExitStack() as stack:
-                file: OpenFile | None = None
+    The bytes of an unreadable block are zeros: its receiver finds another digest.
+    """
+    gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, np.uint8)
+    for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
+        with contextlib.ExitStack() as stack:
+            file: OpenFile | None = None
+            for block in members:
+                data = buffer[: block.hi - block.lo]
                 try:
-                    path = self._checkpoint.path / name
-                    file = stack.enter_context(open_tensor_file(self._checkpoint.files, path))
-                except TrainerError as error:
-                    _log.error("%s", error)
-                for block in members:
-                    data = buffer[: block.hi - block.lo]
-                    self._fill(file, block, data)
-                    yield block, data
+                    file = file or stack.enter_context(open_tensor_file(checkpoint.files, checkpoint.path / name))
+                    gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
+                except (TrainerError, OSError) as error:
+                    _log.error("%s, tensor %s: %s", checkpoint.path, block.place.spec.name, error)
+                    data[:] = 0
+                yield block, data
 
-    def _fill(self, file: OpenFile | None, block: PieceBlock, data: Bytes) -> None:
-        try:
-            if file is not None:
-                self._gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
-                return
-        except (TrainerError, OSError) as error:
-            _log.error("%s, tensor %s: %s", self._checkpoint.path, block.place.spec.name, error)
-        data[:] = 0
+
+def damaged_pieces(checkpoint: Checkpoint, pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
+    """Return those of these pieces with bytes other than their digests'."""
+    return union(
+        {block.place.spec.name: (block.number,)}
+        for block, data in read_blocks(checkpoint, piece_blocks(checkpoint, pieces))
+        if digest_of(data.data) != block.digest
+    )
 
 
 class PieceWriter:
-    """Writes blocks into the folder of a committed checkpoint, and notes in `host.json` which pieces are there.
+    """Writes blocks into the folder of a checkpoint, and notes in `host.json` which pieces are there.
 
     A single thread writes to a folder: rows of a strided piece are written with the bytes between them, as they are.
+
+    Attributes:
+        damage: blocks that arrived with another digest.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._files = checkpoint, checkpoint.files
         self._scratch: Bytes = np.empty(SCRATCH_BYTES, np.uint8)
         self._open: dict[str, int] = {}
-        self._damaged: set[tuple[str, int]] = set()
-        self.damage: list[str] = []
+        self.damage: list[PieceBlock] = []
 
-    def write(self, block: PieceBlock, data: Bytes) -> None:
-        """Write a block with the right digest. A piece with a wrong digest counts as missing.
+    def write(self, block: PieceBlock, data: Bytes) -> bool:
+        """Write a block if its digest is right, and return whether it is. A piece with a damaged block is missing.
 
         Raises:
             OSError: if the disk fails.
         """
-        name = block.place.spec.name
         if digest_of(data.data) != block.digest:
-            self._damaged.add((name, block.number))
-            self.damage.append(str(block))
-            return
-        self.write_checked(block, data)
-
-    def write_checked(self, block: PieceBlock, data: Bytes) -> None:
-        """Write a block whose digest was found to be right.
-
-        Raises:
-            OSError: if the disk fails.
-        """
+            self.damage.append(block)
+            return False
         descriptor = self._descriptor(block.place.file)
         for shape, start, at in block.packed.boxes(block.lo, block.hi):
             part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
             self._cover(descriptor, block.place.offset + start, block.packed.strides, part)
+        return True
 
     def finish(self, pieces: PieceNumbers) -> None:
         """Make these pieces durable, and note in `host.json` those whose bytes are right.
@@ -110,27 +103,21 @@ class PieceWriter:
             OSError: if the disk fails.
         """
         self.sync()
+        host, folder = self._checkpoint.host, self._checkpoint.path
+        assert host is not None
+        damaged = {(block.place.spec.name, block.number) for block in self.damage}
         good = {
-            name: tuple(number for number in members if (name, number) not in self._damaged)
+            name: tuple(number for number in members if (name, number) not in damaged)
             for name, members in pieces.items()
         }
-        host = self._checkpoint.host
-        assert host is not None
-        present = union([host.held, good])
-        noted = replace(host, held=present)
-        if noted.is_whole:
-            self._show_names()
-        replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
-        self._checkpoint = replace(self._checkpoint, host=noted)
-
-    def _show_names(self) -> None:
-        """Give the files of a folder, now complete, the names for other programs."""
-        folder = self._checkpoint.path
-        for name in self._checkpoint.manifest.files:
+        noted = replace(host, held=union([host.held, good]))
+        for name in self._checkpoint.manifest.files if noted.is_whole else ():
             path = path_of(folder, name)
-            if path != folder / name:
+            if path != folder / name:  # the name for other programs
                 self._files.rename(path, folder / name)
                 self._files.sync_folder(folder)
+        replace_file(self._files, folder / HOST, noted.to_bytes())
+        self._checkpoint = replace(self._checkpoint, host=noted)
 
     def sync(self) -> None:
         """Make all writes durable.
@@ -148,14 +135,11 @@ class PieceWriter:
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
-            self._limit_open()
+            if len(self._open) >= MOST_OPEN:
+                self.sync()
+                self.close()
             self._open[name] = self._files.open_for_writing(self._checkpoint.path / name)
         return self._open[name]
-
-    def _limit_open(self) -> None:
-        if len(self._open) >= MOST_OPEN:
-            self.sync()
-            self.close()
 
     def _cover(self, descriptor: int, start: int, strides: tuple[int, ...], data: Bytes) -> None:
         """Write the C-ordered array `data` to bytes at `start` with `strides`, the last of which is 1."""
@@ -175,16 +159,3 @@ class PieceWriter:
             self._files.read(descriptor, covering.data, offset=start + first * stride)
             np.copyto(np.ndarray(part.shape, np.uint8, covering, 0, strides), part)
             self._files.write(descriptor, [covering.data], offset=start + first * stride)
-
-
-def damaged_pieces(
-    checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers
-) -> dict[str, tuple[int, ...]]:
-    """Return those of these pieces with bytes other than their digests'."""
-    damaged: dict[str, list[int]] = {}
-    buffer = np.empty(BLOCK_BYTES, np.uint8)
-    for block, data in PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), buffer):
-        name = block.place.spec.name
-        if digest_of(data.data) != block.digest and block.number not in damaged.get(name, ()):
-            damaged.setdefault(name, []).append(block.number)
-    return {name: tuple(numbers) for name, numbers in damaged.items()}

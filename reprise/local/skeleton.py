@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from reprise import json_file
-from reprise.atomic import replace_file
 from reprise.errors import CheckpointError
 from reprise.format import host_file
 from reprise.format.host_file import HostFile
@@ -20,8 +18,6 @@ from reprise.paths import read_regular
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import failed_read
-
-_log = logging.getLogger(__name__)
 
 _SIZES = "sizes"  # of the tensor files, in JSON
 
@@ -37,27 +33,15 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     for name, entry in checkpoint.manifest.files.items():
         path = host_file.path_of(checkpoint.path, name)
         if entry.is_tensor_file:
-            contents[name], sizes[name] = header_of(checkpoint, name), entry.total_bytes
-            continue
-        contents[name] = _content(path)
+            sizes[name] = entry.total_bytes
+            with open_tensor_file(checkpoint.files, path) as file:
+                contents[name] = read_header(file, entry.total_bytes, where=path)
+        else:
+            contents[name] = _content(path)
         _require(contents[name], entry.digest, path)
     contents[MANIFEST] = _content(checkpoint.path / MANIFEST)
-    if digest_of(contents[MANIFEST]) != checkpoint.digest:
-        raise CheckpointError("A manifest became another one", where=checkpoint.path / MANIFEST)
+    _require(contents[MANIFEST], checkpoint.digest, checkpoint.path / MANIFEST)
     return {**contents, _SIZES: json.dumps(sizes).encode()}
-
-
-def header_of(checkpoint: Checkpoint, name: str) -> bytes:
-    """Return every byte before the data of a tensor file.
-
-    Raises:
-        CheckpointError: if it is damaged.
-    """
-    path, entry = host_file.path_of(checkpoint.path, name), checkpoint.manifest.files[name]
-    with open_tensor_file(checkpoint.files, path) as file:
-        header = read_header(file, entry.total_bytes, where=path)
-    _require(header, entry.digest, path)
-    return header
 
 
 def _require(content: bytes, digest: str, path: Path) -> None:
@@ -117,24 +101,3 @@ def make_skeleton(
     write_skeleton(partial, {**contents, HOST: host}, files, is_whole=False)
     files.sync_folder(partial)
     folder.commit(iteration, attempt)
-
-
-def mend_skeleton(path: Path, contents: Mapping[str, bytes], files: Files) -> None:
-    """Write JSON files, headers and sizes anew in a folder whose `host.json` is intact.
-
-    Raises:
-        OSError: if the disk fails.
-    """
-    sizes = json.loads(contents[_SIZES])
-    for member, data in contents.items():
-        if member in sizes:
-            descriptor = files.open_for_writing(path / member)
-            try:
-                files.write(descriptor, [memoryview(data)], offset=0)
-                files.extend(descriptor, sizes[member])
-                files.sync(descriptor)
-            finally:
-                files.close(descriptor)
-        elif member != _SIZES:
-            replace_file(files, host_file.path_of(path, member), data)
-    _log.warning("the JSON files and headers of %s are those of another host now", path)

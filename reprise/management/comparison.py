@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from reprise.format.host_file import missing
 from reprise.format.layout import Place
 from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
@@ -106,7 +105,7 @@ def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferenc
     places_a, places_b = read_places(a), read_places(b)
     for checkpoint in (a, b):
         if checkpoint.host is not None:
-            for name, numbers in missing(checkpoint.host.writers, [checkpoint.host.held]).items():
+            for name, numbers in checkpoint.host.missing.items():
                 raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
     for name in sorted(places_a.keys() | places_b.keys()):
         if name not in places_b or name not in places_a:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reprise.errors import TrainerError
-from reprise.format.host_file import HostFile, missing, without
+from reprise.format.host_file import HostFile, PieceNumbers, without
 from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, read_places
+from reprise.local.parts import Parts, candidates
 from reprise.local.pieces import damaged_pieces
-from reprise.local.survey import candidates, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class HostShare:
         host: the name of the host with the folder's saves; None for a folder of copies alone.
         hosts: the pieces of each host of the checkpoint.
         total_bytes: the size of all tensors of the checkpoint, in bytes.
-        missing: the pieces outside the folder, in words; empty if there are none.
+        missing: the parts not whole in the folder, in words; empty if there are none.
     """
 
     host: str | None
@@ -52,7 +52,7 @@ class HostShare:
         return sum(pieces.present_bytes for pieces in self.hosts)
 
     def __str__(self) -> str:
-        """Return the share in words: `50 % of 2 hosts: a; missing 3 of 3 pieces of host b (weight, ...)`."""
+        """Return the share in words: `50 % of 2 hosts: a; missing 1 of 2 parts: b`."""
         percent = min(99, round(100 * self.present_bytes / max(1, self.total_bytes))) if self.missing else 100
         text = f"{percent} % of {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}: {self.host or 'copies alone'}"
         return f"{text}; missing {self.missing}" if self.missing else text
@@ -63,19 +63,24 @@ def share_of(checkpoint: Checkpoint) -> HostShare | None:
     host = checkpoint.host
     if host is None:
         return None
+    places, written, present = read_places(checkpoint), host.by_host(), host.by_host(host.held)
+
+    def pieces_of(number: int) -> HostPieces:
+        held = present.get(number, {})
+        return HostPieces(
+            host.hosts[number], _count(written.get(number, {})), _count(held), bytes_of(checkpoint, places, held)
+        )
+
     return HostShare(
         host=None if host.host is None else host.hosts[host.host],
-        hosts=tuple(_pieces_of(checkpoint, host, number) for number in range(len(host.hosts))),
-        total_bytes=sum(place.spec.total_bytes for place in read_places(checkpoint).values()),
-        missing=describe(missing(host.writers, [host.held]), host),
+        hosts=tuple(map(pieces_of, range(len(host.hosts)))),
+        total_bytes=sum(place.spec.total_bytes for place in places.values()),
+        missing=Parts.of(host).describe_missing(),
     )
 
 
-def _pieces_of(checkpoint: Checkpoint, host: HostFile, number: int) -> HostPieces:
-    pieces_of_host = host.written_by(number)
-    present = without(pieces_of_host, without(pieces_of_host, host.held))
-    pieces, count = (sum(map(len, numbers.values())) for numbers in (pieces_of_host, present))
-    return HostPieces(host.hosts[number], pieces, count, bytes_of(checkpoint, read_places(checkpoint), present))
+def _count(pieces: PieceNumbers) -> int:
+    return sum(map(len, pieces.values()))
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:
@@ -91,7 +96,7 @@ def without_damage(checkpoint: Checkpoint) -> HostFile | None:
     if checkpoint.host is None:
         return None
     try:
-        damaged = damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held)
+        damaged = damaged_pieces(checkpoint, checkpoint.host.held)
     except TrainerError:  # a header
         return None
     return replace(checkpoint.host, held=without(checkpoint.host.held, damaged))
@@ -100,14 +105,14 @@ def without_damage(checkpoint: Checkpoint) -> HostFile | None:
 def missing_everywhere(
     folders: Sequence[object], parts: Iterable[tuple[int | None, HostFile | None]]
 ) -> dict[int | None, str]:
-    """Return by iteration the pieces missing in all of several folders, in words; empty if all pieces are there.
+    """Return by iteration the parts missing in all of several folders, in words; empty if all parts are there.
 
     Args:
         folders: the given folders; nothing is returned for a single folder.
         parts: the iteration and the `host.json` of each checkpoint; a whole checkpoint has none.
     """
     texts: dict[int | None, str] = {}
-    local = [{iteration: host} for iteration, host in parts if iteration is not None and host is not None]
+    local = [{iteration: Parts.of(host)} for iteration, host in parts if iteration is not None and host is not None]
     for candidate in candidates(local) if len(folders) > 1 else ():
-        texts.setdefault(candidate.iteration, candidate.describe_missing())
+        texts.setdefault(candidate.iteration, candidate.together.describe_missing())
     return texts

@@ -136,7 +136,7 @@ def test_two_hosts_hold_the_checkpoint_together(
     assert union(paths) == shared
     again = fleet.train([0, 1], *topology, *LOCAL, copies_on(copies), ranks_per_host=ranks_per_host)
     # Without copies the second stage takes the tied table from the host of the first.
-    expected = "72 % local, 28 % from host0" if topology == TP2_PP2 and not copies else "100 % local"
+    expected = "0.0 MB from host0;" if topology == TP2_PP2 and not copies else "all local"
     assert f"loaded iteration 4: {expected}" in again.outputs[0]
     assert curve(fleet.run) == curve(whole)
 
@@ -145,8 +145,8 @@ def test_two_hosts_hold_the_checkpoint_together(
 def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, prepare: Prepare, copies: int) -> None:
     whole = prepare(fleet, copies=copies)
     again = fleet.train([1, 0], *ZERO3, *LOCAL)
-    expected = "100 % local, 0 % shared" if copies else "0 % local, 50 % from host0, 50 % from host1, 0 % shared"
-    assert f"loaded iteration 4: {expected}" in again.outputs[0].replace("<1 %", "0 %")
+    expected = "all local" if copies else r"0\.\d MB from host0, 0\.\d MB from host1"
+    assert re.search(f"loaded iteration 4: {expected};", again.outputs[0])
     assert curve(fleet.run) == curve(whole)
 
 
@@ -157,7 +157,7 @@ def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path, prep
     shutil.rmtree(fleet.disk(1))
     (tmp_path / "kept").rename(fleet.disk(1))
     again = fleet.train([4, 1], *ZERO3, *LOCAL)
-    assert "loaded iteration 4: 50 % local, 50 % from host1, 0 % shared" in again.outputs[0]
+    assert re.search(r"loaded iteration 4: 0\.\d MB from host1;", again.outputs[0])
     assert curve(fleet.run) == curve(whole)
     assert tensor_files(fleet.iteration(4, 6)) == tensor_files(checkpoint(whole, 6))
 
@@ -165,7 +165,7 @@ def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path, prep
 def test_a_wiped_disk_without_copies_is_refused_by_name(fleet: Fleet, prepare: Prepare) -> None:
     prepare(fleet, copies=0)
     again = fleet.train([0, 2], *ZERO3, *LOCAL, status=1)
-    assert all("pieces of host host1 (" in output for output in again.outputs)
+    assert all("1 of 2 parts: host1" in output for output in again.outputs)
     other = fleet.train([0, 1], *ZERO3, *LOCAL, "model.n_layer=3", status=1)
     assert "model.n_layer" in other.outputs[0]
 
@@ -232,8 +232,6 @@ def test_damaged_json_and_headers_come_from_another_host(
         flip(path, 40)
     again = fleet.train([0, 1], *ZERO3, *LOCAL)
     assert "loaded iteration 4:" in again.outputs[0]
-    if not is_cut:  # else only what the ranks of this host read is fetched
-        assert tensor_files(path.parent) == tensor_files(checkpoint(whole, 4))
     for same in ("manifest.json", "trainer_state.json"):
         assert path.with_name(same).read_bytes() == (fleet.iteration(0, 4) / same).read_bytes()
     assert curve(fleet.run) == curve(whole)

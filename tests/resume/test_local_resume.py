@@ -48,7 +48,7 @@ def test_a_killed_run_resumes_from_its_local_folder(run: Path, local: Path, whol
     assert launch(run, overrides, kill_after=4).statuses == (-9,)
     newest = names(local)[-1]
     assert newest >= 2  # a save waits for the one before it
-    assert f"loaded iteration {newest}: 100 % local, 0 % shared" in run_ok(run, overrides).text
+    assert f"loaded iteration {newest}: all local" in run_ok(run, overrides).text
     assert curve(run) == curve(whole)
     assert names(local) == [5, 6]
     for number in (5, 6):
@@ -64,7 +64,7 @@ def test_a_run_that_stops_early_saves_into_both_folders(run: Path, local: Path, 
     run_ok(run, [*overrides, "train.exit_interval=5", f"checkpoint.local.flush_on_exit={str(flushes).lower()}"])
     assert names(local) == [3, 5]
     assert names(run / "checkpoints") == [2, 4, *([5] if flushes else [])]
-    assert "loaded iteration 5: 100 % local" in run_ok(run, overrides).text
+    assert "loaded iteration 5: all local" in run_ok(run, overrides).text
     assert curve(run) == curve(whole)
     assert names(run / "checkpoints")[-1] == 6  # the end of a run is saved in both in any case
 
@@ -88,7 +88,7 @@ def test_a_named_iteration_is_loaded_from_the_local_folder(run: Path, local: Pat
     (first,) = run_member(local / "iter_0000005")["branches"]
     assert first["began_at"] == -1
     ended = run_ok(run, [*overrides, "checkpoint.ckpt_step=3", "train.exit_interval=4"])
-    assert "loaded iteration 3: 100 % local" in ended.text
+    assert "loaded iteration 3: all local" in ended.text
     # What the new branch overtakes is dropped with its first checkpoint.
     assert names(local) == [1, 2, 3, 4]
     run_ok(run, overrides)
@@ -150,7 +150,7 @@ def test_a_run_whose_folder_is_deleted_does_not_go_on_unasked(run: Path, local: 
     first = run_member(local / "iter_0000003")
     shutil.rmtree(run)
     assert OTHERS in launch(run, overrides).text
-    assert "loaded iteration 3: 100 % local" in run_ok(run, [*overrides, "checkpoint.local.adopt=true"]).text
+    assert "loaded iteration 3: all local" in run_ok(run, [*overrides, "checkpoint.local.adopt=true"]).text
     assert run_member(local / "iter_0000006") == first
     assert tensor_files(local / "iter_0000006") == tensor_files(checkpoint(whole, 6))
 
@@ -167,7 +167,7 @@ def test_a_lost_or_damaged_record_of_a_run_is_made_anew(run: Path, local: Path, 
     else:
         for path in (run / "run.json", local / "run.json"):
             path.write_bytes(good.replace(b"began_at", b"begun_at"))
-    assert "loaded iteration 3: 100 % local" in run_ok(run, overrides).text
+    assert "loaded iteration 3: all local" in run_ok(run, overrides).text
     assert (run / "run.json").read_bytes() == (local / "run.json").read_bytes() == good
     assert run_member(checkpoint(run, 6)) == first
     assert curve(run) == curve(whole)

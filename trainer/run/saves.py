@@ -374,7 +374,7 @@ def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, fi
         saving = replace(saving, retention=Retention(named=names))
     policy = LocalPolicy(folder, local.save_interval, local.keep, local.copies, saving)
     owner = LocalCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared, files=files
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, files=files
     )
     return LocalTarget(owner, is_main=shared is None)
 

@@ -44,7 +44,7 @@ def test_missing_pieces_are_named_by_the_host_that_wrote_them(
     shutil.rmtree(b / "iter_0000004")
     out = tmp_path / "out"
     assert main(["gather", str(a), str(b), str(out), "--iteration", "4"]) == IMPOSSIBLE
-    assert "iteration 4 lacks 3 of 3 pieces of host" in capsys.readouterr().err
+    assert "iteration 4 lacks 1 of 2 parts: " in capsys.readouterr().err
     assert main(["gather", str(a / "iter_0000004"), str(b / NAME), str(out)]) == IMPOSSIBLE
     assert not out.exists()
     assert main(["gather", str(a), str(b), str(out)]) == FINE

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
-from reprise.format.host_file import HostFile
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.json_file import Json
-from reprise.local.survey import candidates
+from reprise.local.parts import Parts, candidates
 from tests.messages import refused
 from tests.profiles import examples
 
@@ -80,9 +79,8 @@ class Saved:
     is_current: bool
     held: dict[int, frozenset[int]] = field(default_factory=dict)
 
-    def host_file(self, host: int) -> HostFile:
-        held = {"w": tuple(sorted(self.held[host]))} if self.held[host] else {}
-        return HostFile("n", self.manifest, host, ("a", "b", "c"), {"w": (0, 1, 2)}, held)
+    def parts(self, host: int) -> Parts:
+        return Parts(self.manifest, ("a", "b", "c"), self.held[host])
 
 
 @examples(150)
@@ -124,12 +122,12 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_its_branch(data: st.DataOb
                     default=None,
                 )
                 surveyed = [
-                    {n: folders[h][n].host_file(h) for n in folders[h] if lineage.admits(folders[h][n].lineage, n)}
+                    {n: folders[h][n].parts(h) for n in folders[h] if lineage.admits(folders[h][n].lineage, n)}
                     for h in sorted(present)
                 ]
                 listed = candidates(surveyed)
-                chosen = next((c for c in listed if not c.missing and back_to in (None, c.iteration)), None)
-                assert (chosen and chosen.manifest) == (expected and expected.manifest)
+                chosen = next((c for c in listed if not c.together.missing and back_to in (None, c.iteration)), None)
+                assert (chosen and chosen.together.manifest) == (expected and expected.manifest)
                 if chosen is None:
                     continue
                 iteration = chosen.iteration
@@ -141,6 +139,6 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_its_branch(data: st.DataOb
 
 
 def is_whole(saved: Saved, folders: dict[int, dict[int, Saved]], present: set[int]) -> bool:
-    """Return whether the hosts that are there hold every piece."""
+    """Return whether the hosts that are there hold every part."""
     there = [host for host in saved.held if host in present and folders[host].get(saved.iteration) is saved]
     return frozenset().union(*(saved.held[host] for host in there)) == PIECES

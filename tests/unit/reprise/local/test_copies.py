@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.format.host_file import without
 from reprise.format.layout import Layout
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.reader import Bytes, open_checkpoint, read_places
+from reprise.loading.reader import Bytes, Checkpoint, open_checkpoint
 from reprise.local import link
 from reprise.local.copies import Copies
-from reprise.local.pieces import PieceReader, damaged_pieces
+from reprise.local.pieces import damaged_pieces, read_blocks
 from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
 from reprise.policy import SavePolicy
 from reprise.storage.files import Files
@@ -94,7 +93,7 @@ def test_an_iteration_saved_again_is_no_copied_one(tmp_path: Path, monkeypatch: 
         local.saver.save(4, local_folders.contents(rank, 4))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Copies, "_guarded", lambda *_: lambda: None)
+        patch.setattr(Copies, "_copy", lambda *_: None)
         assert local_folders.load_on_hosts(folders, then=save_again) == 4
     shutil.rmtree(folders[1])
     assert local_folders.load_on_hosts(folders) == 3
@@ -104,11 +103,11 @@ def lacks(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the pieces that a folder does not count as there; those that it counts have the right bytes."""
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
-    assert damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held) == {}
-    return without(checkpoint.host.written_by(1), checkpoint.host.held)
+    assert damaged_pieces(checkpoint, checkpoint.host.held) == {}
+    return checkpoint.host.by_host(checkpoint.host.missing).get(1, {})
 
 
-def flip(_: object, data: Bytes) -> None:
+def flip(data: Bytes) -> None:
     data[-1] ^= 1
 
 
@@ -135,12 +134,11 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
             if target.name == "iter_0000001":
                 local_folders.flip(target, of_host=1)
 
-    class TroubledReader(PieceReader):
-        def read(self, blocks: Iterator[PieceBlock], buffer: Bytes) -> Iterator[tuple[PieceBlock, Bytes]]:
-            for block, data in super().read(blocks, buffer):
-                if deed and self._checkpoint.iteration == 1 and self._checkpoint.path.parent.name == "1":
-                    deed(self, data)
-                yield block, data
+    def read(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterator[tuple[PieceBlock, Bytes]]:
+        for block, data in read_blocks(checkpoint, blocks):
+            if deed and checkpoint.iteration == 1 and checkpoint.path.parent.name == "1":
+                deed(data)
+            yield block, data
 
     def call(channel: StoreChannel) -> None:
         files = SpoilingFiles() if channel.rank == 1 and deed is None else Files()
@@ -156,7 +154,7 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
             channel.agree(f"{iteration} is copied or not", None)
         checkpointer.close()
 
-    monkeypatch.setattr(link, "PieceReader", TroubledReader)
+    monkeypatch.setattr(link, "read_blocks", read)
     all_ranks(2, call, store=tcp_store)
     assert "iteration 1 is not copied" in caplog.text or "iteration 1 arrived damaged" in caplog.text
     assert lacks(tmp_path / "0/iter_0000001") == {"w": (1,)}

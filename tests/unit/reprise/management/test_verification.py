@@ -52,5 +52,5 @@ def test_damage_in_one_of_two_copies_leaves_the_hosts_whole(tmp_path: Path) -> N
     assert [result.missing_everywhere for result in reprise.verify(a, b)] == ["", ""]
     flip(b / "iter_0000002", of_host=1)
     results = reprise.verify(a, b)
-    assert all((result.missing_everywhere or "").startswith("1 of 3 pieces of host") for result in results)
+    assert all((result.missing_everywhere or "").startswith("1 of 2 parts: ") for result in results)
     assert {result.status for result in results} == {CheckpointStatus.DAMAGED}

@@ -1,0 +1,109 @@
+"""What the hosts of a run hold: which local checkpoints are whole together, and who sends a part to whom. Pure.
+
+A part is what the ranks of one host have written of a checkpoint. A folder holds whole parts: its host's own, and
+copies of others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from reprise.format.host_file import HostFile
+
+_MOST_NAMED = 3
+
+
+class Parts(NamedTuple):
+    """The parts of a checkpoint in a folder.
+
+    Args:
+        manifest: digest of the manifest, the same in every folder with the checkpoint.
+        hosts: the names of the hosts of the save.
+        whole: the numbers of those whose part is in the folder.
+    """
+
+    manifest: str
+    hosts: Sequence[str]
+    whole: Collection[int]
+
+    @staticmethod
+    def of(host: HostFile) -> Parts:
+        """Return the parts listed in a `host.json`."""
+        return Parts(host.manifest, host.hosts, host.parts)
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the hosts whose part is not in the folder."""
+        return [name for number, name in enumerate(self.hosts) if number not in self.whole]
+
+    def describe_missing(self) -> str:
+        """Return the parts outside the folder in words; empty if there are none."""
+        names = self.missing
+        listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+        return f"{len(names)} of {len(self.hosts)} parts: {listed}" if names else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A local checkpoint with a part in some folder.
+
+    Args:
+        folders: by number of the folder, its parts.
+    """
+
+    iteration: int
+    folders: Mapping[int, Parts]
+
+    @property
+    def together(self) -> Parts:
+        """Return the parts in any of the folders."""
+        manifest, hosts, _ = next(iter(self.folders.values()))
+        return Parts(manifest, hosts, {number for parts in self.folders.values() for number in parts.whole})
+
+
+def candidates(folders: Sequence[Mapping[int, Parts]]) -> list[Candidate]:
+    """Return the checkpoints of which parts were found, the newest first.
+
+    Parts belong together if their manifests are equal. Of two checkpoints of an iteration the more complete is first.
+
+    Args:
+        folders: by number of the folder, then by iteration.
+    """
+    groups: dict[tuple[int, str], dict[int, Parts]] = {}
+    for number, by_iteration in enumerate(folders):
+        for iteration, parts in by_iteration.items():
+            groups.setdefault((iteration, parts.manifest), {})[number] = parts
+    checkpoints = [Candidate(iteration, members) for (iteration, _), members in sorted(groups.items())]
+    return sorted(checkpoints, key=lambda candidate: (-candidate.iteration, len(candidate.together.missing)))
+
+
+class Transfer(NamedTuple):
+    """Bytes of a part for host `target` from host `source`, all by number."""
+
+    source: int
+    target: int
+    part: int
+    total_bytes: int
+
+
+def assign(needs: Sequence[Mapping[int, int]], folders: Mapping[int, Parts]) -> list[Transfer]:
+    """Return the transfers in the order in which every host makes its own.
+
+    Of several hosts with a part, the sender is the host with the fewest bytes to send so far.
+
+    Args:
+        needs: by number of the host, the bytes that it lacks of each part.
+        folders: by number of the host, the parts in its folder.
+    """
+    load: Counter[int] = Counter()
+    transfers = list[Transfer]()
+    for target, sizes in enumerate(needs):
+        for part, size in sizes.items():
+            sources = [number for number, parts in folders.items() if part in parts.whole and number != target]
+            source = min(sources, key=lambda number: (load[number], number))
+            load[source] += size
+            transfers.append(Transfer(source, target, part, size))
+    return sorted(transfers)
