@@ -28,7 +28,8 @@ from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.patience import failed_read, is_damage, unreadable
 
 Bytes = npt.NDArray[np.uint8]
-Read = Callable[[memoryview, int], None]  # fills a buffer from an offset in the file
+Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
+Write = Callable[[memoryview, int], object]  # writes a buffer to an offset in the file
 _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 # Gaps up to this size are read and discarded. With two threads on warm files, one call per run cost as much as reading
 # 50 KB more (runs of 2 to 28 KB; 3 to 9 times as long for the runs of tensor parallelism in GPT-2). Ranks of one host
@@ -473,38 +474,47 @@ def misleading_files(checkpoint: Checkpoint) -> list[str]:
 
 
 class Gatherer:
-    """Reads packed images from their scattered positions, through a buffer of its own; each thread needs its own."""
+    """Moves packed images from and to their scattered positions, through a buffer; each thread needs its own."""
 
     def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self._gap_bytes = gap_bytes
         self._scratch: Bytes = np.empty(scratch_bytes, dtype=np.uint8)
 
-    def gather(self, read: Read, source: Image, lo: int, into: Bytes, *, offset: int) -> None:
-        """Fill `into` with bytes of the packed image `source`, from `lo` on; its tensor begins at `offset`."""
-        if source.is_contiguous:
-            read(into.data, offset + source.start + lo)
-            return
-        for shape, start, at in source.boxes(lo, lo + into.size):
-            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
-            self._cover(read, offset + start, source.strides, part)
+    def gather(
+        self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int, write: Write | None = None
+    ) -> None:
+        """Fill `into` with bytes of the packed image, from `lo` on; its tensor begins at `offset`.
 
-    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
+        Args:
+            write: writes the bytes of `into` in place of filling it, and the bytes between its rows as they are read.
+        """
+        if image.is_contiguous:
+            (write or read)(into.data, offset + image.start + lo)
+            return
+        for shape, start, at in image.boxes(lo, lo + into.size):
+            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
+            self._cover(read, offset + start, image.strides, part, write)
+
+    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes, write: Write | None) -> None:
         """Fill the C-ordered array `into` from the bytes at `start` with `strides`, the last of which is 1."""
         if into.ndim == 1:
-            read(into.data, start)
+            (write or read)(into.data, start)
             return
         count, stride = len(into), strides[0]
         length = covered_bytes(into.shape[1:], strides[1:])
         if stride - length > self._gap_bytes or length > self._scratch.size or count == 1:
             for index in range(count):
-                self._cover(read, start + index * stride, strides[1:], into[index])
+                self._cover(read, start + index * stride, strides[1:], into[index], write)
             return
         most = 1 + (self._scratch.size - length) // stride
         for first in range(0, count, most):
             part = into[first : first + most]
             covering = self._scratch[: (len(part) - 1) * stride + length]
+            rows = np.ndarray(part.shape, np.uint8, covering, 0, strides)
             read(covering.data, start + first * stride)
-            np.copyto(part, np.ndarray(part.shape, np.uint8, covering, 0, strides))
+            np.copyto(rows if write else part, part if write else rows)
+            if write:
+                write(covering.data, start + first * stride)
 
 
 def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:

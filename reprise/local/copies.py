@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -46,8 +45,9 @@ class Copies:
         self._links: dict[tuple[int, int], Link] = {}
         self._generation = 1  # of the links: all hosts open new ones after one has failed
         self._is_broken = False
-        self._lock = threading.Lock()  # for the iterations
-        self._copied: set[int] = set()  # iterations of which this host has all copies
+        # Iterations of which this host has all copies. The thread that receives adds one: while it may, others work on
+        # a new set, and lose at most that one.
+        self._copied: set[int] = set()
         self._safe: int | None = None  # the newest that every host has all copies of
         self._current: int | None = None
         self._loaded: int | None = None
@@ -68,11 +68,11 @@ class Copies:
 
     def found(self, iterations: Collection[int]) -> None:
         """Take note of iterations whose copies this host has from earlier."""
-        self._note(lambda copied: copied | set(iterations if self.count else ()))
+        self._copied |= set(iterations if self.count else ())
 
     def rewound(self, iteration: int) -> None:
         """Forget the copies of later iterations, which the run overtakes."""
-        self._note(lambda copied: {number for number in copied if number <= iteration})
+        self._copied = {number for number in set(self._copied) if number <= iteration}
 
     def status(self, iteration: int) -> bytes:
         """Return the status of this host, for rank 0, in a save of `iteration`, whose earlier copies it replaces."""
@@ -93,7 +93,7 @@ class Copies:
             self._generation, self._is_broken = generation, False
             self._close_links()
         self._current, least = attempt.iteration, self._safe or 0
-        self._note(lambda copied: {number for number in copied if number >= least} - {attempt.iteration})
+        self._copied = {number for number in self._copied if number >= least} - {attempt.iteration}
         calls = {self._sending: self._send, self._receiving: self._receive}
         self._jobs = [worker.submit(partial(self._copy, call, attempt)) for worker, call in calls.items()]
 
@@ -112,10 +112,6 @@ class Copies:
         for job in self._jobs:
             if job.is_done:
                 job.wait()
-
-    def _note(self, change: Callable[[set[int]], set[int]]) -> None:
-        with self._lock:
-            self._copied = change(self._copied)
 
     def _close_links(self, *, sends: bool | None = None) -> None:
         """Close the links, or those of a direction, to end the other side's wait."""
@@ -166,7 +162,7 @@ class Copies:
             message = "iteration %d arrived damaged and is not fully copied: %s from %s%s"
             _log.error(message, checkpoint.iteration, first, name, others)
             return
-        self._note(lambda copied: copied | {checkpoint.iteration})
+        self._copied.add(checkpoint.iteration)
 
     def _link(self, source: int, target: int) -> Link:
         """Return the link between two hosts, opened with the first copy of a generation."""

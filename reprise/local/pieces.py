@@ -17,13 +17,10 @@ from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import (
-    GAP_BYTES,
-    SCRATCH_BYTES,
     Bytes,
     Checkpoint,
     Gatherer,
     OpenFile,
-    covered_bytes,
     open_tensor_file,
     read_places,
 )
@@ -77,7 +74,7 @@ class PieceWriter:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._files = checkpoint, checkpoint.files
-        self._scratch: Bytes = np.empty(SCRATCH_BYTES, np.uint8)
+        self._gatherer = Gatherer()
         self._open: dict[str, int] = {}
         self.damage: list[PieceBlock] = []
 
@@ -90,10 +87,15 @@ class PieceWriter:
         if digest_of(data.data) != block.digest:
             self.damage.append(block)
             return False
-        descriptor = self._descriptor(block.place.file)
-        for shape, start, at in block.packed.boxes(block.lo, block.hi):
-            part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
-            self._cover(descriptor, block.place.offset + start, block.packed.strides, part)
+        descriptor, files = self._descriptor(block.place.file), self._files
+
+        def read(buffer: memoryview, offset: int) -> int:
+            return files.read(descriptor, buffer, offset=offset)
+
+        def write(buffer: memoryview, offset: int) -> None:
+            files.write(descriptor, [buffer], offset=offset)
+
+        self._gatherer.gather(read, block.packed, block.lo, data, offset=block.place.offset, write=write)
         return True
 
     def finish(self, pieces: PieceNumbers) -> None:
@@ -140,22 +142,3 @@ class PieceWriter:
                 self.close()
             self._open[name] = self._files.open_for_writing(self._checkpoint.path / name)
         return self._open[name]
-
-    def _cover(self, descriptor: int, start: int, strides: tuple[int, ...], data: Bytes) -> None:
-        """Write the C-ordered array `data` to bytes at `start` with `strides`, the last of which is 1."""
-        if data.ndim == 1:
-            self._files.write(descriptor, [data.data], offset=start)
-            return
-        count, stride = len(data), strides[0]
-        inner = covered_bytes(data.shape[1:], strides[1:])
-        if stride - inner > GAP_BYTES or inner > self._scratch.size or count == 1:
-            for index in range(count):
-                self._cover(descriptor, start + index * stride, strides[1:], data[index])
-            return
-        most = 1 + (self._scratch.size - inner) // stride
-        for first in range(0, count, most):
-            part = data[first : first + most]
-            covering = self._scratch[: (len(part) - 1) * stride + inner]
-            self._files.read(descriptor, covering.data, offset=start + first * stride)
-            np.copyto(np.ndarray(part.shape, np.uint8, covering, 0, strides), part)
-            self._files.write(descriptor, [covering.data], offset=start + first * stride)

@@ -1,23 +1,32 @@
-"""Makes a whole checkpoint of the folders of several hosts."""
+"""Makes a whole checkpoint of the folders of several hosts: a copy of their parts, every block checked."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reprise.errors import CheckpointError
-from reprise.format.names import HOST
+from reprise.errors import CheckpointError, TrainerError
+from reprise.format.host_file import HostFile
+from reprise.format.names import HOST, MANIFEST
+from reprise.loading.blocks import PieceBlock
 from reprise.loading.choose import LoadSource, no_folder
-from reprise.loading.reader import Checkpoint, read_places
-from reprise.local.join import join, newest_complete, open_parts
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.local.parts import Parts, candidates
+from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
+from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.paths import TERMS
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.paths import exists, is_dir
-from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, FolderTerms
+from reprise.storage.files import FILE_SYSTEM, cannot_write
+from reprise.storage.folder import CheckpointFolder, FolderTerms, is_iteration_name
 from reprise.storage.lock import FolderLock
+
+_log = logging.getLogger(__name__)
 
 _ATTEMPT = "gather-"  # what the names of these attempts begin with
 
@@ -68,16 +77,11 @@ def gather(
         terms: the names of the caller's settings in advice.
 
     Raises:
-        CheckpointError: if a folder is missing, `out` is the folder of a host or has the iteration already, or pieces
-            are missing, which are named by their host.
+        CheckpointError: if a folder is missing, `out` is the folder of a host or has the iteration already, or parts
+            are missing, which are named by their host, or a block is damaged wherever it lies.
         LockError: if a run saves to `out`.
     """
-    parts = list[Checkpoint]()
-    for path in (Path(host).absolute() for host in hosts):
-        if not is_dir(path):
-            raise no_folder(path)
-        parts += open_parts(LoadSource.named(path).path, FILE_SYSTEM)
-    parts = newest_complete(parts, iteration)
+    parts = _newest_whole([part for host in hosts for part in _parts_in(Path(host).absolute())], iteration)
     folder = CheckpointFolder(Path(out), FILE_SYSTEM, terms)
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
@@ -88,19 +92,121 @@ def gather(
         return _join(parts, folder, progress)
 
 
-def _join(parts: list[Checkpoint], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
-    total = sum(place.spec.total_bytes for place in read_places(parts[0]).values())
-    name, count = out.iteration(parts[0].iteration).name, 0
+def _parts_in(host: Path) -> list[Checkpoint]:
+    """Return the local checkpoints in the folder of a host, or the one at this path.
 
-    def add(new_bytes: int) -> None:
-        nonlocal count
-        count += new_bytes
-        progress(name, count, total)
+    Damaged checkpoints in a folder, and any of no single host, are logged and left out.
+    """
+    if not is_dir(host):
+        raise no_folder(host)
+    path = LoadSource.named(host).path
+    if is_iteration_name(path.name) or exists(path / MANIFEST):
+        return [_open(path)]
+    folder, parts = CheckpointFolder(path, FILE_SYSTEM), list[Checkpoint]()
+    for iteration in folder.committed():
+        try:
+            parts.append(_open(folder.iteration(iteration)))
+        except TrainerError as error:
+            _log.error("%s is left out: %s", folder.iteration(iteration), error)
+    return parts
 
-    progress(name, 0, total)
-    joined = join(parts, out, attempt=f"{_ATTEMPT}{secrets.token_hex(4)}", progress=add)
-    sources = tuple(GatherSource(part.path, joined.taken_bytes[part.path]) for part in parts)
-    return GatherReport(joined.path, parts[0].iteration, total, sources, tuple(joined.damage))
+
+def _open(path: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(path, FILE_SYSTEM)
+    read_places(checkpoint)
+    if checkpoint.host is None:
+        raise CheckpointError("A checkpoint is not that of one host", where=path, expected=HOST, found="all pieces")
+    return checkpoint
+
+
+def _host_of(part: Checkpoint) -> HostFile:
+    assert part.host is not None
+    return part.host
+
+
+def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tuple[Checkpoint, Parts]]:
+    """Return the folders of the newest checkpoint whole in them, or of the given iteration, and the parts in each.
+
+    Raises:
+        CheckpointError: naming the hosts whose parts are missing.
+    """
+    problems = list[str]()
+    for candidate in candidates([{part.iteration: Parts.of(_host_of(part))} for part in parts]):
+        if iteration in (None, candidate.iteration):
+            if not candidate.together.missing:
+                for problem in problems:
+                    _log.warning("%s; an older one is whole", problem)
+                return [(parts[number], held) for number, held in sorted(candidate.folders.items())]
+            problems.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
+    outcome = "No checkpoint is whole" if iteration is None else f"Iteration {iteration} is not whole"
+    raise CheckpointError(
+        f"{outcome} in these folders together",
+        found="; ".join(problems) or "no part of it",
+        fix="Name the folders of the other hosts too, or of hosts that have copies of these parts.",
+    )
+
+
+def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
+    first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
+    target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
+    if out.files.exists(target):
+        raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
+    total, copied_bytes = sum(place.spec.total_bytes for place in read_places(first).values()), Counter[Path]()
+
+    def count(path: Path | None = None, size: int = 0) -> None:
+        copied_bytes.update({} if path is None else {path: size})
+        progress(target.name, copied_bytes.total(), total)
+
+    count()
+    try:
+        write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
+        with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
+            for number, pieces in _host_of(first).by_host().items():
+                holders = [part for part, held in parts if number in held.whole]
+                damage += _copy(holders, piece_blocks(first, pieces), writer, count)
+            writer.sync()
+        for name in {(partial / name).parent for name in first.manifest.files} | {partial}:
+            out.files.sync_folder(name)
+        out.commit(first.iteration, attempt)
+    except OSError as error:
+        raise cannot_write(partial, error, what="The output", files=out.files) from error
+    finally:
+        with contextlib.suppress(OSError):  # the error that led here matters more
+            out.files.remove_tree(partial)
+    sources = tuple(GatherSource(part.path, copied_bytes[part.path]) for part, _ in parts)
+    return GatherReport(target, first.iteration, total, sources, tuple(damage))
+
+
+def _copy(
+    holders: Sequence[Checkpoint],
+    blocks: Iterable[PieceBlock],
+    writer: PieceWriter,
+    count: Callable[[Path, int], None],
+) -> list[str]:
+    """Copy a host's part from the first folder that holds it, its damaged blocks from the next; describe these.
+
+    Args:
+        count: called with a folder and the bytes copied from it since the last call.
+
+    Raises:
+        CheckpointError: if a block is damaged in every folder.
+    """
+    damage = list[str]()
+    for holder in holders:
+        writer.damage.clear()
+        for block, data in read_blocks(holder, blocks):
+            if writer.write(block, data):
+                count(holder.path, data.nbytes)
+        blocks = list(writer.damage)
+        if not blocks:
+            return damage
+        damage += [str(holder.path / str(block)) for block in blocks]
+    raise CheckpointError(
+        "A part of a tensor is damaged in every folder that holds it",
+        where=writer.damage[0],
+        found="; ".join(damage),
+        fix="Name the folder of another host that has a copy, or an older checkpoint with --iteration.",
+    )
 
 
 def _refuse_host_folder(out: CheckpointFolder) -> None:
