@@ -134,8 +134,8 @@ class LocalFolders(Protocol):
     def share(self) -> tuple[int, int]:
         """Return this rank's number among the ranks of its host, and how many they are."""
 
-    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
-        """Return the iterations whole on the hosts together, newest first, or the given one if whole. Rank 0 only."""
+    def paths(self, iteration: int | None = None) -> list[Path]:
+        """Return the checkpoints whole on the hosts together, newest first, or the given one. Rank 0 only."""
 
     def describe_missing(self) -> str:
         """Return the missing pieces of the newest checkpoint in words; empty without a checkpoint. Rank 0 only."""
@@ -174,7 +174,7 @@ class Chooser:
         patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
-        self._local, self._local_paths = local, set[Path]()
+        self._local = local
         self.terms = source.terms
         self._source, self._files, self._check = source, files, check
         self._patience = patience or Patience(0.0)
@@ -205,14 +205,15 @@ class Chooser:
                 raise unreadable(error, where=self._source.path) from error
         while self._candidates:
             path = self._candidates[0]
-            if path in self._local_paths and not is_complete:
+            is_local = self._local is not None and self._local.owns(path)
+            if is_local and not is_complete:
                 self.checkpoint = None
                 self._log_skipped()
                 return path
             try:
                 checkpoint = self._open(path)
                 self._check(checkpoint)
-                if path not in self._local_paths:  # whose hosts have checked theirs, and taken damaged ones elsewhere
+                if not is_local:  # whose hosts have checked theirs, and taken damaged ones elsewhere
                     check_first_blocks(checkpoint, read_places(checkpoint))
             except (MismatchError, UnreadableError):
                 raise
@@ -303,23 +304,20 @@ class Chooser:
     def _find(self) -> list[Path]:
         if self._local is None:
             return self._find_shared()
-        local = self._local.paths(self._source.iteration)
-        self._local_paths = {path for _, path in local}
         folder, iteration = CheckpointFolder(self._source.path, self._files), self._source.iteration
-        is_shared = not self._local.owns(folder.iteration(0))
-        names = [*folder.committed(), *folder.non_folders()] if is_shared else []
+        local = self._local.paths(iteration)
+        has_shared = not self._local.owns(folder.iteration(0))
+        names = [*folder.committed(), *folder.non_folders()] if has_shared else []
         shared = self._find_shared() if names and (iteration is None or iteration in names or not local) else []
-        candidates = [*local, *((iteration_of(path) or 0, path) for path in shared)]
-        if not candidates:
+        if not local and not shared:
             raise CheckpointError(
                 "No local checkpoint is whole, and no folder that all hosts share has one",
                 where=self._source.path,
                 found=self._local.describe_missing() or "no local checkpoint",
                 fix=self._source.terms.advice("Bring back the hosts that have the rest"),
             )
-        return [
-            path for _, path in sorted(candidates, key=lambda pair: -pair[0])
-        ]  # stable: of two, the local one is first
+        # Of two of one iteration, the local one stays first.
+        return sorted([*local, *shared], key=lambda path: iteration_of(path) or 0, reverse=True)
 
     def _find_shared(self) -> list[Path]:
         path = self._source.path

@@ -142,21 +142,26 @@ class Restorer:
     ) -> tuple[Checkpoint, str, T]:
         """Return the first candidate prepared by every rank, the origin of its bytes, and the result of `prepare`."""
         damage: TrainerError | None = None
+        loaded_from = ""
         while True:
-            path, digest, loaded_from = self._pick(chooser, damage, check, live)
-            problem: TrainerError | None = None
+            pick = partial(_picked, chooser, damage, is_complete=bool(loaded_from))
+            name, digest = self._channel.from_first(self._key("pick"), pick)
+            path, problem = location(name), None
             try:
-                checkpoint = self._open(chooser, path, digest)
-                prepared = prepare(checkpoint)
-            except TrainerError as error:
-                problem = error
-            try:
+                if not digest:  # a local checkpoint, which the hosts have to complete
+                    damage, loaded_from = None, self._complete(path, check, live)
+                    continue
+                try:
+                    checkpoint = self._open(chooser, path, digest)
+                    prepared = prepare(checkpoint)
+                except TrainerError as error:
+                    problem = error
                 self._agree(problem)
-                return checkpoint, loaded_from, prepared
-            except LaunchError:  # a lost rank says nothing of the checkpoint
-                raise
+                return checkpoint, loaded_from if self._is_local(path) else "", prepared
             except TrainerError as error:
-                damage = None if loaded_from and self._heal(path, error) else error
+                if digest and isinstance(error, LaunchError):  # a lost rank says nothing of the checkpoint
+                    raise
+                damage, loaded_from = None if self._heal(path, error) else error, ""
 
     def _change(
         self, fill_held: Callable[[], LoadReport], finish: Callable[[], None], tensors: Sequence[LiveTensor]
@@ -205,32 +210,6 @@ class Restorer:
         """
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
-    def _pick(
-        self,
-        chooser: Chooser,
-        damage: TrainerError | None,
-        check: Callable[[Checkpoint], None],
-        live: Callable[[Checkpoint], Sequence[LiveTensor]],
-    ) -> tuple[Path, str, str]:
-        """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
-
-        Args:
-            damage: the first problem of any rank with the last candidate.
-        """
-        loaded_from = ""
-        while True:
-            pick = partial(_picked, chooser, damage, is_complete=bool(loaded_from))
-            name, digest = self._channel.from_first(self._key("pick"), pick)
-            path = location(name)
-            if digest:
-                is_local = self._local is not None and self._local.owns(path)
-                return path, digest, loaded_from if is_local else ""
-            damage = None
-            try:
-                loaded_from = self._complete(path, check, live)
-            except TrainerError as error:
-                loaded_from, damage = "", None if self._heal(path, error) else error
-
     def _complete(
         self,
         path: Path,
@@ -245,12 +224,15 @@ class Restorer:
 
         return self._local.complete(path, check, wanted)
 
+    def _is_local(self, path: Path) -> bool:
+        return self._local is not None and self._local.owns(path)
+
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
 
         Each rank has an error of its own kind; rank 0's decides: all then make the same calls.
         """
-        if self._local is None or not self._local.owns(path):
+        if self._local is None or not self._is_local(path):
             return False
         may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
         return self._channel.from_first(self._key("heal"), lambda: may_heal) and self._local.heal(path)

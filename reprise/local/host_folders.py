@@ -122,8 +122,8 @@ class HostFolders:
         surveyed = self._surveyed.items()
         return [iteration for iteration, host in surveyed if host.hosts == names and sources <= set(host.parts)]
 
-    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
-        """Return the iterations whole on the hosts together, newest first, or only the given one. Rank 0 only."""
+    def paths(self, iteration: int | None = None) -> list[Path]:
+        """Return the checkpoints whole on the hosts together, newest first, or only the given one. Rank 0 only."""
         whole: dict[int, Path] = {}
         for candidate in self.candidates:
             if iteration not in (None, candidate.iteration) or candidate.iteration in whole:
@@ -133,7 +133,7 @@ class HostFolders:
                 _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
             else:
                 whole[candidate.iteration] = self.folder.iteration(candidate.iteration)
-        return list(whole.items())
+        return list(whole.values())
 
     def describe_missing(self) -> str:
         """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
