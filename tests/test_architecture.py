@@ -232,7 +232,7 @@ HANDED_ON = {
         reprise.saving.save_job
         reprise.saving.snapshot
         reprise.saving.writer
-        reprise.storage.lock
+        reprise.storage.lease
         reprise.storage.worker
         trainer.train_command
     """,

@@ -21,21 +21,20 @@ import re
 import secrets
 import socket
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reprise.paths import read_regular
+from reprise.storage.lease import HEARTBEAT_S as HEARTBEAT_S
+from reprise.storage.lease import Lease, record_in
 
 HOLD = "hold"
-HEARTBEAT_S = 15.0
 EXPIRY_S = 600.0  # longer than a lock's, which a start waits for
 OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
-_MOST_BYTES = 4096
-_BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
+_HIDDEN = 0  # the start of a process that /proc does not show to this user
 _STATE, _START = 0, 19  # the fields of /proc/PID/stat after the name, proc(5)
 _DEAD = ("Z", "X")
+_BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +54,24 @@ class HoldingProcess:
     boot: str
     namespace: str
 
+    def __post_init__(self) -> None:
+        if not (type(self.pid) is type(self.started) is int):
+            raise TypeError
+
     @staticmethod
     def of_this_process() -> HoldingProcess:
         """Return the record of the calling process."""
         boot, namespace = "", ""
         with contextlib.suppress(OSError):
             boot, namespace = Path(_BOOT_ID).read_text().strip(), os.readlink(_NAMESPACE)
-        return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0, boot, namespace)
+        return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or _HIDDEN, boot, namespace)
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs; None where this host does not see it."""
         viewer = HoldingProcess.of_this_process()
         is_visible = bool(self.boot) and (self.boot, self.namespace) == (viewer.boot, viewer.namespace)
-        if not is_visible or _is_hidden(self.pid):
-            return None
-        return _start_of(self.pid) == self.started
+        start = _start_of(self.pid) if is_visible else _HIDDEN
+        return None if start == _HIDDEN else start == self.started
 
 
 def file_system_time(folder: Path) -> float:
@@ -98,17 +100,12 @@ def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) 
 
 
 class Hold:
-    """A hold of this process on the folder of a checkpoint, which it follows through renames.
+    """A hold of this process on the folder of a checkpoint, which it follows through renames."""
 
-    Args:
-        folder: the path of the folder.
-        descriptor: the open folder.
-    """
-
-    def __init__(self, folder: Path, descriptor: int) -> None:
-        self._folder, self._descriptor = folder, descriptor
+    def __init__(self, folder: Path) -> None:
         self.name = f"{HOLD}.{os.getpid()}.{secrets.token_hex(4)}"
-        self._is_over = threading.Event()
+        # Whoever drops it keeps it until the process ends.
+        self._lease = Lease(folder, Hold, touch=self._touch, give_up=self._remove)
 
     @staticmethod
     def take(folder: Path) -> Hold | None:
@@ -117,59 +114,46 @@ class Hold:
         Raises:
             OSError: if the folder cannot be written.
         """
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        hold = Hold(folder, descriptor)
-        try:
-            hold._create()
-        except FileNotFoundError:  # the folder is removed, and open here alone
+        hold = Hold(folder)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            hold._lease.begin(hold._create)
+            if hold.is_in_place():
+                return hold
             hold.release()
-            return None
-        except OSError:
-            hold.release()
-            raise
-        if not hold.is_in_place():
-            hold.release()
-            return None
-        threading.Thread(target=hold._beat, name="hold-heartbeat", daemon=True).start()
-        return hold
+        return None
+
+    def release(self) -> None:
+        """Remove the hold, wherever the folder is; calling it again is fine."""
+        self._lease.release()
 
     def is_in_place(self) -> bool:
         """Return whether the folder has the path at which the hold was taken."""
         try:
-            return os.path.samestat(os.stat(self._folder, follow_symlinks=False), os.fstat(self._descriptor))
+            status = os.stat(self._lease.path, follow_symlinks=False)
+            return os.path.samestat(status, os.fstat(self._lease.descriptor))
         except OSError:
             return False
 
-    def release(self) -> None:
-        """Remove the hold, wherever the folder is; calling it again is fine."""
-        self._is_over.set()
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # it expires with this process
-                os.unlink(self.name, dir_fd=self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
     def _create(self) -> None:
         """Write the record, for other hosts to read, and leave no expired hold beside it."""
-        for name in os.listdir(self._descriptor):
-            if OF_PROCESS.fullmatch(name) and not _lasts(self._folder / name, file_system_time):
+        path = self._lease.path
+        folder = self._lease.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for name in os.listdir(folder):
+            if OF_PROCESS.fullmatch(name) and not _lasts(path / name, file_system_time):
                 with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._descriptor)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = os.open(self.name, flags, 0o666, dir_fd=self._descriptor)
+                    os.unlink(name, dir_fd=folder)
+        file = os.open(self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
         try:
             os.write(file, json.dumps(asdict(HoldingProcess.of_this_process())).encode())
             os.fsync(file)
         finally:
             os.close(file)
 
-    def _beat(self) -> None:
-        while not self._is_over.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):  # the folder is on its way out, or the file system fails for a while
-                os.utime(self.name, dir_fd=self._descriptor)
+    def _touch(self) -> None:
+        os.utime(self.name, dir_fd=self._lease.descriptor)
+
+    def _remove(self, folder: int) -> None:
+        os.unlink(self.name, dir_fd=folder)
 
 
 def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
@@ -177,7 +161,7 @@ def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
     if not OF_PROCESS.fullmatch(path.name):
         return False
     try:
-        holder = _holder(path)
+        holder = record_in(path, HoldingProcess)
         is_alive = holder.is_alive() if holder is not None else None
         return clock(path.parent) - path.lstat().st_mtime < EXPIRY_S if is_alive is None else is_alive
     except FileNotFoundError:
@@ -186,30 +170,17 @@ def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
         return True
 
 
-def _holder(path: Path) -> HoldingProcess | None:
-    """Return the record in a hold; None if the record is torn, or none."""
-    try:
-        holder = HoldingProcess(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return holder if type(holder.pid) is int and type(holder.started) is int else None
-
-
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the boot; None for a process not running."""
+    """Return the start of a process of this host in clock ticks since the boot; None for a dead one, or `_HIDDEN`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return None if fields[_STATE].decode() in _DEAD else int(fields[_START])
     except (OSError, ValueError):
-        return None
-    return None if fields[_STATE].decode() in _DEAD else int(fields[_START])
-
-
-def _is_hidden(pid: int) -> bool:
-    """Return whether a process exists, but /proc does not show it to this user."""
+        pass
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return not os.path.exists(f"/proc/{pid}/stat")
-    return False
+        return None
+    except PermissionError:
+        pass
+    return _HIDDEN

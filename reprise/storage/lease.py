@@ -1,0 +1,136 @@
+"""A lease: a file that names the process that has a folder, kept alive by a heartbeat, its modification time.
+
+A process of the same host sees whether the holder lives; all others see the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from reprise.paths import read_regular
+from reprise.storage.worker import Job, ending_with
+
+T = TypeVar("T")
+
+HEARTBEAT_S = 15.0
+_LOOK_S = 1.0
+_RELEASE_S = 5.0  # for a file system that hangs
+_MOST_BYTES = 64 << 10
+
+
+class Lease:
+    """The thread of a lease, which touches its file and gives it up; an interrupt of the caller leaves it alone.
+
+    Args:
+        path: what is leased.
+        handle: what has the lease, which ends once nothing refers to the handle any more.
+        owner: whoever needs the lease, if a call under way refers to the handle longer.
+        touch: shows other hosts that this process lives; must not refer to the handle.
+        give_up: shows all others that nobody has the lease; likewise.
+
+    Attributes:
+        descriptor: the open file, which `make` opens and the end of the lease closes; -1 without a lease.
+        calls: calls for the thread; None ends it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        handle: object,
+        *,
+        touch: Callable[[], None],
+        give_up: Callable[[int], None],
+        owner: object = None,
+    ) -> None:
+        self.path, self.descriptor = path, -1
+        self.calls: SimpleQueue[Job | None] = SimpleQueue()
+        self.owner = weakref.ref(handle if owner is None else owner)
+        self._dropped = ending_with(handle, self.calls)
+        self.is_over = threading.Event()
+        self._touch, self._give_up = touch, give_up
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def begin(self, make: Callable[[], None]) -> None:
+        """Start the thread, then make the file; called once."""
+        try:
+            self._thread.start()
+            leases.add(self)
+            make()
+        except BaseException:
+            self.release()
+            raise
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Make a call on the thread, and raise its exception; nothing is called after the lease's end."""
+        job = Job(call)
+        self.calls.put(job)
+        while not job.ends(_LOOK_S):
+            if self.is_over.is_set():
+                return
+        job.wait()
+
+    def release(self) -> None:
+        """Give the lease up; calling it again is fine. A thread that hangs keeps it until the process ends."""
+        self.calls.put(None)
+        if self._thread.ident is not None:  # else it never began, for want of threads
+            self.is_over.wait(_RELEASE_S)
+
+    def close(self) -> None:
+        """Close the file. So does a forked child, whose parent has the thread: it would keep an flock alive."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.is_over.set()
+
+    def _keep(self) -> None:
+        while True:
+            try:
+                job = self.calls.get(timeout=HEARTBEAT_S)
+            except Empty:
+                with contextlib.suppress(OSError):
+                    self._touch()
+                continue
+            if job is None:
+                break
+            job.run()
+            del job
+        leases.discard(self)
+        with contextlib.suppress(OSError):
+            self._give_up(self.descriptor)
+        self.close()
+
+
+leases = set[Lease]()  # of this process
+
+
+def _leave_to_parent() -> None:
+    for lease in leases:
+        lease.close()
+    leases.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def record_in(path: Path, kind: Callable[..., T]) -> T | None:
+    """Return the record in a file; None for a torn one, or none.
+
+    Args:
+        kind: makes the record from its fields, and raises if it cannot be one.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    try:
+        return kind(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))
+    except (OverflowError, RecursionError, TypeError, ValueError):
+        return None
