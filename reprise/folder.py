@@ -7,7 +7,6 @@ from reprise.format.names import HOST as HOST
 from reprise.format.names import INDEX as INDEX
 from reprise.format.names import INTERIM as INTERIM
 from reprise.format.names import MANIFEST as MANIFEST
-from reprise.format.names import OPTIMIZER_DROPPED as OPTIMIZER_DROPPED
 from reprise.format.names import STATE as STATE
 from reprise.format.names import STILL_MIRRORED as STILL_MIRRORED
 from reprise.storage.folder import TRACKER as TRACKER

@@ -14,7 +14,7 @@ import xxhash
 from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.lineage import Lineage
-from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED, STATE
+from reprise.format.names import MANIFEST
 from reprise.json_file import Json
 from reprise.paths import read_regular
 from reprise.storage.folder import WEIGHTS, iteration_name, iteration_of
@@ -189,14 +189,9 @@ def _name(name: str) -> str:
 
 
 def _has(record: MirrorRecord, name: str, path: Path) -> bool:
-    """Return whether the store has the checkpoint at `path`, as it is now or with the optimizer's state it had."""
+    """Return whether the store has the checkpoint at `path`, or has it with the optimizer's state it had."""
     entry = record.committed.get(name)
-    if entry is None:
-        return False
     try:
-        if xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST)) == entry.digest:
-            return True
-        dropped = json_file.read(path / STATE).get(OPTIMIZER_DROPPED)
-    except (OSError, TrainerError):
+        return entry is not None and xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST)) == entry.digest
+    except OSError:
         return False
-    return isinstance(dropped, dict) and dropped.get("manifest_xxh3_64") == entry.digest

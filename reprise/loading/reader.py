@@ -18,9 +18,9 @@ from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format import host_file, manifest
 from reprise.format.box import Image
 from reprise.format.host_file import HostFile
-from reprise.format.layout import MOST_ELEMENTS, Place, TensorSpec, header_places, kind_of_file
+from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, TensorSpec, header_places, kind_of_file
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest, digest_of
-from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
+from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.json_file import Json
 from reprise.paths import exists, is_file, matching
 from reprise.storage.files import Files
@@ -47,6 +47,7 @@ class Checkpoint:
         digest: digest of the manifest: two folders with the same digest hold the same checkpoint.
         host: the pieces in this folder, if it is the folder of a host; None if all pieces are here.
         lacking: the problem of each missing or damaged file without state, by name.
+        is_lightened: whether the optimizer's state was dropped, of which `manifest` has nothing then.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Checkpoint:
     digest: str = ""
     host: HostFile | None = None
     lacking: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
+    is_lightened: bool = False
     _places: dict[str, Place] = field(
         default_factory=dict, repr=False, compare=False
     )  # filled by the first `read_places`
@@ -66,7 +68,7 @@ class Checkpoint:
 
     @property
     def has_optimizer(self) -> bool:
-        return any(name.startswith("optimizer/") for name in self.manifest.files)
+        return any(map(_is_of_optimizer, self.manifest.files))
 
     @property
     def is_whole(self) -> bool:
@@ -101,15 +103,21 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     document: bytes | None = None
     lacking: dict[str, CheckpointError] = {}
 
-    def checked(name: str) -> bytes | CheckpointError:
+    def checked(name: str) -> bytes | CheckpointError | None:
         try:
             return _checked_file(path, name, listing.files[name], files)
         except CheckpointError as error:
+            if _is_of_optimizer(name) and not exists(path / name) and exists(path / OPTIMIZER_DROPPED):
+                return None
             if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
                 raise
             return error
 
+    is_dropped = False
     for name, data in zip(listing.files, files.map(checked, listing.files), strict=True):
+        if data is None:
+            is_dropped = True
+            continue
         if isinstance(data, CheckpointError):
             lacking[name] = data
             continue
@@ -121,7 +129,24 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     state = json_file.parse(document, where=path / STATE)
     check_state(state, path)
     digest = manifest.digest_of(content)
-    return Checkpoint(path, files, listing, state, digest, _host_file(path, files, listing, digest), lacking)
+    host = _host_file(path, files, listing, digest)
+    is_lightened = is_dropped or OPTIMIZER_DROPPED in state  # so release 0.2 tells of it, with another manifest
+    checkpoint = Checkpoint(path, files, listing, state, digest, host, lacking, is_lightened)
+    return _without_optimizer(checkpoint) if is_dropped else checkpoint
+
+
+def _is_of_optimizer(file: str) -> bool:
+    return kind_of_file(file) is TensorKind.OPTIMIZER
+
+
+def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the files and tensors that stayed when the optimizer's state was dropped."""
+    listing = checkpoint.manifest
+    files = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
+    names = [name for name, entry in files.items() if entry.is_tensor_file]
+    stayed = {place.spec.name for name in names for place in _read_header(checkpoint, name)}
+    tensors = {name: entry for name, entry in listing.tensors.items() if name in stayed}
+    return replace(checkpoint, manifest=replace(listing, files=files, tensors=tensors))
 
 
 def check_state(state: Json, path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reprise.atomic import make_folders, sync_folders
 from reprise.errors import CheckpointError
-from reprise.format.names import HOST, MANIFEST
+from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
@@ -80,7 +80,10 @@ class _Copy:
                 "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
             )
         self._manifest = _content(source)
-        self._files = CheckpointFiles.parse(self._manifest, where=source / MANIFEST)
+        sizes = {name: entry.total_bytes for name, entry in self._checkpoint.manifest.files.items()}
+        if self._checkpoint.is_lightened and exists(source / OPTIMIZER_DROPPED):
+            sizes[OPTIMIZER_DROPPED] = 0
+        self._files = CheckpointFiles(self._manifest, self._checkpoint.digest, sizes)
         self._copied = 0
         self._name = shown_name(source)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
-from reprise.format.names import ADAPTERS, HOST, MANIFEST, STATE
+from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.loading.reader import (
     Checkpoint,
     check_first_blocks,
@@ -124,6 +124,7 @@ def _unchecked(folder: Path, path: Path, tree: Tree | None, files: Files) -> Che
             None,
             state,
             has_adapters=ADAPTERS in tree,
+            is_lightened=OPTIMIZER_DROPPED in {*tree, *(state or ())},
             is_pinned=any(name.startswith(HOLD) for name in tree) and is_held(path),
             is_superseded=iteration_of(path) is None,
         )
@@ -154,7 +155,12 @@ def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary,
     try:
         refuse_link(path)
         checkpoint = open_checkpoint(path, files)
-        summary = replace(summary, iteration=checkpoint.iteration, has_adapters=ADAPTERS in checkpoint.manifest.files)
+        summary = replace(
+            summary,
+            iteration=checkpoint.iteration,
+            has_adapters=ADAPTERS in checkpoint.manifest.files,
+            is_lightened=checkpoint.is_lightened,
+        )
         check_first_blocks(checkpoint, read_places(checkpoint))
         summary = replace(summary, state=checkpoint.state)
         summary = replace(summary, foreign_files=tuple(misleading_files(checkpoint)))

@@ -48,6 +48,7 @@ class CheckpointSummary:
             None where a single folder is listed, or no checked part of the iteration.
         foreign_files: files read by transformers in place of the checkpoint's own; none of an unchecked one are known.
         has_adapters: whether it holds low-rank adapters.
+        is_lightened: whether the optimizer's state was dropped.
         is_pinned: whether a hold protects it from deletion.
         is_link: whether its path is a symbolic link, which no run loads.
         is_superseded: whether a later save of the iteration replaced it.
@@ -65,6 +66,7 @@ class CheckpointSummary:
     missing_everywhere: str | None = None
     foreign_files: tuple[str, ...] = ()
     has_adapters: bool = False
+    is_lightened: bool = False
     is_pinned: bool = False
     is_link: bool = False
     is_superseded: bool = False

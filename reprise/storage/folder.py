@@ -229,7 +229,7 @@ class CheckpointFolder:
         Returns:
             Its new path; None for a held folder, which keeps its name.
         """
-        target = self._leaving(iteration, attempt)
+        target = self.leaving(iteration, attempt)
         if not self.hide(self.iteration(iteration), target):
             return None
         self.files.sync_folder(self.root)
@@ -249,7 +249,8 @@ class CheckpointFolder:
             return False
         return True
 
-    def _leaving(self, iteration: int, attempt: str) -> Path:
+    def leaving(self, iteration: int, attempt: str) -> Path:
+        """Return the name of a folder that is deleted; `sweep` deletes the rest of it."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
     def sweep(self) -> list[Path]:
@@ -303,7 +304,7 @@ class CheckpointFolder:
 
     def _delete_replaced(self, iteration: int, attempt: str, aside: Path) -> None:
         """Delete a replaced checkpoint; after a failure, the next start sweeps it or gives it a name of its own."""
-        leaving = self._leaving(iteration, attempt)
+        leaving = self.leaving(iteration, attempt)
         try:
             self.files.rename(aside, leaving)
             self.files.remove_tree(leaving)

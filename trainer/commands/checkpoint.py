@@ -22,7 +22,7 @@ import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.files import FILE_SYSTEM, exists, is_url
-from reprise.folder import HOLD, OPTIMIZER_DROPPED, FolderTerms, shown_name
+from reprise.folder import HOLD, FolderTerms, shown_name
 from reprise.json_file import dumps
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.compare.read import METRICS_FILE
@@ -424,7 +424,7 @@ def _notes(summary: CheckpointSummary) -> list[str]:
         HOLD: summary.is_pinned,
         "superseded": summary.is_superseded,
         "adapters": summary.has_adapters,
-        "optimizer dropped": OPTIMIZER_DROPPED in (summary.state or ()),
+        "optimizer dropped": summary.is_lightened,
     }
     foreign = [f"{name} does not belong to it" for name in summary.foreign_files]
     return [*(note for note, is_so in notes.items() if is_so), *foreign]

@@ -16,7 +16,6 @@ from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.files import FILE_SYSTEM, exists, files_of, is_dir, is_file, is_store_url, is_stored, read_regular
 from reprise.folder import (
-    OPTIMIZER_DROPPED,
     STATE,
     STILL_MIRRORED,
     WEIGHTS,
@@ -170,7 +169,7 @@ class Follower:
             if version is None or self._done.get(path.name) == version:
                 continue
             checkpoint = self._open(path)
-            if checkpoint is not None and _digest_of(checkpoint) not in self._log.digests:
+            if checkpoint is not None and checkpoint.digest not in self._log.digests:
                 return path
             if checkpoint is not None:
                 self._done[path.name] = version
@@ -193,7 +192,7 @@ class Follower:
             return
         try:
             checkpoint = self._open(path)
-            if checkpoint is None or _digest_of(checkpoint) in self._log.digests or not hold.is_in_place():
+            if checkpoint is None or checkpoint.digest in self._log.digests or not hold.is_in_place():
                 return
             self._problems.pop(path.name, None)
             command = [word.replace(PLACE, str(path)) for word in self._command]
@@ -215,7 +214,7 @@ class Follower:
             "checkpoint": shown_name(checkpoint.path),
             "branch": branches[-1].id if branches else None,
             "branches": [asdict(branch) for branch in branches],
-            "digest": _digest_of(checkpoint),
+            "digest": checkpoint.digest,
             "command": command,
             "status": outcome.status,
             "seconds": round(outcome.seconds, 3),
@@ -258,12 +257,6 @@ class Follower:
         if self._problems.get(path.name) != problem:
             self._problems[path.name] = problem
             _log.warning("%s %s", shown_name(path), problem)
-
-
-def _digest_of(checkpoint: Checkpoint) -> str:
-    """Return the digest of a checkpoint's manifest, of a lighter checkpoint that of the one before it."""
-    dropped = checkpoint.state.get(OPTIMIZER_DROPPED)
-    return checkpoint.digest if dropped is None else str(dropped["manifest_xxh3_64"])
 
 
 def _json_at(path: Path) -> Json:

@@ -10,7 +10,6 @@ from functools import partial
 from models import families
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.folder import OPTIMIZER_DROPPED
 from reprise.json_file import Json, integer
 from reprise.live_tensors import local_of
 from reprise.reading import Checkpoint, open_checkpoint, read_file
@@ -183,9 +182,10 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     ):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
-        is_dropped = OPTIMIZER_DROPPED in checkpoint.state
         reason = "`reprise checkpoint prune --optimizer` dropped it"
-        reason = reason if is_dropped else "it was saved with checkpoint.no_save_optim, or as weights alone"
+        reason = (
+            reason if checkpoint.is_lightened else "it was saved with checkpoint.no_save_optim, or as weights alone"
+        )
         raise MismatchError(
             f"The checkpoint has no optimizer state: {reason}",
             where=checkpoint.path,
