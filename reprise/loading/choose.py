@@ -12,9 +12,9 @@ from reprise.errors import CheckpointError, LaunchError, MismatchError, TrainerE
 from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import (
     Checkpoint,
-    check_first_blocks,
     misleading_files,
     open_checkpoint,
     read_places,

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
+from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, check_block, not_held, open_tensor_file
+from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
+from reprise.loading.blocks import PieceBlock, blocks_in
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, not_held, open_tensor_file
 from reprise.storage.worker import Worker
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
@@ -120,8 +121,8 @@ def fill(
         torch.autograd.graph.increment_version([tensor.local for tensor in tensors])
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     _synchronize(devices)
-    checkpoint.files.expect(_reads(checkpoint, _blocks(checkpoint, places, targets)))
-    queue = _Queue(_blocks(checkpoint, places, targets))
+    checkpoint.files.expect(_ranges(checkpoint, _reads_of(checkpoint, places, targets)))
+    queue = _Queue(_reads_of(checkpoint, places, targets))
     count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     is_pinned = bool(devices) and not is_trial
     workers = [
@@ -195,103 +196,98 @@ def _check_covered(checkpoint: Checkpoint, target: Target, filled_bytes: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A written piece of which a part, `common`, goes to a target. Boxes are in bytes.
+class _Part:
+    """The part of a piece that goes to a target. Boxes are in bytes, in the dimensions of the tensor.
 
     Args:
-        image: positions of its bytes in the tensor.
-        first: start of the bytes of `common` in the packed piece; `last` is their end.
+        box: of the piece.
+        common: of the part.
+        first: start of the part's bytes in the packed piece; `last` is their end.
         memory: destination for a direct copy; None if the bytes are scattered in the piece or in live memory.
     """
 
-    place: Place
-    written: WrittenPiece
-    image: Image
+    target: Target
     box: Box
     common: Box
-    target: Target
     first: int
     last: int
     memory: Bytes | None
 
+    @staticmethod
+    def of(piece: WrittenPiece, target: Target, itemsize: int) -> _Part:
+        """Return a target's part of a piece."""
+        box = in_bytes(piece.box, itemsize)
+        common = intersect(box, target.box)
+        packed = image(relative(common, box), box.shape, 1)
+        memory = target.memory(common) if packed.is_contiguous else None
+        return _Part(target, box, common, packed.start, packed.start + packed.extent, memory)
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes `[lo, hi)` of a packed piece, which have their own digest."""
+    def move(self, lo: int, data: Bytes, *, is_trial: bool) -> int:
+        """Copy what belongs to the part of `data`, the packed piece's bytes from `lo` on; return the number of bytes.
 
-    piece: _Piece
-    lo: int
-    hi: int
+        Args:
+            is_trial: copy nothing.
+        """
+        at = filled = 0
+        for inner in extent(self.box.shape, lo, lo + data.size):
+            box = absolute(inner, self.box)
+            common = intersect(box, self.common)
+            if common.numel and not is_trial:
+                array = data[at : at + box.numel].reshape(box.shape)
+                self.target.put(common, array[relative(common, box).slices])
+            at += box.numel
+            filled += common.numel
+        return filled
 
-    @property
-    def start(self) -> int:
-        """Return the offset of its first byte in the tensor."""
-        return next(self.piece.image.spans(self.lo, self.hi))[0]
+
+_Read = tuple[PieceBlock, _Part]
 
 
-def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
+def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Read]:
     """Yield every block with a part of a target in the order of the files: columns of several pieces alternate."""
     for target in targets:
-        yield from sorted(_blocks_for(checkpoint, places, target), key=lambda block: block.start)
+        place, reads = places[target.tensor.spec.name], list[_Read]()
+        size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
+        for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
+            if number not in present:
+                raise not_held(checkpoint, place, number)
+            part = _Part.of(piece, target, size)
+            reads += [(block, part) for block in blocks_in(place, number, piece, begin=part.first, end=part.last)]
+        yield from sorted(reads, key=_start_of)
 
 
-def _blocks_for(checkpoint: Checkpoint, places: Mapping[str, Place], target: Target) -> Iterator[_Block]:
-    """Yield every block with a part of a target, piece by piece."""
-    place = places[target.tensor.spec.name]
-    size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
-    for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
-        if number not in present:
-            raise not_held(checkpoint, place, number)
-        box = in_bytes(piece.box, size)
-        yield from _blocks_of(_piece(place, piece, box, common=intersect(box, target.box), target=target))
+def _start_of(read: _Read) -> int:
+    """Return the offset of a block's first byte in its tensor."""
+    block, _ = read
+    return next(block.packed.spans(block.lo, block.hi))[0]
 
 
-def _piece(place: Place, entry: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
-    source = place.spec.image(entry.box)
-    if common == box:
-        return _Piece(place, entry, source, box, common, target, 0, source.total_bytes, target.memory(common))
-    selection = image(relative(common, box), box.shape, 1)
-    memory = target.memory(common) if selection.is_contiguous else None
-    return _Piece(
-        place, entry, source, box, common, target, selection.start, selection.start + selection.extent, memory
-    )
-
-
-def _blocks_of(piece: _Piece) -> Iterator[_Block]:
-    for lo, hi in block_ranges(piece.written.lo, piece.written.hi, begin=piece.first, end=piece.last):
-        yield _Block(piece, lo, hi)
-
-
-def _reads(checkpoint: Checkpoint, blocks: Iterable[_Block]) -> Iterator[tuple[Path, int, int]]:
-    """Yield the byte ranges read for blocks, found by gathering them without a file."""
+def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Path, int, int]]:
+    """Yield the byte ranges that are read, found by gathering blocks without a file."""
     gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
-    for block in blocks:
-        piece, data = block.piece, buffer[: block.hi - block.lo]
-        gatherer.gather(
-            lambda part, start: spans.append((start, start + part.nbytes)),
-            piece.image,
-            block.lo,
-            data,
-            offset=piece.place.offset,
-        )
-        path = checkpoint.path / piece.place.file
-        yield from ((path, start, end) for start, end in spans)
+
+    def note(part: memoryview, start: int) -> None:
+        spans.append((start, start + part.nbytes))
+
+    for block, _ in reads:
+        gatherer.gather(note, block.packed, block.lo, buffer[: block.hi - block.lo], offset=block.place.offset)
+        yield from ((checkpoint.path / block.place.file, start, end) for start, end in spans)
         spans.clear()
 
 
 class _Queue:
     """Hands out blocks in file order to several threads, until it is empty or closed."""
 
-    def __init__(self, blocks: Iterator[_Block]) -> None:
-        self._blocks, self._number = blocks, 0
+    def __init__(self, reads: Iterator[_Read]) -> None:
+        self._reads, self._number = reads, 0
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[int, _Block | None]:
+    def take(self) -> tuple[int, _Read | None]:
         """Return a block and its number, which ascends; None if no block is left."""
         with self._lock:
             self._number += 1
-            return self._number, None if self._is_closed else next(self._blocks, None)
+            return self._number, None if self._is_closed else next(self._reads, None)
 
     def close(self) -> None:
         self._is_closed = True
@@ -316,53 +312,30 @@ class _Worker:
         files, regardless of thread timing.
         """
         try:
-            for name, blocks in itertools.groupby(self._take(), key=lambda block: block.piece.place.file):
+            for name, reads in itertools.groupby(self._take(), key=lambda read: read[0].place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
-                    for block in blocks:
-                        self._fill(block, file)
+                    for block, part in reads:
+                        self._fill(block, part, file)
                     self.read_bytes += file.read_bytes
         finally:
             self._queue.close()
 
-    def _take(self) -> Iterator[_Block]:
+    def _take(self) -> Iterator[_Read]:
         while True:
-            self.number, block = self._queue.take()
-            if block is None:
+            self.number, read = self._queue.take()
+            if read is None:
                 return
-            yield block
+            yield read
 
-    def _fill(self, block: _Block, file: OpenFile) -> None:
-        piece, lo, hi = block.piece, block.lo, block.hi
-        data, is_there = self._buffer[: hi - lo], False
-        if piece.memory is not None and piece.first <= lo and hi <= piece.last:
-            is_there = True
-            data = data if self._is_trial else piece.memory[lo - piece.first : hi - piece.first]
-        self._gatherer.gather(file.read, piece.image, lo, data, offset=piece.place.offset)
-        if self._verify:
-            number = (lo - piece.written.lo) // BLOCK_BYTES
-            digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            check_block(self._checkpoint, piece.place, data.data, digest=digest.hex(), at=(lo, hi))
-        filled = data.size if is_there else _move(piece, lo, data, is_trial=self._is_trial)
-        self.filled[piece.target] += filled
+    def _fill(self, block: PieceBlock, part: _Part, file: OpenFile) -> None:
+        data, is_direct = self._buffer[: block.hi - block.lo], False
+        if part.memory is not None and part.first <= block.lo and block.hi <= part.last:
+            is_direct = True
+            data = data if self._is_trial else part.memory[block.lo - part.first : block.hi - part.first]
+        block.read(self._checkpoint, file, self._gatherer, data, verify=self._verify)
+        filled = data.size if is_direct else part.move(block.lo, data, is_trial=self._is_trial)
+        self.filled[part.target] += filled
         self.filled_bytes += filled
-
-
-def _move(piece: _Piece, lo: int, data: Bytes, *, is_trial: bool) -> int:
-    """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes.
-
-    Args:
-        is_trial: copy nothing.
-    """
-    at = filled = 0
-    for part in extent(piece.box.shape, lo, lo + data.size):
-        box = absolute(part, piece.box)
-        common = intersect(box, piece.common)
-        if common.numel and not is_trial:
-            array = data[at : at + box.numel].reshape(box.shape)
-            piece.target.put(common, array[relative(common, box).slices])
-        at += box.numel
-        filled += common.numel
-    return filled
 
 
 def _run(

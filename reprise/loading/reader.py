@@ -19,7 +19,7 @@ from reprise.format import host_file, manifest
 from reprise.format.box import Image
 from reprise.format.host_file import HostFile
 from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, TensorSpec, header_places, kind_of_file
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest, digest_of
+from reprise.format.manifest import Manifest, digest_of
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.json_file import Json
 from reprise.paths import exists, is_file, matching
@@ -362,50 +362,6 @@ def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> Ten
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
     return spec if spec.view == entry.view else replace(spec, view=entry.view)
-
-
-def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
-    """Check the first block of every tensor file: a file of another iteration has the same size and header.
-
-    Raises:
-        CheckpointError: naming the file, the tensor and the byte range.
-    """
-    first = dict[str, Place]()
-    for place in places.values():
-        if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
-            first[place.file] = place
-    for _ in checkpoint.files.map(partial(_check_first_block, checkpoint), first.values()):
-        pass
-
-
-def _check_first_block(checkpoint: Checkpoint, place: Place) -> None:
-    spec = place.spec
-    piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
-    if 0 not in checkpoint.held(spec.name):
-        return
-    hi = min(piece.hi, piece.lo + BLOCK_BYTES)
-    block = np.empty(hi - piece.lo, dtype=np.uint8)
-    packed = spec.image(piece.box)
-    with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
-        Gatherer().gather(file.read, packed, piece.lo, block, offset=place.offset)
-    check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
-
-
-def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:
-    """Compare a block with its digest; `at` is its byte range within the piece, for the message.
-
-    Raises:
-        CheckpointError: naming the file, the tensor and the byte range.
-    """
-    actual = manifest.digest_of(block)
-    if actual != digest:
-        raise CheckpointError(
-            "A tensor is damaged",
-            where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
-            expected=f"digest {digest}",
-            found=actual,
-            fix="Load another iteration; this one cannot be trusted.",
-        )
 
 
 class OpenFile:

@@ -10,7 +10,7 @@ import numpy as np
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import Checkpoint, Gatherer, check_block, open_tensor_file
+from reprise.loading.reader import Checkpoint, Gatherer, open_tensor_file
 
 
 def verify_share(
@@ -37,8 +37,7 @@ def verify_share(
         with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
             for block in blocks:
                 data = buffer[: block.hi - block.lo]
-                gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
-                check_block(checkpoint, block.place, data.data, digest=block.digest, at=(block.lo, block.hi))
+                block.read(checkpoint, file, gatherer, data)
                 checked_bytes += data.nbytes
                 progress(data.nbytes)
     return checked_bytes

@@ -13,9 +13,9 @@ from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import (
     Checkpoint,
-    check_first_blocks,
     check_state,
     misleading_files,
     open_checkpoint,

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.loader import fill
-from reprise.loading.reader import check_first_blocks, open_checkpoint, read_places
+from reprise.loading.reader import open_checkpoint, read_places
 from reprise.stores.files import StoreFiles
 from reprise.stores.location import location
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, RangeCache, Span, requests_of
