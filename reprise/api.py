@@ -13,9 +13,8 @@ from reprise.group import CALL_TIMEOUT_S, open_call
 from reprise.loading.reader import Checkpoint
 from reprise.nested.calls import fill, save_now
 from reprise.nested.loaded import LoadedState, Strictness
-from reprise.nested.module_tree import tree_of
 from reprise.nested.own_state import check_ranks, own_state
-from reprise.nested.tree import Tree
+from reprise.nested.tree import Tree, tree_of
 from reprise.optimizer_state import check_optimizer
 
 

@@ -21,9 +21,8 @@ from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
 from reprise.nested.held import LastTensors
-from reprise.nested.module_tree import tree_of, tree_of_dict
 from reprise.nested.own_state import own_state
-from reprise.nested.tree import Tree
+from reprise.nested.tree import Tree, tree_of, tree_of_dict
 from reprise.policy import Retention, SavePolicy
 from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_vacant, target_folder
 from reprise.storage.files import Files

@@ -238,7 +238,7 @@ HANDED_ON = {
     """,
     "Exception": """
         reprise.loading.restorer
-        reprise.nested.stateful
+        reprise.nested.modules
         reprise.stores.child
         reprise.stores.ranges
         trainer.config.compose

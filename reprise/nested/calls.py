@@ -16,7 +16,7 @@ from reprise.loading.newest import has_no_checkpoint
 from reprise.loading.reader import Checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
-from reprise.nested.documents import NestedValues, read_values, values_of
+from reprise.nested.documents import NestedValues, read_values
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
@@ -83,7 +83,7 @@ def contents_of(
         check_iteration(iteration)
         check_patterns(from_rank0)
         tree = make_tree()
-        values = values_of(tree)
+        values = tree.nested_values()
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
     joint, values = agree_on_state(call, table, values, cache, before_decision=before_decision)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reprise import json_file
 from reprise.errors import CheckpointError
+from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
 from reprise.json_file import Json
-from reprise.loading.reader import Checkpoint
-from reprise.nested.stateful import references
-from reprise.nested.stored_names import Keys, keys_of_pointer, pointer, stored_name
-from reprise.nested.tree import Tree
-from reprise.nested.typed_values import DICTS, decode, decode_number, encode
-from reprise.tensors.live import order_in_memory
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer, pointer
+from reprise.nested.typed_values import DICTS, ByLeaf, TensorReference, decode, decode_number, references
 
 STATE_DICT = "state_dict"
 _MOST_SHOWN = 200  # characters of a value in a message
-_CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
 _OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
+_FURTHER = ("classes", "dtypes", "orders")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +46,9 @@ class NestedValues:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, list[int]] = field(default_factory=dict)
 
-    @property
-    def further(self) -> dict[str, Json]:
-        """Return what describes values and tensors."""
-        return {"classes": dict(self.classes), "dtypes": dict(self.dtypes), "orders": dict(self.orders)}
-
     def to_bytes(self) -> bytes:
         """Return the message to another rank."""
-        members = {"values": self.values, "groups": dict(self.groups), "optimizer": self.optimizer}
-        return json_file.to_bytes({**members, **self.further})
+        return json_file.to_bytes({name: getattr(self, name) for name in self.__slots__})
 
     @staticmethod
     def from_bytes(data: bytes) -> NestedValues:
@@ -68,86 +61,8 @@ class NestedValues:
         document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
         if self.optimizer is not None:
             document["optimizer"] = {"name": self.optimizer}
-        optional = {key: members for key, members in self.further.items() if members}
+        optional = {name: dict(getattr(self, name)) for name in _FURTHER if getattr(self, name)}
         return {**document, STATE_DICT: {"values": self.values, "groups": groups, **optional}}
-
-    def value(self, where: str) -> Any:
-        """Return the value at a JSON Pointer; an empty dict has its class."""
-        return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
-
-    def has(self, where: str) -> bool:
-        """Return whether there is a value at a JSON Pointer, or below it."""
-        return where in self.values or any(inner.startswith(f"{where}/") for inner in self.values)
-
-    def below(self, where: str) -> Any:
-        """Return the value at a JSON Pointer, or the dict of values below it; None if there is neither.
-
-        Earlier versions stored the state of an object by leaf, as of any dict.
-        """
-        if where in self.values:
-            return self.value(where)
-        below = {at: value for at, value in self.values.items() if at.startswith(f"{where}/")}
-        inner: Any = replace(self, values=below).nested() if below else None
-        for key in keys_of_pointer(where) if below else ():
-            inner = inner[key]
-        return inner
-
-    def nested(self, *, without: Collection[str] = ()) -> Json:
-        """Return the values as a nested dict, without those below some of the outermost keys."""
-        tree: Json = {}
-        for where in self.values:
-            *parents, last = keys = keys_of_pointer(where)
-            if keys[0] not in without:
-                inner = tree
-                for depth, key in enumerate(parents, 1):
-                    kind = DICTS[self.classes.get(pointer(keys[:depth]), "dict")]
-                    inner = inner.setdefault(key, kind())
-                inner[last] = self.value(where)
-        return tree
-
-
-def by_leaf(values: NestedValues, pointers: Collection[str]) -> NestedValues:
-    """Return the values by the pointers of a load.
-
-    A value with tensors, or with requested members, is divided: a template finds a tensor in a list by its name, and a
-    number beside it as a value of its own.
-    """
-    parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, pointers) for count in range(1, len(keys))}
-    by_pointer: Json = {}
-    for where, value in values.values.items():
-        decoded = None if where in pointers else decode(value)
-        if any(references(decoded)) or (where in parents and isinstance(decoded, (dict, list, tuple))):
-            leaves = _leaves(decoded, keys_of_pointer(where), pointers)
-            by_pointer |= {at: encode(leaf, keys_of_pointer(at)) for at, leaf in leaves}
-        else:
-            by_pointer[where] = value
-    return replace(values, values=by_pointer)
-
-
-def _leaves(value: object, keys: Keys, pointers: Collection[str]) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value and pointer(keys) not in pointers:
-        for key, member in value.items():
-            yield from _leaves(member, (*keys, str(key)), pointers)
-    elif isinstance(value, (list, tuple)) and any(references(value)):
-        for number, member in enumerate(value):
-            yield from _leaves(member, (*keys, str(number)), pointers)
-    elif not any(references(value)):
-        yield pointer(keys), value
-
-
-def values_of(tree: Tree) -> NestedValues:
-    """Return the values of a state dict."""
-    groups = {
-        where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
-        for where, optimizer in tree.optimizers.items()
-    }
-    classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
-    tops = {(*keys_of_pointer(where), "state") for where in tree.optimizers}
-    of_optimizers = {keys: t for keys, t in tree.tensors.items() if any(keys[: len(top)] == top for top in tops)}
-    orders = {
-        stored_name(keys)[1]: order for keys, tensor in of_optimizers.items() if (order := order_in_memory(tensor))
-    }
-    return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes, orders)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
@@ -159,96 +74,160 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     Raises:
         CheckpointError: naming a value or a parameter group with a difference between ranks.
     """
-    values: dict[str, tuple[int, Any]] = {}
+    first: dict[tuple[str, str], tuple[int, Any]] = {}
     groups: dict[str, list[Json]] = {}
-    of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
-    further: dict[str, dict[str, tuple[int, Any]]] = {"classes": {}, "dtypes": {}, "orders": {}}
-    first_rank = min(by_rank)
-    optimizer = by_rank[first_rank].optimizer
-    for rank, values_of_rank in sorted(by_rank.items()):
-        if values_of_rank.optimizer != optimizer:
-            raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, values_of_rank.optimizer))
-        for member, joined in further.items():
-            for where, name in getattr(values_of_rank, member).items():
-                first, first_value = joined.setdefault(where, (rank, name))
-                if first_value != name and member != "orders":  # memory of another order holds the same values
-                    raise _differs(where, (first, first_value), (rank, name))
-        for where, value in values_of_rank.values.items():
-            first, first_value = values.setdefault(where, (rank, value))
-            if _text(first_value) != _text(value):
-                raise _differs(where, (first, first_value), (rank, value))
-        for where, groups_of_rank in values_of_rank.groups.items():
-            known_groups = groups.setdefault(where, [])
-            texts = {_text(group | {"place": None}) for group in known_groups}
+
+    def join(member: str, where: str, rank: int, value: object) -> None:
+        first_rank, first_value = first.setdefault((member, where), (rank, value))
+        if first_value is not value and member != "orders" and _text(first_value) != _text(value):
+            raise CheckpointError(  # memory of another order holds the same values
+                "The ranks give different values",
+                where=where,
+                expected="the same on every rank, as one file holds it",
+                found=f"{_shown(first_value)} on rank {first_rank} and {_shown(value)} on rank {rank}",
+                fix="Nothing was saved. Give what differs by rank in `per_rank`, in a state dict under a key for each "
+                "rank, or gather it first.",
+            )
+
+    for rank, values in sorted(by_rank.items()):
+        join("optimizer", _OPTIMIZER, rank, values.optimizer)
+        for member in (*_FURTHER, "values"):
+            for where, value in getattr(values, member).items():
+                join(member, where, rank, value)
+        for where, groups_of_rank in values.groups.items():
+            joined_groups = groups.setdefault(where, [])
+            texts = {_text({**group, "place": None}) for group in joined_groups}
             for place, group in enumerate(groups_of_rank):
                 for name in group["names"]:
-                    first, numbers = of_parameter.setdefault((where, name), (rank, group["numbers"]))
-                    if _text(numbers) != _text(group["numbers"]):
-                        raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
-                if _text(group | {"place": None}) not in texts:
-                    known_groups.append(group if place == len(known_groups) else {**group, "place": place})
-    return NestedValues(_without_ranks(values), groups, optimizer, *map(_without_ranks, further.values()))
+                    join("groups", f"{where}/param_groups, {name}", rank, group["numbers"])
+                if _text({**group, "place": None}) not in texts:
+                    joined_groups.append(group if place == len(joined_groups) else {**group, "place": place})
+    joined: dict[str, Json] = {member: {} for member in ("values", *_FURTHER)}
+    for (member, where), (_, value) in first.items():
+        joined.get(member, {})[where] = value
+    return NestedValues(groups=groups, optimizer=by_rank[min(by_rank)].optimizer, **joined)
 
 
-def _without_ranks(joined: Mapping[str, tuple[int, Any]]) -> Json:
-    return {where: value for where, (_, value) in joined.items()}
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """The state of a checkpoint as a nested dict, with a reference in place of each tensor.
+
+    Args:
+        root: the state; its dicts by leaf are of class `ByLeaf`.
+        values: by JSON Pointer, what the checkpoint holds as a single value.
+        groups, dtypes, orders: see `NestedValues`.
+    """
+
+    root: ByLeaf = field(default_factory=ByLeaf)
+    values: Json = field(default_factory=dict)
+    groups: Mapping[str, list[Json]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def at(self, keys: Keys, default: object = None) -> Any:
+        """Return the value under keys, which may lead through a list."""
+        value: Any = self.root
+        for key in keys:
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                return default
+        return value
+
+    def members(self, *keys: str) -> Iterator[tuple[str, Any]]:
+        """Yield the members of the dict under keys, if there is one."""
+        value = self.at(keys)
+        return iter(tuple(value.items()) if isinstance(value, dict) else ())
 
 
-def read_values(checkpoint: Checkpoint) -> NestedValues:
-    """Return the values in a checkpoint: of a state dict, or the `state` and the parameter groups stored by `save`.
+def read_values(checkpoint: Checkpoint) -> StoredState:
+    """Return the state of a checkpoint of any version.
 
     Raises:
         CheckpointError: if its state file is malformed.
     """
-    state = checkpoint.state
-    user = state.get("user", {})
-    if not isinstance(user, dict):
-        raise _malformed(checkpoint, "user", user)
-    nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
-    members = nested if isinstance(nested, dict) else {}
-    values, groups = members.get("values"), members.get("groups")
-    classes, dtypes, orders = (members.get(key, {}) for key in ("classes", "dtypes", "orders"))
-    if (
-        not isinstance(values, dict)
-        or not isinstance(groups, dict)
-        or not isinstance(classes, dict)
-        or not isinstance(dtypes, dict)
-        or not isinstance(orders, dict)
-        or not _is_tree([*values, *groups], values)
-        or "" in values
-        or not all(isinstance(name, str) and name in DICTS for name in classes.values())
-        or not all(isinstance(getattr(torch, str(name), None), torch.dtype) for name in dtypes.values())
-        or not all(
-            isinstance(order, list) and {*map(str, order)} == {*map(str, range(len(order)))}
-            for order in orders.values()
-        )
-    ):
-        raise _malformed(checkpoint, STATE_DICT, nested)
-    groups = {**groups, _OPTIMIZER: state.get("groups", [])}
-    for where, members_of_optimizer in groups.items():
-        for group in members_of_optimizer if isinstance(members_of_optimizer, list) else [members_of_optimizer]:
-            if not _is_group(group):
-                raise _malformed(checkpoint, f"groups of {where}", group)
-    for where, value in values.items():
-        if not _is_readable(value, decode):
-            raise _malformed(checkpoint, f"{STATE_DICT}.values of {where}", value)
-    return NestedValues(
-        values,
-        {where: members_of_optimizer for where, members_of_optimizer in groups.items() if members_of_optimizer},
-        None,
-        classes,
-        dtypes,
-        orders,
-    )
+    section = upgraded(checkpoint.state)
+    for member, is_valid in _CHECKS.items():
+        contents = section.get(member)
+        if not isinstance(contents, dict):
+            raise _malformed(checkpoint, STATE_DICT, checkpoint.state.get(STATE_DICT))
+        for where, content in contents.items():
+            if not is_valid(content):
+                raise _malformed(checkpoint, f"{member} of {where}", content)
+    root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
+    try:
+        for where, value in values.items():
+            _insert(root, _keys_at(where), value)
+        for where in section["groups"]:
+            _dict_at(root, _keys_at(where))
+        for where in sorted(section["classes"], reverse=True):  # a dict after those in it
+            *parents, last = _keys_at(where)
+            container = _dict_at(root, parents)
+            container[last] = DICTS[section["classes"][where]](container.get(last, ()))
+    except (TypeError, ValueError) as error:
+        raise _malformed(checkpoint, STATE_DICT, checkpoint.state.get(STATE_DICT)) from error
+    names = {reference.name for reference in references(root)}
+    kinds = dict.fromkeys(checkpoint.manifest.aliases, TensorKind.OPTIMIZER)
+    kinds |= {name: place.spec.kind for name, place in read_places(checkpoint).items()}
+    for name, kind in kinds.items():
+        with contextlib.suppress(ValueError):  # a value has the place: tensors have any names
+            if name not in names:
+                _insert(root, keys_of(kind, name), TensorReference(name, is_implied=True))
+    groups = {where: members for where, members in section["groups"].items() if members}
+    return StoredState(root, values, groups, section["dtypes"], section["orders"])
 
 
-def _is_tree(pointers: Sequence[str], values: Json) -> bool:
-    """Return whether these are JSON Pointers, and none leads through a value."""
-    for where in pointers:
-        keys = keys_of_pointer(where)
-        if pointer(keys) != where or any(pointer(keys[:count]) in values for count in range(1, len(keys))):
-            return False
-    return True
+def upgraded(state: Json) -> Json:
+    """Return the members of `NestedValues` in a state file of any version.
+
+    Version 0.1 stored the `state` of a save as a nested dict.
+    """
+    section = state.get(STATE_DICT)
+    if STATE_DICT not in state:
+        user = state.get("user", {})
+        section = {"values": _by_pointer(user) if isinstance(user, dict) else user, "groups": {}}
+    section = {**{member: {} for member in _FURTHER}, **section} if isinstance(section, dict) else {}
+    groups = section.get("groups")
+    return {**section, "groups": {**groups, _OPTIMIZER: state.get("groups", [])} if isinstance(groups, dict) else None}
+
+
+def _by_pointer(nested: Json, keys: Keys = ()) -> Json:
+    """Return a nested dict of JSON by pointer; an empty dict in it is a value."""
+    by_pointer: Json = {}
+    for key, member in nested.items():
+        inner = (*keys, key)
+        by_pointer |= _by_pointer(member, inner) if isinstance(member, dict) and member else {pointer(inner): member}
+    return by_pointer
+
+
+def _keys_at(where: str) -> Keys:
+    keys = keys_of_pointer(where)
+    if pointer(keys) != where:
+        raise ValueError(f"{where!r} is no JSON Pointer")
+    return keys
+
+
+def _dict_at(container: ByLeaf, keys: Iterable[str]) -> ByLeaf:
+    """Return the dict by leaf under keys, made where it is not there.
+
+    Raises:
+        ValueError: if a value is in the way.
+    """
+    for key in keys:
+        container = container.setdefault(key, ByLeaf())
+        if type(container) is not ByLeaf:
+            raise ValueError(f"{key!r} is a value")
+    return container
+
+
+def _insert(root: ByLeaf, keys: Keys, value: object) -> None:
+    *parents, last = keys
+    container = _dict_at(root, parents)
+    if last in container:
+        raise ValueError(f"{last!r} is there twice")
+    container[last] = value
 
 
 def _is_group(group: object) -> bool:
@@ -261,7 +240,7 @@ def _is_group(group: object) -> bool:
     return all(_is_readable(value, decode_number) for value in numbers.values())
 
 
-def _is_readable(value: object, read: Callable[[object], object]) -> bool:
+def _is_readable(value: object, read: Callable[[object], object] = decode) -> bool:
     try:
         read(value)
     except ValueError:
@@ -269,26 +248,14 @@ def _is_readable(value: object, read: Callable[[object], object]) -> bool:
     return True
 
 
-def _pointers(nested: Json, keys: Keys = ()) -> Json:
-    """Return a nested dict of JSON by pointer; an empty dict in it is a value."""
-    by_pointer: Json = {}
-    for key, member in nested.items():
-        if isinstance(member, dict) and member:
-            by_pointer |= _pointers(member, (*keys, key))
-        else:
-            by_pointer[pointer((*keys, key))] = member
-    return by_pointer
-
-
-def _differs(where: str, first: tuple[int, object], second: tuple[int, object]) -> CheckpointError:
-    return CheckpointError(
-        "The ranks give different values",
-        where=where,
-        expected="the same on every rank, as one file holds it",
-        found=f"{_shown(first[1])} on rank {first[0]} and {_shown(second[1])} on rank {second[0]}",
-        fix="Nothing was saved. Give what differs by rank in `per_rank`, in a state dict under a key for each rank, or "
-        "gather it first.",
-    )
+# What is valid under each member of `NestedValues` in a state file.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "values": _is_readable,
+    "groups": lambda groups: isinstance(groups, list) and all(map(_is_group, groups)),
+    "classes": lambda name: isinstance(name, str) and name in DICTS,
+    "dtypes": lambda name: isinstance(getattr(torch, str(name), None), torch.dtype),
+    "orders": lambda order: isinstance(order, list) and {*map(str, order)} == {*map(str, range(len(order)))},
+}
 
 
 def _malformed(checkpoint: Checkpoint, member: str, content: object) -> CheckpointError:

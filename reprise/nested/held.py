@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprise.errors import CheckpointError
-from reprise.format.box import Box
 from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from reprise.nested.stored_names import Keys, stored_name
 from reprise.nested.table import JointTable, Table, TableRow, require_whole
@@ -119,8 +118,10 @@ def local_tensors(tree: Tree) -> HeldTensors:
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
     names_by_identity: dict[object, str] = {}
-    rows = [(*tree.stored_as.get(keys, stored_name(keys)), keys, tensor) for keys, tensor in tree.tensors.items()]
-    for kind, name, keys, tensor in sorted(rows, key=lambda row: _ORDER.index(row[0])):
+    rows = [(*tree.stored_as.get(keys, stored_name(keys)), keys) for keys in tree.tensors]
+    for kind, name, keys in sorted(rows, key=lambda row: _ORDER.index(row[0])):
+        stored = tree.tensors[keys]
+        tensor = stored.tensor
         local = local_of(tensor)
         if local.is_meta:
             raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
@@ -133,20 +134,17 @@ def local_tensors(tree: Tree) -> HeldTensors:
                 _require_free_name(aliases, live, name, keys)
                 aliases[name] = names_by_identity[identity]
             continue
-        part = tree.parts.get(keys)
-        for tensor_of_rank in (
-            locate(kind, name, tensor, grid=Grid.flat(1)) if part is None else [_part(kind, name, local, *part)]
-        ):
+        parts = locate(kind, name, tensor, grid=Grid.flat(1))
+        if stored.box is not None:
+            spec = TensorSpec(kind, name, stored.shape, stored_dtype(local.dtype, where=name), stored.shape)
+            parts = iter([LiveTensor(spec, stored.box, local, ())])
+        for tensor_of_rank in parts:
             _require_free_name(live, aliases, name, keys)
             live[name] = tensor_of_rank
             names_by_identity[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
     refuse_unstorable(tensor.spec for tensor in live.values())
     return HeldTensors(live, aliases)
-
-
-def _part(kind: TensorKind, name: str, local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> LiveTensor:
-    return LiveTensor(TensorSpec(kind, name, shape, stored_dtype(local.dtype, where=name), shape), box, local, ())
 
 
 def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
@@ -172,9 +170,12 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
 
 def _marks(tree: Tree) -> object:
     """Return a value that changes if a tensor has other memory, another place in it, or another name."""
-    marks: list[object] = [*tree.tensors, *tree.parts.items(), *tree.stored_as.items()]
+    marks: list[object] = [*tree.tensors, *tree.stored_as.items()]
     try:
-        for tensor in tree.tensors.values():
+        for stored in tree.tensors.values():
+            tensor = stored.tensor
+            if stored.box is not None:
+                marks += (tensor.shape, stored.box, stored.shape)
             local = memory_holder(tensor)
             if local is not tensor:
                 marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]

@@ -113,7 +113,7 @@ def match(
         problems += [f"{name} is unexpected" for name, keys in keys_by_name.items() if is_refused(keys)]
     lacking_specs = [tensor.spec for tensor, name in zip(tensors, stored, strict=True) if name not in places]
     lenient_names = {spec.name for spec in lacking_specs if not is_refused(keys_of(spec.kind, spec.name))}
-    present = [tensor for tensor, given in zip(renamed, tensors, strict=True) if given.spec.name not in lenient_names]
+    present = [new for new, tensor in zip(renamed, tensors, strict=True) if tensor.spec.name not in lenient_names]
     check_tensors([tensor.spec for tensor in present], places, where=checkpoint.path, is_partial=True, further=problems)
     return Matched(present, [*(spec.name for spec in lacking_specs), *missing], [*unasked, *unexpected])
 

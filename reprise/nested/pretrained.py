@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import torch
 from torch import nn
 
 from reprise.format.layout import TensorKind
-from reprise.nested.stored_names import MODEL
-from reprise.nested.tree import Tree
 from reprise.paths import exists
 from reprise.tensors.live import canonical_name
 
@@ -22,66 +21,62 @@ _WRAPPER = "module."  # of DistributedDataParallel, in the names of its paramete
 
 @dataclass(frozen=True, slots=True)
 class PretrainedForm:
-    """A model in the form of another library.
+    """A model in the form of another library; nothing for a model of none.
 
     Args:
         files: by name.
-        prefix: of the names of all tensors, which the other library does not have.
-        adapter: the name of each tensor in PEFT's file, by its name in the model without the prefix, one for tied ones.
-        obstacle: why the other library could not open the files.
+        stored_as: by the name in the model, the family of files and the name of each tensor with another name there.
+        obstacle: why the other library could not open the files: PEFT's would differ from the tensors of the model.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
-    prefix: str = ""
-    adapter: dict[str, str] = field(default_factory=dict)
+    stored_as: dict[str, tuple[TensorKind, str]] = field(default_factory=dict)
     obstacle: str = ""
 
 
-def add_pretrained(tree: Tree, model: object) -> None:
-    """Add the files of transformers or PEFT to a tree with the tensors of a model, and their names there.
+def form_of(model: object, tensors: Mapping[str, bool]) -> PretrainedForm:
+    """Return a model in the form of transformers or PEFT.
 
-    Adds nothing for any other model, and a remark for a model of PEFT whose file would differ from the tensors of the
-    model: one of several adapters, which PEFT stores in a folder each, and one with tensors that PEFT computes.
+    Args:
+        tensors: by name, whether a tensor of the model has another dtype in its files.
     """
-    form = _form_of(model)
-    if form is None:
-        return
-    obstacle = form.obstacle or (_rename(tree, form) if form.prefix or form.adapter else "")
-    if obstacle:
-        tree.remark = f"from_pretrained does not open these saves, as {obstacle}"
-    else:
-        tree.files |= form.files
-
-
-def _rename(tree: Tree, form: PretrainedForm) -> str:
-    """Give the tensors of a tree their names in another library, and return what is in the way, if anything."""
-    own_names = {keys[1]: keys for keys in tree.tensors if len(keys) == 2 and keys[0] == MODEL}
-    names: dict[str, tuple[TensorKind, str]] = {}
-    for own_name in own_names:
-        name = own_name.removeprefix(form.prefix)
-        is_adapter = name in form.adapter
-        names[own_name] = (TensorKind.ADAPTER, form.adapter[name]) if is_adapter else (TensorKind.MODEL, name)
-    stored, adapter_names = {name for _, name in names.values()}, {*form.adapter.values()}
-    mismatches = [*(adapter_names - stored), *(name for name in own_names if name in tree.dtypes)]
-    if mismatches or len(stored) < len(names) - len(form.adapter) + len(adapter_names):
-        return f"{min(mismatches, default='a tensor')} has another name or dtype in its files than in the model"
-    tree.stored_as = {own_names[name]: place for name, place in names.items() if place != (TensorKind.MODEL, name)}
-    return ""
-
-
-def _form_of(model: object) -> PretrainedForm | None:
     prefix = ""
     peft: Any = sys.modules.get("peft")
     while isinstance(model, nn.Module):
         if isinstance(model, getattr(peft, "PeftModel", ())):
-            return _of_peft(peft, model, prefix)
+            return _of_peft(peft, model, prefix, tensors)
         if _has_text(model, "config"):
             if hasattr(model, "peft_config"):
                 return PretrainedForm(obstacle="PEFT's get_peft_model did not add the adapter")
-            return PretrainedForm(_transformers_files(model), prefix)
+            return _renamed(_transformers_files(model), prefix, {}, tensors)
         prefix += _WRAPPER if isinstance(model, nn.parallel.DistributedDataParallel) else ""
         model = getattr(model, "module", getattr(model, "_orig_mod", None))
-    return None
+    return PretrainedForm()
+
+
+def _renamed(
+    files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], tensors: Mapping[str, bool]
+) -> PretrainedForm:
+    """Return the form with the name of each tensor.
+
+    Args:
+        prefix: of the names of all tensors, which the other library does not have.
+        adapter: the name of each tensor in PEFT's file, by its name in the model without the prefix, one for tied ones.
+    """
+    if not prefix and not adapter:
+        return PretrainedForm(files)
+    places: dict[str, tuple[TensorKind, str]] = {}
+    for own_name in tensors:
+        name = own_name.removeprefix(prefix)
+        is_adapter = name in adapter
+        places[own_name] = (TensorKind.ADAPTER, adapter[name]) if is_adapter else (TensorKind.MODEL, name)
+    stored, adapter_names = {name for _, name in places.values()}, {*adapter.values()}
+    mismatches = [*(adapter_names - stored), *(name for name, is_changed in tensors.items() if is_changed)]
+    if mismatches or len(stored) < len(places) - len(adapter) + len(adapter_names):
+        name = min(mismatches, default="a tensor")
+        return PretrainedForm(obstacle=f"{name} has another name or dtype in its files than in the model")
+    renamed = {name: place for name, place in places.items() if place != (TensorKind.MODEL, name)}
+    return PretrainedForm(files, renamed)
 
 
 def _transformers_files(model: nn.Module) -> dict[str, bytes]:
@@ -98,7 +93,7 @@ def _transformers_files(model: nn.Module) -> dict[str, bytes]:
     return files
 
 
-def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm:
+def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool]) -> PretrainedForm:
     if len(model.peft_config) != 1:
         return PretrainedForm(obstacle=f"PEFT stores each of {len(model.peft_config)} adapters in a folder of its own")
     ((adapter_name, config),) = model.peft_config.items()
@@ -128,7 +123,7 @@ def _of_peft(peft: Any, model: Any, prefix: str) -> PretrainedForm:
     ]
     if dropped_names:
         return PretrainedForm(obstacle=f"PEFT looks for {dropped_names[0]} beside the tensor that it is tied to")
-    return PretrainedForm({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter)
+    return _renamed({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter, is_changed)
 
 
 def _save_embedding_layers(base: str | None) -> str | bool:

@@ -1,88 +1,50 @@
-"""Takes a nested state dict apart into tensors, JSON values and parameter groups, and puts values back in place."""
+"""A nested state dict by leaf: one walk takes it apart into tensors, JSON values, objects and parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from reprise.errors import CheckpointError
-from reprise.format.box import Box
 from reprise.format.layout import TensorKind
 from reprise.json_file import Json
-from reprise.nested.numbered import is_optimizer_state, names_of
-from reprise.nested.stateful import ModuleEntries, Receiver, Stateful, is_stateful, leaves_of, take_out
-from reprise.nested.stored_names import Keys, pointer, stored_name
-from reprise.nested.typed_values import DICTS, encode, encode_number, is_unicode
-from reprise.tensors.file_form import materialized, resolve
-from reprise.tensors.live import is_dtensor, parameter_names
+from reprise.nested.documents import NestedValues
+from reprise.nested.folder_files import folder_files
+from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
+from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
+from reprise.nested.pretrained import form_of
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of_pointer, pointer, stored_name
+from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
+from reprise.tensors.file_form import StorableTensor, materialized, resolve
+from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
 
 _MAX_DEPTH = 100  # what nests deeper holds itself
+_CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
 Place = tuple[_Container, str | int]
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """A parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
+class Stateful(Protocol):
+    """An object with a state of its own, such as a scheduler, a scaler or a loader."""
 
-    Args:
-        given: the group itself, in which a load replaces the values.
-        defaults: of `numbers`, the keys with the optimizer's defaults.
-    """
+    def state_dict(self) -> Any:
+        """Return the state."""
 
-    names: list[str]
-    numbers: Json
-    given: dict[str, Any]
-    defaults: frozenset[str] = frozenset()
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """An optimizer, or its state dict, within a nested state dict.
-
-    Args:
-        keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
-        state: state of parameters, to which a load adds what is missing.
-        parameters: by name, those whose missing state a load makes.
-    """
-
-    keys: Mapping[str, Any]
-    groups: list[ParameterGroup]
-    state: MutableMapping[Any, Any]
-    parameters: Mapping[str, nn.Parameter]
-
-    def lacks(self, name: str, key: str) -> bool:
-        """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
-        return name in self.parameters and key not in self.state.get(self.keys[name], {})
-
-    def put(self, name: str, key: str, value: object) -> None:
-        """Put the state `key` of a parameter in its place."""
-        self.state.setdefault(self.keys[name], {})[key] = value
-
-    def place(self, where: str, keys: Keys) -> tuple[nn.Parameter, Callable[[torch.Tensor], None]] | None:
-        """Return the parameter of a tensor that the optimizer lacks, and what puts the tensor there; else None.
-
-        Args:
-            where: the JSON Pointer of the optimizer.
-            keys: of the tensor; that of a parameter group goes with the first parameter.
-        """
-        *parents, kind, name, key = ("", "", *keys)
-        if pointer(parents[2:]) != where:
-            return None
-        if kind == "state" and self.lacks(name, key):
-            return self.parameters[name], partial(self.put, name, key)
-        if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
-            group = self.groups[int(name)]
-            if key not in group.given and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
-                return first, partial(group.given.__setitem__, key)
-        return None
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Return whether a value is an object with `state_dict()` and `load_state_dict()`."""
+    if isinstance(value, (type, torch.Tensor, dict, list, tuple)):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclass(slots=True)
@@ -91,23 +53,21 @@ class Tree:
 
     Args:
         entries: its outermost keys.
+        is_load: whether the tree is for a load, at whose end objects and values with tensors take their state.
+        refers: whether the values have references to the tensors among them; a load needs no template then.
+        model: names the parameters of `optimizer.state_dict()`, which have numbers.
         tensors: by keys, in the order of the dict, in the form of the files.
-        dtypes: by stored name, the dtype of each tensor with another dtype in the files.
-        parts: by keys, the box and the whole shape of a tensor that is a part, other than by its placement.
-        meta: by keys, the given tensor and its place, of each without memory.
+        meta: by keys, the given tensor of each without memory.
         values: everything else, as JSON by JSON Pointer; a list without tensors is a single value, and so is a dict
             without tensors but with keys other than text.
         classes: by JSON Pointer, the class of each dict of a subclass without tensors.
+        places: by JSON Pointer, the container and the key of each value, and of each tensor without memory.
         optimizers: by JSON Pointer.
-        places: the container and the key of each value.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
-        after_load: called at the end of a load.
-        objects: by keys, those with a state of their own, for `add_objects`.
+        objects: by keys, those with a state of their own.
         receivers: by JSON Pointer, the objects with a new state at the end of a load.
         modules: by the keys of a module and the prefix of a part of it, the parts with a `state_dict()` of their own.
         files: files for other programs, by name.
-        is_load: whether the tree is for a load, at whose end objects and values with tensors take their state.
-        refers: whether the values have references to the tensors among them; a load needs no template then.
         stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
             is an alias.
         takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
@@ -116,26 +76,160 @@ class Tree:
     """
 
     entries: tuple[str, ...]
-    tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    parts: dict[Keys, tuple[Box, tuple[int, ...]]] = field(default_factory=dict)
-    meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
+    is_load: bool = False
+    refers: bool = False
+    model: nn.Module | None = None
+    tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
+    meta: dict[Keys, torch.Tensor] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
-    optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     optimizer_class: str | None = None
-    after_load: list[Callable[[], None]] = field(default_factory=list)
     objects: dict[Keys, Stateful] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
     modules: dict[tuple[Keys, str], ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
-    is_load: bool = False
-    refers: bool = False
     takes_rest: bool = False
     remark: str = ""
     declined: Collection[str] = ()
+
+    def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
+        """Add a dict by leaf, and the state dict of an optimizer by parameter; nothing is copied.
+
+        Raises:
+            CheckpointError: naming an unstorable leaf, a key above a tensor other than text, or an optimizer whose
+                parameters have numbers without names.
+        """
+        require_text_keys(members, keys)
+        is_optimizer = is_optimizer_state(members)
+        if is_optimizer:
+            self._add_optimizer(keys, of_state_dict(keys, members, self.model))
+        for key, value in members.items():
+            if not is_optimizer or key not in ("state", "param_groups"):
+                self.add((*keys, key), value, (members, key))
+
+    def add(self, keys: Keys, value: object, place: Place) -> None:
+        """Add a member of a state dict by leaf.
+
+        Args:
+            place: the container of the member and its key there, for a load.
+
+        Raises:
+            CheckpointError: as `add_dict`.
+        """
+        if len(keys) > _MAX_DEPTH:
+            raise CheckpointError(
+                "A state dict is nested too deeply",
+                where=f"{pointer(keys[:4])}/...",
+                expected=f"at most {_MAX_DEPTH} levels",
+                fix="Look for a dict or list in itself.",
+            )
+        is_divided = _is_divided(value)
+        if is_stateful(value):
+            self.objects[keys] = value
+        elif isinstance(value, dict) and (is_divided or has_text_keys(value)):
+            if type(value) is not dict and not is_divided:
+                self.classes[pointer(keys)] = type(value)
+            if not value:
+                self._add_value(keys, {}, place)
+            self.add_dict(keys, value)
+        elif not is_divided:
+            self._add_value(keys, encode(value, keys), place)
+        elif self.refers and _is_plain(value):
+            self._add_state(keys, value)
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(keys, value, place)
+        elif isinstance(value, (list, tuple)):
+            for number, member in enumerate(value):
+                self.add((*keys, str(number)), member, (value, number))
+
+    def add_objects(self) -> None:
+        """Add the objects: live tensors of modules and optimizers, and the state of all others.
+
+        Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizers' only then.
+
+        Raises:
+            CheckpointError: naming an unstorable value, or an optimizer of parameters outside the modules of the tree.
+        """
+        modules = {keys: module for keys, module in self.objects.items() if isinstance(module, nn.Module)}
+        for keys, module in modules.items():
+            refuse_flat_shards(keys, module)
+            free_gathered_parameters(module)
+        for keys, member in self.objects.items():
+            if isinstance(member, nn.Module):
+                for name, tensor in named_tensors(member):
+                    self._add_tensor((*keys, name), tensor)
+                parts, receivers = entries_of(keys, member)
+                self.modules |= {(keys, prefix): part for prefix, part in parts.items()}
+                for name, receiver in receivers.items():
+                    self._add_receiver((*keys, name), receiver)
+            elif isinstance(member, torch.optim.Optimizer):
+                self._add_optimizer(keys, of_optimizer(keys, modules, member))
+                if keys == OPTIMIZER[:1]:
+                    self.optimizer_class = type(member).__name__
+        for keys in sorted(self.objects):  # in one order on all ranks, as objects may communicate
+            member = self.objects[keys]
+            if not isinstance(member, (nn.Module, torch.optim.Optimizer)):
+                self._add_receiver(keys, Receiver(member.state_dict, member.load_state_dict))
+
+    def add_files(self, model: object, files: Mapping[str, object] | None) -> None:
+        """Add the caller's files for other programs, and those with which `from_pretrained` opens a save of a model.
+
+        Raises:
+            CheckpointError: as `folder_files`.
+        """
+        tensors = {keys[1]: tensor for keys, tensor in self.tensors.items() if len(keys) == 2 and keys[0] == MODEL}
+        form = form_of(model, {name: tensor.dtype is not None for name, tensor in tensors.items()})
+        self.stored_as = {(MODEL, name): place for name, place in form.stored_as.items()}
+        self.remark = f"from_pretrained does not open these saves, as {form.obstacle}" if form.obstacle else ""
+        self.files = {**form.files, **folder_files(files)}
+
+    def dtypes(self) -> dict[str, str]:
+        """Return, by stored name, the dtype of each tensor with another dtype in the files."""
+        return {stored_name(keys)[1]: each.dtype for keys, each in self.tensors.items() if each.dtype is not None}
+
+    def nested_values(self) -> NestedValues:
+        """Return the values, and what describes tensors."""
+        groups = {
+            where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
+            for where, optimizer in self.optimizers.items()
+        }
+        classes = {where: _CLASS_NAMES[kind] for where, kind in self.classes.items() if kind in _CLASS_NAMES}
+        tops = [(*keys_of_pointer(where), "state") for where in self.optimizers]
+        orders = {
+            stored_name(keys)[1]: order
+            for keys, stored in self.tensors.items()
+            if any(keys[: len(top)] == top for top in tops) and (order := order_in_memory(stored.tensor))
+        }
+        return NestedValues(self.values, groups, self.optimizer_class, classes, self.dtypes(), orders)
+
+    def prepare_load(self) -> None:
+        """Give memory to meta tensors, which the state dict holds from the end of the load on.
+
+        Raises:
+            CheckpointError: naming a value or a meta tensor in a tuple, which cannot be filled in place.
+        """
+        for where, (container, _) in self.places.items():
+            if isinstance(container, tuple):
+                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
+        tensors: dict[int, torch.Tensor] = {}
+        for keys, tensor in self.meta.items():
+            self.meta[keys] = tensors.setdefault(id(tensor), materialized(tensor))
+            self._add_tensor(keys, self.meta[keys])
+
+    def put_tensors(self, lacking: Collection[str]) -> None:
+        """Put newly allocated tensors in the places of their meta tensors.
+
+        Args:
+            lacking: stored names, which stay as they are.
+        """
+        unfilled = {id(tensor) for keys, tensor in self.meta.items() if stored_name(keys)[1] in lacking}
+        for keys, tensor in self.meta.items():
+            if id(tensor) not in unfilled:
+                container, key = self.places[pointer(keys)]
+                container[key] = tensor  # type: ignore[index]
 
     def replace_value(self, where: str, value: object) -> None:
         """Replace a value in its container, after `prepare_load`."""
@@ -147,32 +241,69 @@ class Tree:
         elif not are_dicts or value or current:
             container[key] = with_tuples(current, value)  # type: ignore[index]
 
-    def prepare_load(self) -> None:
-        """Give memory to meta tensors, which the state dict holds from the end of the load on.
+    def _add_value(self, keys: Keys, value: object, place: Place) -> None:
+        self.values[pointer(keys)] = value
+        self.places[pointer(keys)] = place
 
-        Raises:
-            CheckpointError: naming a value or a meta tensor in a tuple, which cannot be filled in place.
-        """
-        places = {**self.places, **{pointer(keys): place for keys, (_, place) in self.meta.items()}}
-        for where, (container, _) in places.items():
-            if isinstance(container, tuple):
-                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-        tensors: dict[int, torch.Tensor] = {}
-        for keys, (tensor, place) in self.meta.items():
-            allocated = tensors.setdefault(id(tensor), materialized(tensor))
-            add_tensor(self, keys, allocated)
-            self.meta[keys] = allocated, place
-
-    def put_tensors(self, lacking: Collection[str]) -> None:
-        """Put newly allocated tensors in the places of their meta tensors.
+    def _add_tensor(self, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
+        """Add a tensor in the form of the files.
 
         Args:
-            lacking: stored names, which stay as they are.
+            place: the container of the tensor and its key there, if a load may replace it.
+
+        Raises:
+            CheckpointError: naming it, if its class keeps its memory elsewhere.
         """
-        unfilled = {id(self.meta[keys][0]) for keys in self.meta if stored_name(keys)[1] in lacking}
-        for tensor, (container, key) in self.meta.values():
-            if id(tensor) not in unfilled:
-                container[key] = tensor  # type: ignore[index]
+        stored = resolve(tensor, partial(pointer, keys))
+        if stored is None:
+            return
+        self.tensors[keys] = stored
+        if place is not None and stored.tensor.is_meta:
+            self.meta[keys] = tensor
+            self.places[pointer(keys)] = place
+
+    def _add_state(self, keys: Keys, state: object) -> None:
+        """Add a nested value as a whole, with references to its tensors.
+
+        Raises:
+            CheckpointError: naming an unstorable value.
+        """
+        tensors: dict[Keys, torch.Tensor] = {}
+        self.values[pointer(keys)] = encode(state, keys, tensors)
+        for inner, tensor in tensors.items():
+            self._add_tensor(inner, tensor)
+
+    def _add_receiver(self, keys: Keys, receiver: Receiver) -> None:
+        """Add a state as a whole; in the tree of a load, its object takes it at the end."""
+        if self.is_load:
+            self.receivers[pointer(keys)] = receiver
+        else:
+            self._add_state(keys, receiver.template())
+
+    def _add_optimizer(self, keys: Keys, optimizer: OptimizerState) -> None:
+        """Add the tensors of an optimizer, and other state as single values."""
+        self.optimizers[pointer(keys)] = optimizer
+        for inner, container, key in optimizer.slots(keys):
+            value = container[key]
+            if isinstance(value, torch.Tensor):
+                self._add_tensor(inner, value, (container, key))  # type: ignore[arg-type]
+            elif inner[len(keys)] == "state":
+                self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
+
+
+def _is_divided(value: object) -> bool:
+    """Return whether a value holds tensors or objects."""
+    try:
+        return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value))
+    except RecursionError:
+        return False  # it holds itself, which `encode` refuses
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a tensor or list with tensors is complete on every rank."""
+    return not isinstance(value, dict) and not any(
+        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for _, leaf in leaves(value)
+    )
 
 
 def with_tuples(template: object, value: object) -> object:
@@ -186,231 +317,94 @@ def with_tuples(template: object, value: object) -> object:
     return value
 
 
-def build_tree(
-    state_dict: object, *, model: nn.Module | None = None, is_load: bool = False, refers: bool = False
+def tree_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    state: Mapping[str, object] | None = None,
+    *,
+    of_rank: tuple[int, list[dict[str, Any]]] | None = None,
+    files: Mapping[str, object] | None = None,
+    is_load: bool = False,
 ) -> Tree:
-    """Return a nested state dict by leaf; nothing is copied.
+    """Return a model as `"model"`, its optimizer as `"optimizer"`, and the values of `state` under their own keys.
 
     Args:
-        model: names the parameters of `optimizer.state_dict()`, which have numbers.
-        is_load, refers: see `Tree`.
+        of_rank: a rank and the dicts of its own values; None without any.
+        files: see `folder_files`.
+        is_load: build the tree for a load, which replaces the values in `state`, a dict, and gives objects their state.
 
     Raises:
-        CheckpointError: naming an unstorable leaf, a key above a tensor other than text, or an optimizer whose
-            parameters have numbers without names.
+        CheckpointError: naming an unstorable value of `state`, a key of it reserved for the model or the optimizer, an
+            optimizer whose parameters are not the model's, or unstorable optimizer state.
     """
-    if not isinstance(state_dict, dict):
-        raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
-    tree = Tree(tuple(map(str, state_dict)), is_load=is_load, refers=refers)
-    _walk_dict(tree, state_dict, (), model)
+    state = {} if state is None else state if isinstance(state, dict) else dict(state)
+    tree = Tree(tuple(map(str, state)), is_load=is_load, refers=not is_load)
+    tree.add_dict((), state)
+    _require_values(tree)
+    objects: dict[Keys, Stateful] = {(MODEL,): model, **({} if optimizer is None else {OPTIMIZER[:1]: optimizer})}
+    for keys, member in objects.items():
+        if not is_stateful(member):
+            raise CheckpointError(
+                "This is neither a model nor an optimizer",
+                where=pointer(keys),
+                found=type(member).__name__,
+                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+            )
+    tree.entries += tuple(key for (key,) in objects)
+    tree.objects = objects | tree.objects
+    if of_rank is not None:
+        rank, containers = of_rank
+        tree.entries += (PER_RANK,)
+        for container in containers:
+            require_text_keys(container, (PER_RANK,))
+            for key, value in container.items():
+                tree.add((PER_RANK, str(rank), key), value, (container, key))
+    tree.add_objects()
+    if not is_load:
+        tree.add_files(model, files)
     return tree
 
 
-def _walk_dict(tree: Tree, container: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
-    require_text_keys(container, keys)
-    is_optimizer = is_optimizer_state(container)
-    if is_optimizer:
-        _take_optimizer(tree, container, keys, model)
-    for key, value in container.items():
-        if not is_optimizer or key not in ("state", "param_groups"):
-            _walk(tree, value, (*keys, key), (container, key), model)
-
-
-def require_text_keys(container: dict[Any, Any], keys: Keys) -> None:
-    """Refuse a key other than text, or without a form in UTF-8.
-
-    Raises:
-        CheckpointError: naming it.
-    """
-    for key in container:
-        if not isinstance(key, str):
-            raise CheckpointError(
-                "A state dict has a key that is not text",
-                where=pointer(keys) or "the outermost keys",
-                found=repr(key),
-                fix="JSON and file names have text only: use str(key), or a list.",
-            )
-        if not is_unicode(key):
-            raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
-
-
-def walk(tree: Tree, value: object, keys: Keys, place: Place) -> None:
-    """Add a member of a state dict to a tree, by leaf.
-
-    Args:
-        place: the container of the member and its key there, for a load.
-
-    Raises:
-        CheckpointError: as `build_tree`.
-    """
-    _walk(tree, value, keys, place, None)
-
-
-def _walk(tree: Tree, value: object, keys: Keys, place: Place, model: nn.Module | None) -> None:
-    if len(keys) > _MAX_DEPTH:
+def _require_values(tree: Tree) -> None:
+    reserved = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
+    if reserved:
         raise CheckpointError(
-            "A state dict is nested too deeply",
-            where=f"{pointer(keys[:4])}/...",
-            expected=f"at most {_MAX_DEPTH} levels",
-            fix="Look for a dict or list in itself.",
+            "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
+            found=", ".join(sorted(reserved)),
+            fix="Rename it.",
         )
-    if tree.refers and _is_whole(value):
-        add_whole(tree, keys, value)
-    elif isinstance(value, torch.Tensor):
-        add_tensor(tree, keys, value, place)
-    elif is_stateful(value):
-        tree.objects[keys] = value
-    elif isinstance(value, dict) and (_has_text_keys(value) or _holds_tensor(value)):
-        if type(value) is not dict and not _holds_tensor(value):
-            tree.classes[pointer(keys)] = type(value)
-        if not value:
-            _add_value(tree, {}, keys, place)
-        _walk_dict(tree, value, keys, model)
-    elif isinstance(value, (list, tuple)) and _holds_tensor(value):
-        for number, member in enumerate(value):
-            _walk(tree, member, (*keys, str(number)), (value, number), model)
-    else:
-        _add_value(tree, encode(value, keys), keys, place)
+    for where, kind in tree.classes.items():
+        if kind not in _CLASS_NAMES:
+            raise CheckpointError(
+                "`state` holds a dict of a class that a load cannot make",
+                where=f"`state`, {where}",
+                expected=", ".join(DICTS),
+                found=kind.__name__,
+                fix="Give dict(value).",
+            )
 
 
-def add_whole(tree: Tree, keys: Keys, value: object) -> None:
-    """Add a nested value as a whole, with references to its tensors.
-
-    Raises:
-        CheckpointError: naming an unstorable value.
-    """
-    tensors: dict[Keys, torch.Tensor] = {}
-    tree.values[pointer(keys)] = encode(take_out(value, keys, tensors), keys)
-    for inner, tensor in tensors.items():
-        add_tensor(tree, inner, tensor)
-
-
-def add_object(tree: Tree, keys: Keys, state: Callable[[], Any], put: Callable[[Any], object]) -> None:
-    """Add a state as a whole; in the tree of a load, its object takes it at the end.
-
-    Args:
-        state: returns it.
-        put: takes it.
-
-    Raises:
-        CheckpointError: naming an unstorable value.
-    """
-    if tree.is_load:
-        tree.receivers[pointer(keys)] = Receiver(state, put)
-    else:
-        add_whole(tree, keys, state())
-
-
-def _is_whole(value: object) -> bool:
-    """Return whether a value is a tensor, or a list with tensors, complete on every rank."""
-    leaves = list(leaves_of(value)) if isinstance(value, (torch.Tensor, list, tuple)) else []
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not any(
-        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for leaf in leaves
-    )
-
-
-def _add_value(tree: Tree, value: object, keys: Keys, place: Place) -> None:
-    tree.values[pointer(keys)] = value
-    tree.places[pointer(keys)] = place
-
-
-def _has_text_keys(container: dict[Any, Any]) -> bool:
-    return all(type(key) is str and is_unicode(key) for key in container)
-
-
-def _take_optimizer(tree: Tree, state_dict: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
-    names = names_of(state_dict, model, where=pointer(keys) or "the state dict")
-    is_numbered = any(isinstance(key, int) for key in names)
-    parameters = {} if model is None or not is_numbered else parameter_names(model)
-    add_optimizer(
-        tree,
-        keys,
-        names=names,
-        groups=state_dict["param_groups"],
-        state=state_dict["state"],
-        parameters={name: parameter for parameter, name in parameters.items()},
-    )
-
-
-def add_optimizer(
-    tree: Tree,
-    keys: Keys,
+def tree_of_dict(
+    state_dict: object,
     *,
-    names: Mapping[Any, str],
-    groups: Sequence[dict[str, Any]],
-    state: MutableMapping[Any, Any],
-    parameters: Mapping[str, nn.Parameter],
-    defaults: Mapping[str, object] = MappingProxyType({}),
-) -> None:
-    """Add an optimizer to a tree under `keys`; see `OptimizerState`. State that is no tensor is a single value.
+    model: nn.Module | None = None,
+    files: Mapping[str, object] | None = None,
+    is_load: bool = False,
+) -> Tree:
+    """Return the tree of a nested state dict with the objects in it.
 
     Args:
-        groups: its parameter groups, whose `params` are keys of `names`.
-        defaults: of the values in a group.
+        model: names the parameters of `optimizer.state_dict()`, which have numbers.
+        files, is_load: see `tree_of`.
 
     Raises:
-        CheckpointError: naming an unstorable value.
+        CheckpointError: as `Tree.add_dict` and `Tree.add_objects`.
     """
-    parameter_groups = []
-    for number, group in enumerate(groups):
-        numbers = {}
-        require_text_keys(group, (*keys, "param_groups", str(number)))
-        for key, value in group.items():
-            inner = (*keys, "param_groups", str(number), key)
-            if isinstance(value, torch.Tensor):
-                add_tensor(tree, inner, value, (group, key))
-            elif key not in ("params", "param_names"):
-                numbers[key] = encode_number(value, inner)
-        usual = frozenset(key for key in numbers if key in defaults and _is_same(group[key], defaults[key]))
-        parameter_groups.append(
-            ParameterGroup([names[parameter] for parameter in group["params"]], numbers, group, usual)
-        )
-    for parameter, values in state.items():
-        at = (*keys, "state", names[parameter])
-        require_text_keys(values, at)
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                add_tensor(tree, (*at, key), value, (values, key))
-            else:
-                add_object(tree, (*at, key), partial(values.get, key), partial(values.__setitem__, key))
-    tree.optimizers[pointer(keys)] = OptimizerState(
-        {name: parameter for parameter, name in names.items()}, parameter_groups, state, parameters
-    )
-
-
-def _is_same(value: object, default: object) -> bool:
-    return (
-        type(value) is type(default)
-        and isinstance(value, (bool, int, float, str, tuple, type(None)))
-        and (value == default)
-    )
-
-
-def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
-    """Add a tensor to a tree, in the form of the files.
-
-    Args:
-        place: the container of the tensor and its key there, if a load may replace it.
-
-    Raises:
-        CheckpointError: naming it, if its class keeps its memory elsewhere.
-    """
-    resolved = resolve(tensor, partial(pointer, keys))
-    if resolved is None:
-        return
-    tree.tensors[keys] = resolved.tensor
-    if resolved.dtype is not None:
-        tree.dtypes[stored_name(keys)[1]] = resolved.dtype
-    if resolved.box is not None:
-        tree.parts[keys] = resolved.box, resolved.shape
-    if resolved.copy_back is not None:
-        tree.after_load.append(resolved.copy_back)
-    if place is not None and resolved.tensor.is_meta:
-        tree.meta[keys] = tensor, place
-
-
-def _holds_tensor(value: object) -> bool:
-    try:
-        return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for leaf in leaves_of(value))
-    except RecursionError:
-        return False  # it holds itself, which `encode` refuses
+    if not isinstance(state_dict, dict):
+        raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
+    tree = Tree(tuple(map(str, state_dict)), is_load=is_load, model=model)
+    tree.add_dict((), state_dict)
+    tree.add_objects()
+    if not is_load:
+        tree.add_files(tree.objects.get((MODEL,), model), files)
+    return tree

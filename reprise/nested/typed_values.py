@@ -7,17 +7,18 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
 from reprise.errors import CheckpointError
-from reprise.nested.stored_names import pointer
+from reprise.nested.stored_names import Keys, pointer, stored_name
+from reprise.tensors.live import is_dtensor
 
 TAG = "$type"
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -34,10 +35,16 @@ class TensorReference:
 
     Args:
         is_sharded: whether it is a DTensor, which no rank is to read whole unasked.
+        is_implied: whether no value of the checkpoint refers to it: it was stored by leaf, under its own name alone.
     """
 
     name: str
     is_sharded: bool = False
+    is_implied: bool = False
+
+
+class ByLeaf(dict[str, Any]):
+    """A dict, or an older list, whose members a checkpoint holds one by one, in place of a single value."""
 
 
 def is_unicode(text: str) -> bool:
@@ -45,34 +52,72 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or _SURROGATE.search(text) is None
 
 
-def encode(value: object, keys: Sequence[str]) -> Any:
-    """Return a copy of a value as JSON.
+def has_text_keys(container: Mapping[Any, Any]) -> bool:
+    """Return whether all keys are text with a form in UTF-8."""
+    return all(type(key) is str and is_unicode(key) for key in container)
+
+
+def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
+    """Refuse a key other than text, or without a form in UTF-8.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for key in container:
+        if not isinstance(key, str):
+            raise CheckpointError(
+                "A state dict has a key that is not text",
+                where=pointer(keys) or "the outermost keys",
+                found=repr(key),
+                fix="JSON and file names have text only: use str(key), or a list.",
+            )
+        if not is_unicode(key):
+            raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
+
+
+def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
+    """Yield what the lists, tuples and dicts of a nested value hold, each with its keys."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(member, (*keys, key if isinstance(key, str) else repr(key)))
+    else:
+        yield keys, value
+
+
+def references(value: object) -> Iterator[TensorReference]:
+    """Yield the references to tensors in a value."""
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, TensorReference))
+
+
+def encode(value: object, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:
+    """Return a copy of a value as JSON, with a reference in place of each tensor.
 
     Args:
         keys: the place of the value, for messages.
+        tensors: receives the tensors by the keys under which they are stored; None to refuse them.
 
     Raises:
         CheckpointError: naming a value of another type, or a value within itself.
     """
     try:
-        return _encode(value, keys)
+        return _encode(value, keys, tensors)
     except RecursionError as error:
         fix = "Look for a dict or list in itself."
         raise CheckpointError("A value is nested too deeply", where=pointer(keys), fix=fix) from error
 
 
-def encode_number(value: object, keys: Sequence[str]) -> Any:
+def encode_number(value: object, keys: Keys) -> Any:
     """Return a copy of a value of a parameter group as JSON, where an array is a tuple of numbers.
 
     Raises:
         CheckpointError: as `encode`.
     """
     encoded = encode(value, keys)
-    if isinstance(value, tuple) and all(isinstance(member, (bool, int, float)) for member in encoded["value"]):
-        return encoded["value"] if type(value) is tuple else encoded
+    if type(value) is tuple and all(isinstance(member, (bool, int, float)) for member in encoded["value"]):
+        return encoded["value"]
     if type(value) is list:
         return _tagged("list", encoded)
-    return _tagged("dict", _pairs(value, keys)) if type(value) is dict and TAG not in encoded else encoded
+    return _tagged("dict", _pairs(value, keys, None)) if type(value) is dict and TAG not in encoded else encoded
 
 
 def decode_number(value: Any) -> Any:
@@ -107,74 +152,74 @@ def decode(value: Any) -> Any:
         raise ValueError(f"{kind!r} is no type of a value, or its value is malformed") from error
 
 
-def _encode(value: object, keys: Sequence[str]) -> Any:
+def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a decoded value with the tensors, given by stored name, in place of the references."""
+    if isinstance(value, TensorReference):
+        return tensors[value.name]
+    if isinstance(value, dict):
+        members = {} if type(value) is ByLeaf else type(value)()
+        for key, member in value.items():
+            members[key] = put_back(member, tensors)
+        return members
+    if type(value) in (list, tuple):
+        return type(value)(put_back(member, tensors) for member in cast(list[object], value))  # type: ignore[call-arg]
+    return value
+
+
+def _encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> Any:
     kind = type(value)
-    if value is None or kind is bool:
+    if (
+        value is None
+        or kind is bool
+        or (kind is int and abs(value) < _LARGEST_INT)
+        or (kind is float and math.isfinite(value))
+        or (kind is str and is_unicode(value))
+    ):
         return value
-    if isinstance(value, int) and kind is int:
-        return value if abs(value) < _LARGEST_INT else _tagged("int", hex(value))
-    if isinstance(value, float) and kind is float:
-        return value if math.isfinite(value) else _tagged("float", str(value))
-    if isinstance(value, str) and kind is str:
-        return value if is_unicode(value) else _tagged("str", value.encode(errors="surrogatepass").hex())
-    if isinstance(value, dict) and kind in DICTS.values():
-        return _encoded_dict(value, keys)
-    if isinstance(value, (list, tuple, set, frozenset)) and kind in (list, tuple, torch.Size, set, frozenset):
-        members = [_encode(member, (*keys, str(number))) for number, member in enumerate(value)]
-        if isinstance(value, (set, frozenset)):
+    if kind is dict and TAG not in value and has_text_keys(value):
+        return {key: _encode(member, (*keys, key), tensors) for key, member in value.items()}
+    if kind in DICTS.values():
+        return _tagged(kind.__name__, _pairs(value, keys, tensors))
+    if kind in _MEMBERS:
+        inner = tensors if kind in (list, tuple) else None
+        members = [_encode(member, (*keys, str(number)), inner) for number, member in enumerate(value)]
+        if kind in (set, frozenset):
             members.sort(key=json.dumps)
-        return members if kind is list else _tagged("torch.Size" if kind is torch.Size else kind.__name__, members)
-    return _encoded_scalar(value, keys)
+        return members if kind is list else _tagged(_MEMBERS[kind], members)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _encoded_numpy(value, keys)
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        tensors[keys] = value
+        return _tagged("tensor.sharded" if is_dtensor(value) else "tensor", stored_name(keys)[1])
+    if kind in _FORMS:
+        tag, content, _ = _FORMS[kind]
+        return _tagged(tag, content(value))
+    raise _refusal(value, keys)
 
 
-def _encoded_dict(value: dict[Any, Any], keys: Sequence[str]) -> Any:
-    has_plain_keys = all(type(key) is str and is_unicode(key) for key in value)
-    if type(value) is dict and has_plain_keys and TAG not in value:
-        return {key: _encode(member, (*keys, key)) for key, member in value.items()}
-    return _tagged(type(value).__name__, _pairs(value, keys))
+def _refusal(value: object, keys: Keys) -> CheckpointError:
+    if isinstance(value, torch.Tensor):
+        return CheckpointError(
+            "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
+            where=pointer(keys),
+            fix="Pass the tensor under a key of its own.",
+        )
+    parts = "Pass its parts, each of one of these types, such as str(value), list(value) or an enum's .value."
+    return CheckpointError(
+        "A value is neither a tensor nor of a type that a checkpoint holds",
+        where=pointer(keys),
+        expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
+        found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
+        fix="Pass its state_dict()." if hasattr(value, "state_dict") else parts,
+    )
 
 
-def _pairs(value: Any, keys: Sequence[str]) -> list[Any]:
+def _pairs(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> list[Any]:
     inner = [(key, (*keys, key if type(key) is str and is_unicode(key) else repr(key))) for key in value]
-    return [[_encode(key, where), _encode(value[key], where)] for key, where in inner]
+    return [[_encode(key, where, None), _encode(value[key], where, tensors)] for key, where in inner]
 
 
-def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
-    match value:
-        case complex() if type(value) is complex:
-            return _tagged("complex", [_encode(value.real, keys), _encode(value.imag, keys)])
-        case bytes() | bytearray() if type(value) in (bytes, bytearray):
-            return _tagged(type(value).__name__, value.hex())
-        case TensorReference():
-            return _tagged("tensor.sharded" if value.is_sharded else "tensor", value.name)
-        case io.BytesIO() if type(value) is io.BytesIO:
-            return _tagged("io.BytesIO", [value.getvalue().hex(), value.tell()])
-        case torch.dtype():
-            return _tagged("torch.dtype", str(value).removeprefix("torch."))
-        case torch.device():
-            return _tagged("torch.device", str(value))
-        case TorchVersion():
-            return _tagged("torch.version", str(value))
-        case np.generic() | np.ndarray():
-            return _encoded_numpy(value, keys)
-        case torch.Tensor():
-            raise CheckpointError(
-                "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
-                where=pointer(keys),
-                fix="Pass the tensor under a key of its own.",
-            )
-        case _:
-            parts = "Pass its parts, each of one of these types, such as str(value), list(value) or an enum's .value."
-            raise CheckpointError(
-                "A value is neither a tensor nor of a type that a checkpoint holds",
-                where=pointer(keys),
-                expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
-                found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
-                fix="Pass its state_dict()." if hasattr(value, "state_dict") else parts,
-            )
-
-
-def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Sequence[str]) -> Any:
+def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
     if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, np.memmap, value.dtype.type):
         raise CheckpointError(
             "A value of numpy has a dtype or a class that a checkpoint does not hold",
@@ -192,18 +237,15 @@ def _tagged(kind: str, content: object) -> dict[str, object]:
     return {TAG: kind, "value": content}
 
 
-def _decoded_dict(kind: type[dict[Any, Any]]) -> Callable[[Any], Any]:
-    def decoded(content: Any) -> dict[Any, Any]:
-        members = kind()
-        for key, member in _listed(content):
-            members[decode(key)] = decode(member)
-        return members
-
-    return decoded
+def _decoded_dict(kind: type[dict[Any, Any]], content: Any) -> dict[Any, Any]:
+    members = kind()
+    for key, member in _listed(content):
+        members[decode(key)] = decode(member)
+    return members
 
 
-def _decoded_members(kind: Callable[[Iterable[Any]], Any]) -> Callable[[Any], Any]:
-    return lambda content: kind([decode(member) for member in _listed(content)])
+def _decoded_members(kind: Callable[[Any], Any], content: Any) -> Any:
+    return kind([decode(member) for member in _listed(content)])
 
 
 def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
@@ -224,46 +266,51 @@ def _buffer(content: Any) -> io.BytesIO:
     return buffer
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no dtype")
-    return dtype
-
-
-def _complex(content: Any) -> complex:
-    real, imaginary = map(decode, _listed(content))
-    return complex(real, imaginary)
-
-
-def _reference(name: Any, *, is_sharded: bool = False) -> TensorReference:
-    if not isinstance(name, str):
-        raise TypeError(f"{type(name).__name__} is no name")
-    return TensorReference(name, is_sharded)
+def _instance(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
 
 
 def _listed(content: Any) -> list[Any]:
-    if not isinstance(content, list):
-        raise TypeError(f"{type(content).__name__} is no list")
-    return content
+    return cast(list[Any], _instance(list, content))
 
 
+# By exact type: the tag, the content in JSON, and the way back.
+_FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: ("int", hex, lambda content: int(content, 16)),
+    float: ("float", str, _FLOATS.__getitem__),
+    str: (
+        "str",
+        lambda value: value.encode(errors="surrogatepass").hex(),
+        lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
+    ),
+    complex: (
+        "complex",
+        lambda value: [encode(value.real, ()), encode(value.imag, ())],
+        lambda content: complex(*map(decode, _listed(content))),
+    ),
+    bytes: ("bytes", bytes.hex, bytes.fromhex),
+    bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),
+    io.BytesIO: ("io.BytesIO", lambda value: [value.getvalue().hex(), value.tell()], _buffer),
+    torch.dtype: (
+        "torch.dtype",
+        lambda value: str(value).removeprefix("torch."),
+        lambda name: _instance(torch.dtype, getattr(torch, name)),
+    ),
+    torch.device: ("torch.device", str, torch.device),
+    TorchVersion: ("torch.version", str, TorchVersion),
+}
+_MEMBERS: dict[type, str] = {
+    torch.Size: "torch.Size",
+    **{kind: kind.__name__ for kind in (list, tuple, set, frozenset)},
+}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    **{name: _decoded_dict(kind) for name, kind in DICTS.items()},
-    **{kind.__name__: _decoded_members(kind) for kind in (list, tuple, set, frozenset)},
-    "torch.Size": _decoded_members(torch.Size),
-    "int": lambda content: int(content, 16),
-    "float": lambda content: _FLOATS[content],
-    "str": lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
-    "complex": _complex,
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "io.BytesIO": _buffer,
-    "tensor": _reference,
-    "tensor.sharded": partial(_reference, is_sharded=True),
-    "torch.dtype": _dtype,
-    "torch.device": torch.device,
-    "torch.version": TorchVersion,
+    **{name: partial(_decoded_dict, kind) for name, kind in DICTS.items()},
+    **{name: partial(_decoded_members, kind) for kind, name in _MEMBERS.items()},
+    **{tag: way_back for tag, _, way_back in _FORMS.values()},
+    "tensor": lambda name: TensorReference(_instance(str, name)),
+    "tensor.sharded": lambda name: TensorReference(_instance(str, name), is_sharded=True),
     "numpy.ndarray": _decoded_numpy,
     "numpy.generic": lambda content: _decoded_numpy(content)[()],
 }

@@ -6,18 +6,19 @@ import logging
 from collections.abc import Collection, Mapping
 
 from reprise.json_file import Json
-from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.documents import NestedValues
+from reprise.loading.reader import Checkpoint
+from reprise.nested.documents import StoredState
 from reprise.nested.own_state import is_random_state
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of, keys_of_pointer
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of_pointer
 from reprise.nested.tree import Tree
+from reprise.nested.typed_values import leaves
 
 _log = logging.getLogger(__name__)
 _FLAGS = (bool, str, type(None))
 
 
 def log_untaken(
-    checkpoint: Checkpoint, saved: NestedValues, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
+    checkpoint: Checkpoint, saved: StoredState, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
 ) -> None:
     """Log which state of a checkpoint a load was not given, unless the call says that this is meant.
 
@@ -25,16 +26,14 @@ def log_untaken(
     taken, but not those of an object such as a scheduler.
 
     Args:
-        saved: the values of the checkpoint.
+        saved: the state of the checkpoint.
         entries: the outermost keys that any rank gives.
         returned: the values in the result.
     """
-    objects = {keys_of_pointer(where)[0] for where in saved.values if _is_object(saved.value(where))}
+    objects = {keys_of_pointer(where)[0] for where, value in saved.values.items() if isinstance(value, dict) and value}
     given_names = {MODEL, OPTIMIZER[0], *entries} | (returned.keys() - objects)
-    leaves = [keys_of_pointer(where) for where in (*saved.values, *saved.groups) if where]
-    leaves += [keys_of(place.spec.kind, place.spec.name) for place in read_places(checkpoint).values()]
     names = []
-    for keys in leaves:
+    for keys in (*(keys for keys, _ in leaves(saved.root)), *map(keys_of_pointer, filter(None, saved.groups))):
         if keys[0] in given_names:
             continue
         if not tree.takes_rest:
@@ -67,8 +66,3 @@ def log_options(checkpoint: Checkpoint, tree: Tree, numbers: Mapping[str, Json])
     if changes:
         text = ", ".join(dict.fromkeys(changes))
         _log.warning(f"options of an optimizer are those of {checkpoint.path}, for equal bits: {text}")
-
-
-def _is_object(value: object) -> bool:
-    """Return whether a value is the state of an object: a dict stored whole, as others are stored by leaf."""
-    return isinstance(value, dict) and bool(value)

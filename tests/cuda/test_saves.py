@@ -21,8 +21,7 @@ from reprise.errors import CheckpointError
 from reprise.files import Files
 from reprise.folder import STATE
 from reprise.live_tensors import Contents, Grid, live_tensors, map_memory, memory_of
-from reprise.nested.documents import values_of
-from reprise.nested.module_tree import tree_of
+from reprise.nested.tree import tree_of
 from reprise.savers import Checkpointer, Retention, SavePolicy
 from reprise.saving import snapshot
 from reprise.saving.snapshot import Snapshot
@@ -102,7 +101,7 @@ class TrainersSaver:
 
     def save(self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         live = tuple(live_tensors(model, optimizer, grid=Grid.flat(1)))
-        document = values_of(tree_of(model, optimizer)).document(iteration)
+        document = tree_of(model, optimizer).nested_values().document(iteration)
         specs = tuple(tensor.spec for tensor in live)
         self._checkpointer.save(iteration, Contents(specs, live, {}, {STATE: document}, (optimizer,)))
 

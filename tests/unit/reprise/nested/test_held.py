@@ -13,9 +13,8 @@ from reprise.errors import CheckpointError
 from reprise.format.layout import TensorSpec
 from reprise.nested import held
 from reprise.nested.held import HeldTensors, LastTensors
-from reprise.nested.module_tree import tree_of_dict
 from reprise.nested.table import JointTable, Table, join
-from reprise.nested.tree import Tree
+from reprise.nested.tree import Tree, tree_of_dict
 from reprise.tensors.live import LiveTensor
 
 State = dict[str, Any]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict, verify
 from reprise.loading.reader import open_checkpoint
+from reprise.nested.pretrained import PretrainedForm
 from reprise.storage.files import Files
 
 SIZES = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -242,7 +243,7 @@ def test_peft_opens_every_method_or_a_line_says_why(
 def test_a_save_without_the_names_of_peft_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = adapted(0)
     with monkeypatch.context() as earlier:
-        earlier.setattr("reprise.nested.module_tree.add_pretrained", lambda *_: None)
+        earlier.setattr("reprise.nested.tree.form_of", lambda *_: PretrainedForm())
         path = save(tmp_path, model, optimizer, iteration=1)
     load(path, *(again := adapted(1)))
     assert_same_state(model, again[0])

@@ -28,8 +28,7 @@ from reprise.format.layout import build_layout
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.nested.documents import values_of
-from reprise.nested.module_tree import tree_of
+from reprise.nested.tree import tree_of
 from reprise.policy import SavePolicy, SaveReport
 from reprise.saving import plan
 from reprise.storage.files import FILE_SYSTEM, Files
@@ -97,7 +96,7 @@ class Training:
 
     def contents(self, *, ranks: int = 1) -> Contents:
         live = tuple(live_tensors(self.net, self.optimizer, grid=Grid.flat(ranks)))
-        document = values_of(tree_of(self.net, self.optimizer)).document(self.iteration)
+        document = tree_of(self.net, self.optimizer).nested_values().document(self.iteration)
         specs = tuple(t.spec for t in live)
         return Contents(specs, live, aliases_of(self.net), {STATE: document}, (self.optimizer,))
 

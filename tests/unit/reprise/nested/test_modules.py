@@ -173,3 +173,53 @@ def test_an_error_of_the_module_names_it(tmp_path: Path) -> None:
     save(tmp_path, nn.Sequential(Failing()), iteration=1)
     with refused(PartialLoadError, "/model/0", "KeyError"):
         load(tmp_path, nn.Sequential(Failing()))
+
+
+class Extra(nn.Linear):
+    """A module with state that is no parameter or buffer."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__(2, 2)
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+VALUES: dict[str, tuple[Any, Any]] = {
+    "number": (3, 4),
+    "dict": (
+        {"amax": torch.tensor([1.5]), "names": {0: "x"}, "steps": [1]},
+        {"amax": torch.zeros(1), "names": {}, "steps": []},
+    ),
+    "tuple": ({"empty": ()}, {"empty": (1, 2)}),
+    "tensor": (torch.tensor([7], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)),
+    "list": ([torch.tensor([1.5]), 2, torch.tensor([2.5])], [torch.zeros(1), 0, torch.zeros(1)]),
+    "none": (None, None),
+}
+values = pytest.mark.parametrize(("value", "other"), VALUES.values(), ids=VALUES)
+
+
+@values
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any, is_fresh: bool) -> None:
+    source, target = nn.Sequential(Extra(value)), nn.Sequential(Extra(None if is_fresh else other))
+    by_module = save(tmp_path / "module", source, iteration=1)
+    for path in (by_module, save_state_dict(tmp_path / "dict", {"model": source.state_dict()}, iteration=1)):
+        load(path, target)
+        assert repr(target[0].scale) == repr(value)
+        if not is_fresh:
+            state = {"model": nn.Sequential(Extra(other)).state_dict()}
+            load_state_dict(path, state)
+            assert repr(state["model"]["0._extra_state"]) == repr(value)
+
+
+def test_extra_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    with refused(CheckpointError, "/model/0._extra_state/f"):
+        save(tmp_path, nn.Sequential(Extra({"f": len})), iteration=1)
+    path = save(tmp_path, nn.Sequential(nn.Linear(2, 2)), iteration=1)
+    with refused(MismatchError, "/model/0._extra_state is missing"):
+        load(path, nn.Sequential(Extra(1)))

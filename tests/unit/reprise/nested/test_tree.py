@@ -292,3 +292,18 @@ def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
         with refused(CheckpointError, place):
             save(tmp_path, made()[0], iteration=1, state={"it": value})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        ({"model": {}}, "/model"),
+        ({"optimizer": {}}, "/optimizer"),
+        ({"per_rank": {1: 2}}, "/per_rank"),
+        ({"files": {"x": "\ud800"}}, "`files`, x"),
+    ],
+    ids=["model", "optimizer", "per_rank", "files"],
+)
+def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], place: str) -> None:
+    with refused(CheckpointError, f"({place})"):
+        save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})

@@ -1,4 +1,4 @@
-"""A model and its optimizer as a state dict: extra state, and optimizers that keep more than torch's."""
+"""Optimizers as state dicts: state of any kind, and optimizers that keep more than torch's."""
 
 from __future__ import annotations
 
@@ -10,58 +10,8 @@ import torch
 from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError
 from tests.messages import refused
-
-
-class Scaled(nn.Linear):
-    """A module with state that is no parameter or buffer."""
-
-    def __init__(self, scale: Any) -> None:
-        super().__init__(2, 2)
-        self.scale = scale
-
-    def get_extra_state(self) -> Any:
-        return self.scale
-
-    def set_extra_state(self, state: Any) -> None:
-        self.scale = state
-
-
-VALUES: dict[str, tuple[Any, Any]] = {
-    "number": (3, 4),
-    "dict": (
-        {"amax": torch.tensor([1.5]), "names": {0: "x"}, "steps": [1]},
-        {"amax": torch.zeros(1), "names": {}, "steps": []},
-    ),
-    "tuple": ({"empty": ()}, {"empty": (1, 2)}),
-    "tensor": (torch.tensor([7], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)),
-    "list": ([torch.tensor([1.5]), 2, torch.tensor([2.5])], [torch.zeros(1), 0, torch.zeros(1)]),
-    "none": (None, None),
-}
-values = pytest.mark.parametrize(("value", "other"), VALUES.values(), ids=VALUES)
-
-
-@values
-@pytest.mark.parametrize("is_fresh", [False, True])
-def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any, is_fresh: bool) -> None:
-    source, target = nn.Sequential(Scaled(value)), nn.Sequential(Scaled(None if is_fresh else other))
-    by_module = save(tmp_path / "module", source, iteration=1)
-    for path in (by_module, save_state_dict(tmp_path / "dict", {"model": source.state_dict()}, iteration=1)):
-        load(path, target)
-        assert repr(target[0].scale) == repr(value)
-        if not is_fresh:
-            state = {"model": nn.Sequential(Scaled(other)).state_dict()}
-            load_state_dict(path, state)
-            assert repr(state["model"]["0._extra_state"]) == repr(value)
-
-
-def test_extra_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
-    with refused(CheckpointError, "/model/0._extra_state/f"):
-        save(tmp_path, nn.Sequential(Scaled({"f": len})), iteration=1)
-    path = save(tmp_path, nn.Sequential(nn.Linear(2, 2)), iteration=1)
-    with refused(MismatchError, "/model/0._extra_state is missing"):
-        load(path, nn.Sequential(Scaled(1)))
 
 
 def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> None:
@@ -115,21 +65,6 @@ def test_a_state_dict_of_an_optimizer_s_own_is_refused(tmp_path: Path) -> None:
         with refused(CheckpointError, f"({where})", kind.__name__):
             save(tmp_path, model, kind(model.parameters(), lr=0.5, momentum=0.9), iteration=1)
     save(tmp_path, model, Wrapped(model.parameters(), lr=0.5), iteration=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "place"),
-    [
-        ({"model": {}}, "/model"),
-        ({"optimizer": {}}, "/optimizer"),
-        ({"per_rank": {1: 2}}, "/per_rank"),
-        ({"files": {"x": "\ud800"}}, "`files`, x"),
-    ],
-    ids=["model", "optimizer", "per_rank", "files"],
-)
-def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], place: str) -> None:
-    with refused(CheckpointError, f"({place})"):
-        save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})
 
 
 @pytest.mark.parametrize(("history_size", "steps"), [(100, 0), (2, 2), (100, 1)])

@@ -1,0 +1,208 @@
+"""What a module's own `state_dict()` has beyond its parameters and persistent buffers, and its way back.
+
+Only modules with an override or a hook are asked: `state_dict()` of all others has nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.layout import TensorKind
+from reprise.nested.stored_names import Keys, pointer
+from reprise.nested.typed_values import leaves, require_text_keys
+from reprise.tensors.file_form import bytes_of
+from reprise.tensors.live import Grid, canonical_name, is_dtensor, local_of, locate, memory_holder, named_tensors
+
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """What has a new state at the end of a load.
+
+    Args:
+        template: returns its current state, whose DTensors are filled in place.
+        put: takes the state of the checkpoint.
+    """
+
+    template: Callable[[], Any]
+    put: Callable[[Any], object]
+
+    def give(self, where: str, value: object) -> None:
+        """Give it the state of the checkpoint.
+
+        Raises:
+            MismatchError: with the error of the object, naming it.
+        """
+        with _taking(where):
+            self.put(value)
+
+
+@contextmanager
+def _taking(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise MismatchError(
+            "An object does not take the state of the checkpoint",
+            where=where,
+            found=f"{type(error).__name__}: {error}",
+            fix="Make it as it was made when the checkpoint was saved.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEntries:
+    """The entries of a module's own `state_dict()` in a load.
+
+    Args:
+        module: the outermost with a `state_dict()` of its own.
+        keys: of the saved module that it is a part of.
+        prefix: its name there, with a dot; empty for the saved module itself.
+        taken: by name, the entries of the checkpoint at the end of a load.
+    """
+
+    module: nn.Module
+    keys: Keys
+    prefix: str
+    taken: dict[str, Any] = field(default_factory=dict)
+
+    def receiver(self, name: str, template: Callable[[], Any] | None = None) -> Receiver:
+        """Return what takes an entry, whose name begins with the prefix, until `give`."""
+        return Receiver(template or self._blank, partial(self.taken.__setitem__, name.removeprefix(self.prefix)))
+
+    def _blank(self) -> torch.Tensor:
+        tensor = next(iter((*self.module.parameters(), *self.module.buffers())), None)
+        return torch.empty(0, device="cpu" if tensor is None else tensor.device)
+
+    def give(self) -> list[str]:
+        """Give the module its state dict with the entries taken, and return the names that it does not know.
+
+        Raises:
+            MismatchError: with the error of the module, naming it.
+        """
+        if not self.taken:
+            return []
+        with _taking(pointer((*self.keys, self.prefix.removesuffix(".")))):
+            state = self.module.state_dict()
+            keys = {canonical_name(key): key for key in state}
+            state.update({keys.get(name, name): value for name, value in self.taken.items()})
+            state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
+            result = self.module.load_state_dict(state, strict=False)
+        unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
+        return [pointer((*self.keys, self.prefix + name)) for name in self.taken if name in unknown]
+
+
+def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], dict[str, Receiver]]:
+    """Return the parts of a module with a `state_dict()` of their own, by prefix, and the further entries, by name.
+
+    Raises:
+        CheckpointError: naming an unstorable entry, or a parameter or buffer that the module's `state_dict()` gives in
+            another form: which of both counts, is unknown.
+    """
+    parts: dict[str, ModuleEntries] = {}
+    receivers: dict[str, Receiver] = {}
+    covered_modules: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        prefix = canonical_name(f"{name}." if name else "")
+        if module in covered_modules:
+            continue
+        if _has_own_state_dict(module):
+            covered_modules.update(module.modules())
+            part = parts[prefix] = ModuleEntries(module, keys, prefix)
+            further = _further(part)
+            receivers |= {prefix + key: part.receiver(prefix + key, partial(further.get, key)) for key in further}
+        elif type(module).get_extra_state is not nn.Module.get_extra_state:
+            receivers[prefix + _EXTRA_STATE] = Receiver(module.get_extra_state, module.set_extra_state)
+    return parts, receivers
+
+
+def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
+    """Refuse FSDP1: on each rank its parameters are plain tensors of other elements, and do not tell which.
+
+    Raises:
+        CheckpointError: naming the sharded module.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in model.named_modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel) and (  # type: ignore[union-attr]
+            module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD  # type: ignore[union-attr]
+        ):
+            raise CheckpointError(
+                "A module is sharded by FSDP1, so that its parameters are parts of a flat tensor",
+                where=pointer((*keys, name) if name else keys),
+                expected="a plain, DDP, FSDP2 or tensor-parallel module",
+                found=type(module).__name__,
+                fix="Wrap it with device_mesh=, give get_model_state_dict and get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, and after a load set_state_dict.",
+            )
+
+
+def _further(entries: ModuleEntries) -> dict[str, object]:
+    """Return the entries that are neither parameters nor buffers, nor views of them."""
+    state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
+    require_text_keys(state, (*entries.keys, entries.prefix))
+    values = {canonical_name(key): value for key, value in state.items()}
+    other_forms = [name for name, tensor in tensors.items() if name in values and not _is_same(values[name], tensor)]
+    memory = {_memory(tensor) for tensor in tensors.values()}
+    further_values = {
+        name: value
+        for name, value in values.items()
+        if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
+    }
+    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in further_values.items()):
+        shown_memory = {_memory(leaf) for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
+        other_forms += [
+            name for name, tensor in tensors.items() if name not in values and _memory(tensor) not in shown_memory
+        ]
+    if other_forms:
+        raise CheckpointError(
+            "The state_dict() of a module gives one of its parameters or buffers in another form",
+            where=pointer((*entries.keys, entries.prefix + other_forms[0])),
+            found=type(entries.module).__name__,
+            fix="Give module.state_dict() to `save_state_dict`, fill one by `load_state_dict`, and give it to the "
+            "module's load_state_dict.",
+        )
+    return further_values
+
+
+def _has_tensor(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value))
+
+
+def _has_own_state_dict(module: nn.Module) -> bool:
+    """Return whether a module overrides its state dict, or has hooks for it other than those of torch.distributed."""
+    for method, base in (("state_dict", nn.Module.state_dict), ("_save_to_state_dict", nn.Module._save_to_state_dict)):
+        if getattr(getattr(module, method), "__func__", None) is not base:
+            return True
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    return any(not (getattr(hook, "__module__", "") or "").startswith("torch.distributed.") for hook in hooks)
+
+
+def _is_same(value: object, tensor: torch.Tensor) -> bool:
+    """Return whether an entry is a live tensor, or has its bits, or those of its cast to another dtype."""
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+        return False
+    if is_dtensor(tensor) and not is_dtensor(value):  # a hook has gathered it
+        for part in locate(TensorKind.MODEL, "", tensor, grid=Grid.flat(1)):
+            value = value[part.box.slices]
+    memory, live = local_of(value), local_of(tensor)
+    if memory.is_set_to(live):
+        return True
+    return memory.shape == live.shape and bytes_of(memory).to(live.device).equal(bytes_of(live.to(memory.dtype)))
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(memory_holder(tensor).untyped_storage()._cdata)
+    except RuntimeError:  # such as a sparse tensor, which a save names
+        return None

@@ -1,0 +1,338 @@
+"""An optimizer, or its state dict, by the names of its parameters: its state, and its parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.json_file import Json
+from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
+from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
+from reprise.tensors.live import canonical_name, parameter_names
+
+# State of a parameter's own shape, by which a wrong order of parameters is noticed.
+_SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+_NOTHING = object()
+
+State = MutableMapping[Any, Any]
+Slot = tuple[Keys, State, str]  # the keys of a value in a tree, its container, and its key there
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """A parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
+
+    Args:
+        given: the group itself, in which a load replaces the values.
+        defaults: of `numbers`, the keys with the optimizer's defaults.
+    """
+
+    names: list[str]
+    numbers: Json
+    given: dict[str, Any]
+    defaults: frozenset[str]
+
+    def replace(self, numbers: Json) -> None:
+        """Replace the values, but no tensor."""
+        for key, value in numbers.items():
+            current = self.given.get(key)
+            if not isinstance(current, torch.Tensor):
+                is_list = isinstance(value, list) and isinstance(current, list)
+                self.given[key] = list(value) if is_list else decode_number(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer, or its state dict, within a nested state dict.
+
+    Args:
+        keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
+        state: state of parameters, to which a load adds what is missing.
+        parameters: by name, those whose missing state a load makes.
+    """
+
+    keys: Mapping[str, Any]
+    groups: list[ParameterGroup]
+    state: State
+    parameters: Mapping[str, nn.Parameter]
+
+    @staticmethod
+    def of(
+        keys: Keys,
+        names: Mapping[Any, str],
+        groups: Sequence[dict[str, Any]],
+        state: State,
+        parameters: Mapping[nn.Parameter, str],
+        defaults: Mapping[str, object],
+    ) -> OptimizerState:
+        """Return the state of the optimizer under `keys`.
+
+        Args:
+            names: the name of each parameter, by what stands for it in the groups and the state.
+            defaults: of the values in a group.
+
+        Raises:
+            CheckpointError: naming an unstorable value of a group.
+        """
+        parameter_groups = []
+        for number, group in enumerate(groups):
+            inner = (*keys, "param_groups", str(number))
+            require_text_keys(group, inner)
+            numbers = {
+                key: encode_number(value, (*inner, key))
+                for key, value in group.items()
+                if key not in ("params", "param_names") and not isinstance(value, torch.Tensor)
+            }
+            usual = frozenset(key for key in numbers if _is_default(group[key], defaults.get(key, _NOTHING)))
+            parameter_groups.append(ParameterGroup([names[p] for p in group["params"]], numbers, group, usual))
+        by_name = {name: parameter for parameter, name in parameters.items()}
+        return OptimizerState({name: key for key, name in names.items()}, parameter_groups, state, by_name)
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Return whether counters of steps lie on the device of their parameters."""
+        return any(group.given.get("fused") or group.given.get("capturable") for group in self.groups)
+
+    def slots(self, top: Keys) -> Iterator[Slot]:
+        """Yield the places of the values in groups and state, below the keys `top`."""
+        names = {key: name for name, key in self.keys.items()}
+        for number, group in enumerate(self.groups):
+            yield from (((*top, "param_groups", str(number), key), group.given, key) for key in group.given)
+        for parameter, values in self.state.items():
+            keys = (*top, "state", names[parameter])
+            require_text_keys(values, keys)
+            yield from (((*keys, key), values, key) for key in values)
+
+    def vacancy(self, kind: str, name: str, key: str) -> tuple[nn.Parameter, Callable[[Any], None]] | None:
+        """Return the parameter for state that a load makes, and what puts it there; None for no such state.
+
+        Args:
+            kind, name, key: its keys below the optimizer's; that of a parameter group goes with the first parameter.
+        """
+        if kind == "state" and name in self.parameters:
+            return self.parameters[name], partial(self._put, name, key)
+        if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
+            group = self.groups[int(name)]
+            if key not in group.given and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
+                return first, partial(group.given.__setitem__, key)
+        return None
+
+    def _put(self, name: str, key: str, value: object) -> None:
+        self.state.setdefault(self.keys[name], {})[key] = value
+
+
+def _is_default(value: object, default: object) -> bool:
+    is_plain = isinstance(value, (bool, int, float, str, tuple, type(None)))
+    return is_plain and type(value) is type(default) and value == default
+
+
+def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return the state of a live optimizer.
+
+    Args:
+        modules: by keys, those that have its parameters.
+
+    Raises:
+        CheckpointError: for a parameter outside the modules, and for state beside the groups and that of parameters.
+    """
+    _refuse_further_state(optimizer)
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = _names_in(modules, parameters)
+    strangers = sum(parameter not in names for parameter in parameters)
+    if strangers:
+        raise CheckpointError(
+            "The optimizer holds parameters that are not the model's",
+            where=None if keys == OPTIMIZER[:1] else pointer(keys),
+            found=f"{strangers} of them",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and give the "
+            "modules of all its parameters.",
+        )
+    unnamed: list[Any] = [key for key in optimizer.state if key not in parameters]
+    if unnamed:
+        raise CheckpointError(
+            "The optimizer has state that belongs to none of its parameters",
+            found=f"key {unnamed[0]!r}" if isinstance(unnamed[0], str) else f"key of type {type(unnamed[0]).__name__}",
+            fix="Give the state under a parameter, or save it in `state`.",
+        )
+    return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer.defaults)
+
+
+def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters of an optimizer: those in the first module with all of them.
+
+    Where none has, a name begins with the keys of the module.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for keys, module in modules.items():
+        names_in_module = {
+            parameter: name for parameter, name in parameter_names(module).items() if parameter in parameters
+        }
+        if len(names_in_module) == len(parameters):
+            return names_in_module
+        names = {parameter: ".".join((*keys, name)) for parameter, name in names_in_module.items()} | names
+    return names
+
+
+def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose own `state_dict()` gives anything beyond its groups and the state of its parameters.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    state_dict, own_groups = dict(optimizer.state_dict()), getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in own_groups for parameter in group["params"]]
+    state = {str(n): optimizer.state[p] for n, p in enumerate(parameters) if p in optimizer.state}
+    expected = {"state": state, "param_groups": [{**group, "params": None} for group in own_groups]}
+    state_dict["param_groups"] = [{**group, "params": None} for group in state_dict.get("param_groups", ())]
+    first, second = (dict(leaves(value, OPTIMIZER[:1])) for value in (state_dict, expected))
+    difference = next(
+        (k for k in {**second, **first} if not _is_same(first.get(k, _NOTHING), second.get(k, _NOTHING))), None
+    )
+    if difference is not None:
+        raise CheckpointError(
+            "An optimizer has a state_dict() of its own, which is not its groups and its parameters' state",
+            where=pointer(difference),
+            found=type(optimizer).__name__,
+            fix="Save what it holds beside them in `state`, or the whole dict by `save_state_dict`.",
+        )
+
+
+def _is_same(value: object, base: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor):
+        return value is base or (value.dtype == base.dtype and torch.equal(value, base))
+    return value is base or (type(value) is type(base) and value == base)
+
+
+def is_optimizer_state(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is the state dict of an optimizer."""
+    groups, state = state_dict.get("param_groups"), state_dict.get("state")
+    is_list = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
+    return is_list and isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
+
+
+def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | None) -> OptimizerState:
+    """Return the state in an optimizer's state dict.
+
+    Args:
+        model: names the parameters, which have numbers in `optimizer.state_dict()`.
+
+    Raises:
+        CheckpointError: if the parameter of a number is uncertain.
+    """
+    where, groups, state = pointer(keys) or "the state dict", state_dict["param_groups"], state_dict["state"]
+    keys_of_groups = [parameter for group in groups for parameter in group["params"]]
+    parameters: dict[nn.Parameter, str] = {}
+    if all(isinstance(parameter, str) for parameter in keys_of_groups):
+        names = {name: name for name in keys_of_groups}
+    else:
+        parameters = {} if model is None else parameter_names(model)
+        names = dict(zip(keys_of_groups, _names_of_numbers(groups, keys_of_groups, parameters, where), strict=True))
+        _check_shapes(state, names, parameters, where)
+    strangers = [parameter for parameter in state if parameter not in names]
+    if strangers or len(set(names.values())) != len(keys_of_groups):
+        raise CheckpointError(
+            "An optimizer's state dict names a parameter that is in no group, or one twice",
+            where=where,
+            found=strangers[:1] or None,
+        )
+    return OptimizerState.of(keys, names, groups, state, parameters, {})
+
+
+def _names_of_numbers(
+    groups: Sequence[Mapping[str, Any]], numbers: Sequence[object], parameters: Mapping[nn.Parameter, str], where: str
+) -> list[str]:
+    """Return the names of numbered parameters, in the order of the groups."""
+    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+        return [canonical_name(name) for group in groups for name in group.get("param_names") or ()]
+    if not parameters:
+        raise CheckpointError(
+            "An optimizer's state dict has numbers for the names of parameters",
+            where=where,
+            expected="names: a number depends on the order of the parameters, and every stage of a pipeline has a 0",
+            fix="Give get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, or name "
+            "the model with model=.",
+        )
+    trained_names = [name for parameter, name in parameters.items() if parameter.requires_grad]
+    for names in (list(parameters.values()), trained_names):
+        if len(groups) == 1 and numbers == list(range(len(names))):
+            return names
+    raise CheckpointError(
+        "The parameters of an optimizer cannot be told by their numbers",
+        where=where,
+        expected=f"one parameter group of all {len(parameters)} parameters of the model, in its order",
+        found=f"{count_of(len(groups), 'group')} of {count_of(len(numbers), 'parameter')}",
+        fix="Make the optimizer of model.named_parameters(), so that its state dict has their names, or give "
+        "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict.",
+    )
+
+
+def _check_shapes(
+    state: Mapping[Any, Any], names: Mapping[Any, str], parameters: Mapping[nn.Parameter, str], where: str
+) -> None:
+    """Refuse state of another shape than its parameter: the optimizer has them in another order than the model."""
+    shapes = {name: parameter.shape for parameter, name in parameters.items()}
+    for number, values in state.items():
+        for key in _SAME_SHAPE:
+            value, name = values.get(key), names.get(number, "")
+            if isinstance(value, torch.Tensor) and name in shapes and value.shape != shapes[name]:
+                raise CheckpointError(
+                    "An optimizer has its parameters in another order than the model",
+                    where=f"{where}, {key} of parameter {number}",
+                    expected=f"the shape of {name}, {list(shapes[name])}",
+                    found=list(value.shape),
+                    fix="Give get_optimizer_state_dict(model, optimizer).",
+                )
+
+
+class SavedGroups:
+    """The parameter groups of an optimizer in a checkpoint."""
+
+    def __init__(self, groups: Sequence[Json]) -> None:
+        self._groups = groups
+        self._by_name = {name: (place, group) for place, group in enumerate(groups) for name in group["names"]}
+
+    def numbers(self, group: ParameterGroup, number: int) -> Json | None:
+        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
+
+        A group without parameters has the numbers of such a group at its place, if any.
+        """
+        if not group.names:
+            is_empty = number < len(self._groups) and not self._groups[number]["names"]
+            return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
+        candidates = [self._by_name[name][1]["numbers"] for name in group.names if name in self._by_name]
+        is_one = len(candidates) == len(group.names) and all(numbers == candidates[0] for numbers in candidates)
+        return candidates[0] if is_one else None
+
+    def require_one(self, where: str, group: ParameterGroup) -> None:
+        """Refuse a group whose parameters were in groups of different numbers."""
+        saved = {name: self._by_name[name][1]["numbers"] for name in group.names if name in self._by_name}
+        first = next(iter(saved), "")
+        for name, numbers in saved.items():
+            if numbers != saved[first]:
+                raise MismatchError(
+                    "The parameters of a group were in groups of different numbers",
+                    where=where,
+                    expected=f"those of {first}, {saved[first]}",
+                    found=f"{name} with {numbers}",
+                    fix="Divide the parameters into groups as when the checkpoint was saved.",
+                )
+
+    def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
+        """Refuse a group with tensors from another place: tensors are stored by place."""
+        places = {saved.get("place", place) for place, saved in map(self._by_name.__getitem__, group.names)}
+        if places - {number}:
+            raise MismatchError(
+                "A parameter group with tensors was at another place",
+                where=where,
+                expected=f"place {number} in the list of groups",
+                found=", ".join(map(str, sorted(places))),
+                fix="Give the groups in the order in which the checkpoint was saved.",
+            )
