@@ -184,13 +184,12 @@ def upgraded(state: Json) -> Json:
 
     Version 0.1 stored the `state` of a save as a nested dict.
     """
-    section = state.get(STATE_DICT)
-    if STATE_DICT not in state:
-        user = state.get("user", {})
-        section = {"values": _by_pointer(user) if isinstance(user, dict) else user, "groups": {}}
-    section = {**{member: {} for member in _FURTHER}, **section} if isinstance(section, dict) else {}
-    groups = section.get("groups")
-    return {**section, "groups": {**groups, _OPTIMIZER: state.get("groups", [])} if isinstance(groups, dict) else None}
+    user = state.get("user", {})
+    section = state.get(STATE_DICT, {"values": _by_pointer(user), "groups": {}}) if isinstance(user, dict) else None
+    groups = section.get("groups") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(groups, dict):
+        return {}
+    return {**{member: {} for member in _FURTHER}, **section, "groups": {**groups, _OPTIMIZER: state.get("groups", [])}}
 
 
 def _by_pointer(nested: Json, keys: Keys = ()) -> Json:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprise.errors import MismatchError
-from reprise.loading.reader import Checkpoint
+from reprise.loading.loader import check_tensors
+from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import StoredState, read_values
-from reprise.nested.loaded import LoadedState, Matched, Strictness, match
+from reprise.nested.loaded import LoadedState, Strictness, is_refused, log_names
 from reprise.nested.own_state import is_random_state
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.table import JointTable
@@ -29,9 +30,8 @@ class Filling:
     Args:
         tensors: this rank's, with the ranks of the same boxes.
         joint: the table of all ranks.
-        taken: what the tree takes from the checkpoint at hand beside its own tensors.
-        matched: all tensors to fill from it.
-        unknown: its entries that no module takes.
+        taken: what the tree takes from the checkpoint at hand.
+        missing, unexpected: the names that one side alone has, and that the load does not refuse.
     """
 
     tree: Tree
@@ -39,8 +39,8 @@ class Filling:
     joint: JointTable
     strict: Strictness
     taken: Taken = field(init=False)
-    matched: Matched = field(init=False)
-    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
     @own_modes()
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
@@ -49,31 +49,44 @@ class Filling:
         Raises:
             MismatchError: listing what does not fit.
         """
-        tree, joint, stored = self.tree, self.joint, read_values(checkpoint)
-        source = self.taken = Taken(checkpoint, stored, tree)
+        joint, stored, places = self.joint, read_values(checkpoint), read_places(checkpoint)
+        source = self.taken = Taken(checkpoint, stored, self.tree)
         missing = [*source.take_optimizers(self.strict), *source.take_values(joint.values), *source.take_states()]
-        if tree.takes_rest:
+        if self.tree.takes_rest:
             source.take_rest({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
-
-        def is_asked(keys: Keys) -> bool:
-            return keys[0] in joint.entries and not ("rng" in tree.declined and is_random_state(keys))
-
-        pointers = joint.values | source.values.keys()
-        values = [stored.at(keys_of_pointer(where)) for where in pointers]
-        value_names = {source.target(at.name) for v in values if type(v) is not ByLeaf for at in references(v)}
         other_names = source.other_names(joint.aliases)
-        modules = [keys for keys, member in tree.objects.items() if isinstance(member, torch.nn.Module)]
-        self.matched = match(
-            checkpoint,
-            [*source.own_tensors(self.tensors, other_names), *source.new],
-            strict=self.strict,
-            models=[(MODEL,), *modules],
-            is_asked=lambda spec: is_asked(keys_of(spec.kind, spec.name)) and spec.name not in value_names,
-            requested_names=[other_names.get(spec.name, spec.name) for spec in joint.specs],
-            missing=missing,
-            unexpected=sorted(pointer(keys) for keys in _untaken(stored, pointers) if is_asked(keys)),
-        )
-        return self.matched.live
+        tensors = [*source.own_tensors(self.tensors, other_names), *source.new]
+        lacking = {tensor.spec.name: tensor.spec for tensor in tensors if source.target(tensor.spec.name) not in places}
+        pointers = joint.values | source.values.keys()
+        values = [value for where in pointers if type(value := stored.at(keys_of_pointer(where))) is not ByLeaf]
+        names = [reference.name for value in values for reference in references(value)]
+        names += [tensor.spec.name for tensor in tensors]
+        names += [other_names.get(spec.name, spec.name) for spec in joint.specs]
+        requested = set(map(source.target, names))
+        unexpected = {name: keys_of(place.spec.kind, name) for name, place in places.items() if name not in requested}
+        unexpected |= {pointer(keys): keys for keys in sorted(_untaken(stored, pointers), key=pointer)}
+        unexpected = {name: keys for name, keys in unexpected.items() if self._is_asked(keys)}
+        problems = [f"{name} is missing" for name in missing if self._is_refused(keys_of_pointer(name))]
+        if self.strict != "missing":
+            problems += [f"{name} is unexpected" for name, keys in unexpected.items() if self._is_refused(keys)]
+        present = [
+            replace(tensor, spec=replace(tensor.spec, name=source.target(tensor.spec.name)))
+            for tensor in tensors
+            if (spec := lacking.get(tensor.spec.name)) is None or self._is_refused(keys_of(spec.kind, spec.name))
+        ]
+        specs = [tensor.spec for tensor in present]
+        check_tensors(specs, places, where=checkpoint.path, is_partial=True, further=problems)
+        self.missing, self.unexpected = [*lacking, *missing], list(unexpected)
+        return present
+
+    def _is_asked(self, keys: Keys) -> bool:
+        """Return whether the load is about a name of the checkpoint."""
+        return keys[0] in self.joint.entries and not ("rng" in self.tree.declined and is_random_state(keys))
+
+    def _is_refused(self, keys: Keys) -> bool:
+        """Return whether the load refuses a name that one side alone has."""
+        modules = (at for at, member in self.tree.objects.items() if isinstance(member, torch.nn.Module))
+        return is_refused(self.strict, keys, [(MODEL,), *modules])
 
     def finish(self) -> None:
         """Replace the values, after this rank has filled its tensors. A second call does the same again.
@@ -83,16 +96,17 @@ class Filling:
         """
         with own_modes():  # the versions of all tensors rise, of DTensors and ties too
             torch.autograd.graph.increment_version([stored.tensor for stored in self.tree.tensors.values()])
-            self.tree.put_tensors(self.matched.missing)
+            self.tree.put_tensors(self.missing)
             self.taken.put()
         self.taken.give()  # in the modes of the caller, whose code it is
-        self.unknown = [name for entries in self.tree.modules.values() for name in entries.give()]
-        if self.unknown and self.strict in (True, "model"):
+        unknown = [name for entries in self.tree.modules.values() for name in entries.give()]
+        if unknown and self.strict in (True, "model"):
             raise MismatchError(
                 "A module does not know entries of the checkpoint's state dict",
-                found=", ".join(self.unknown),
+                found=", ".join(unknown),
                 fix='Make it as it was made when the checkpoint was saved, or give strict="missing".',
             )
+        self.unexpected = list(dict.fromkeys((*self.unexpected, *unknown)))
 
     def result(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
         """Log the names missing on a side, and return the result of the load.
@@ -100,13 +114,13 @@ class Filling:
         Args:
             is_first: whether this rank logs the lines common to all ranks.
         """
-        matched = replace(self.matched, unexpected=[*self.matched.unexpected, *self.unknown])
-        matched.log(checkpoint, is_first=is_first)
         values = self.taken.rest()
+        result = LoadedState({**values, "iteration": checkpoint.iteration}, self.missing, self.unexpected)
+        log_names(checkpoint.path, result, is_first=is_first)
         if is_first:
             log_untaken(checkpoint, self.taken.stored, self.tree, self.joint.entries, values)
             log_options(checkpoint, self.tree, self.taken.numbers)
-        return LoadedState({**values, "iteration": checkpoint.iteration}, matched.missing, matched.unexpected)
+        return result
 
 
 def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:

@@ -299,36 +299,41 @@ class SavedGroups:
         self._groups = groups
         self._by_name = {name: (place, group) for place, group in enumerate(groups) for name in group["names"]}
 
-    def numbers(self, group: ParameterGroup, number: int) -> Json | None:
+    def numbers(
+        self, where: str, group: ParameterGroup, number: int, *, is_strict: bool, has_place: bool
+    ) -> Json | None:
         """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
 
         A group without parameters has the numbers of such a group at its place, if any.
+
+        Args:
+            where: the JSON Pointer of the group.
+            is_strict: whether parameters from groups of different numbers are refused.
+            has_place: whether the group has tensors, which are stored by place.
+
+        Raises:
+            MismatchError: for parameters from different groups, and for tensors from another place.
         """
         if not group.names:
             is_empty = number < len(self._groups) and not self._groups[number]["names"]
             return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
-        candidates = [self._by_name[name][1]["numbers"] for name in group.names if name in self._by_name]
-        is_one = len(candidates) == len(group.names) and all(numbers == candidates[0] for numbers in candidates)
-        return candidates[0] if is_one else None
-
-    def require_one(self, where: str, group: ParameterGroup) -> None:
-        """Refuse a group whose parameters were in groups of different numbers."""
-        saved = {name: self._by_name[name][1]["numbers"] for name in group.names if name in self._by_name}
+        saved = {name: self._by_name[name] for name in group.names if name in self._by_name}
         first = next(iter(saved), "")
-        for name, numbers in saved.items():
-            if numbers != saved[first]:
-                raise MismatchError(
-                    "The parameters of a group were in groups of different numbers",
-                    where=where,
-                    expected=f"those of {first}, {saved[first]}",
-                    found=f"{name} with {numbers}",
-                    fix="Divide the parameters into groups as when the checkpoint was saved.",
-                )
-
-    def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
-        """Refuse a group with tensors from another place: tensors are stored by place."""
-        places = {saved.get("place", place) for place, saved in map(self._by_name.__getitem__, group.names)}
-        if places - {number}:
+        odd_name = next(
+            (name for name, (_, each) in saved.items() if each["numbers"] != saved[first][1]["numbers"]), None
+        )
+        if odd_name is not None and is_strict:
+            raise MismatchError(
+                "The parameters of a group were in groups of different numbers",
+                where=where,
+                expected=f"those of {first}, {saved[first][1]['numbers']}",
+                found=f"{odd_name} with {saved[odd_name][1]['numbers']}",
+                fix="Divide the parameters into groups as when the checkpoint was saved.",
+            )
+        if odd_name is not None or len(saved) < len(group.names):
+            return None
+        places = {each.get("place", place) for place, each in saved.values()}
+        if has_place and places != {number}:
             raise MismatchError(
                 "A parameter group with tensors was at another place",
                 where=where,
@@ -336,3 +341,5 @@ class SavedGroups:
                 found=", ".join(map(str, sorted(places))),
                 fix="Give the groups in the order in which the checkpoint was saved.",
             )
+        numbers: Json = saved[first][1]["numbers"]
+        return numbers

@@ -113,15 +113,13 @@ class Taken:
             saved = SavedGroups(self.stored.groups.get(where, ()))
             for number, group in enumerate(optimizer.groups):
                 at = f"{where}/param_groups/{number}"
-                if strict in (True, "missing"):
-                    saved.require_one(at, group)
-                numbers = saved.numbers(group, number)
+                has_tensors = any(isinstance(value, torch.Tensor) for value in group.given.values())
+                has_place = has_tensors or keys_of_pointer(at) in new_places
+                is_strict = strict in (True, "missing")
+                numbers = saved.numbers(at, group, number, is_strict=is_strict, has_place=has_place)
                 if numbers is None:
                     yield at
                     continue
-                has_tensors = any(isinstance(value, torch.Tensor) for value in group.given.values())
-                if has_tensors or keys_of_pointer(at) in new_places:
-                    saved.require_place(at, group, number)
                 self.numbers[at] = numbers
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)

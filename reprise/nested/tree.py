@@ -145,6 +145,22 @@ class Tree:
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
 
+    def add_object(self, keys: Keys, member: object) -> None:
+        """Add a model or an optimizer under a key of its own, before the other objects.
+
+        Raises:
+            CheckpointError: if it is neither.
+        """
+        if not is_stateful(member):
+            raise CheckpointError(
+                "This is neither a model nor an optimizer",
+                where=pointer(keys),
+                found=type(member).__name__,
+                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+            )
+        self.entries += keys
+        self.objects[keys] = member
+
     def add_objects(self) -> None:
         """Add the objects: live tensors of modules and optimizers, and the state of all others.
 
@@ -339,19 +355,12 @@ def tree_of(
     """
     state = {} if state is None else state if isinstance(state, dict) else dict(state)
     tree = Tree(tuple(map(str, state)), is_load=is_load, refers=not is_load)
+    _require_free(tree.entries)
+    tree.add_object((MODEL,), model)
+    if optimizer is not None:
+        tree.add_object(OPTIMIZER[:1], optimizer)
     tree.add_dict((), state)
-    _require_values(tree)
-    objects: dict[Keys, Stateful] = {(MODEL,): model, **({} if optimizer is None else {OPTIMIZER[:1]: optimizer})}
-    for keys, member in objects.items():
-        if not is_stateful(member):
-            raise CheckpointError(
-                "This is neither a model nor an optimizer",
-                where=pointer(keys),
-                found=type(member).__name__,
-                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
-            )
-    tree.entries += tuple(key for (key,) in objects)
-    tree.objects = objects | tree.objects
+    _require_classes(tree.classes)
     if of_rank is not None:
         rank, containers = of_rank
         tree.entries += (PER_RANK,)
@@ -365,15 +374,18 @@ def tree_of(
     return tree
 
 
-def _require_values(tree: Tree) -> None:
-    reserved = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
+def _require_free(entries: Collection[str]) -> None:
+    reserved = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(entries)
     if reserved:
         raise CheckpointError(
             "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
             found=", ".join(sorted(reserved)),
             fix="Rename it.",
         )
-    for where, kind in tree.classes.items():
+
+
+def _require_classes(classes: Mapping[str, type]) -> None:
+    for where, kind in classes.items():
         if kind not in _CLASS_NAMES:
             raise CheckpointError(
                 "`state` holds a dict of a class that a load cannot make",
