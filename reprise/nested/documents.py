@@ -142,8 +142,25 @@ class StoredState:
         return iter(tuple(value.items()) if isinstance(value, dict) else ())
 
 
+def read_state(checkpoint: Checkpoint) -> StoredState:
+    """Return the state of a checkpoint of any version, with its tensors.
+
+    Raises:
+        CheckpointError: if a file of it is malformed.
+    """
+    state = read_values(checkpoint)
+    names = {reference.name for reference in references(state.root)}
+    kinds = dict.fromkeys(checkpoint.manifest.aliases, TensorKind.OPTIMIZER)
+    kinds |= {name: place.spec.kind for name, place in read_places(checkpoint).items()}
+    for name, kind in kinds.items():
+        with contextlib.suppress(ValueError):  # a value has the place: tensors have any names
+            if name not in names:
+                _insert(state.root, keys_of(kind, name), TensorReference(name, is_implied=True))
+    return state
+
+
 def read_values(checkpoint: Checkpoint) -> StoredState:
-    """Return the state of a checkpoint of any version.
+    """Return the state of a checkpoint of any version, without the tensors that no value refers to.
 
     Raises:
         CheckpointError: if its state file is malformed.
@@ -168,13 +185,6 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
             container[last] = DICTS[section["classes"][where]](container.get(last, ()))
     except (TypeError, ValueError) as error:
         raise _malformed(checkpoint, STATE_DICT, checkpoint.state.get(STATE_DICT)) from error
-    names = {reference.name for reference in references(root)}
-    kinds = dict.fromkeys(checkpoint.manifest.aliases, TensorKind.OPTIMIZER)
-    kinds |= {name: place.spec.kind for name, place in read_places(checkpoint).items()}
-    for name, kind in kinds.items():
-        with contextlib.suppress(ValueError):  # a value has the place: tensors have any names
-            if name not in names:
-                _insert(root, keys_of(kind, name), TensorReference(name, is_implied=True))
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, values, groups, section["dtypes"], section["orders"])
 

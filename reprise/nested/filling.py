@@ -10,7 +10,7 @@ import torch
 from reprise.errors import MismatchError
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.documents import StoredState, read_values
+from reprise.nested.documents import StoredState, read_state
 from reprise.nested.loaded import LoadedState, Strictness, is_refused, log_names
 from reprise.nested.own_state import is_random_state
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of, keys_of_pointer, pointer
@@ -49,7 +49,7 @@ class Filling:
         Raises:
             MismatchError: listing what does not fit.
         """
-        joint, stored, places = self.joint, read_values(checkpoint), read_places(checkpoint)
+        joint, stored, places = self.joint, read_state(checkpoint), read_places(checkpoint)
         source = self.taken = Taken(checkpoint, stored, self.tree)
         missing = [*source.take_optimizers(self.strict), *source.take_values(joint.values), *source.take_states()]
         if self.tree.takes_rest:
