@@ -1,8 +1,7 @@
 """What DeepSpeed itself does: trains transformers' models on given windows, saves half way, and notes every loss.
 
 A command of its own, on each rank: `python deepspeed_run.py FOLDER...`, where every folder has `job.json`,
-`config.json` and `windows.npy` [iterations, samples, tokens] and gets `ds/`, `losses.json` and `names.txt`, the
-optimizer's parameters in its order. It needs DeepSpeed, and
+`config.json` and `windows.npy` [iterations, samples, tokens] and gets `ds/` and `losses.json`. It needs DeepSpeed, and
 nothing of ours.
 """
 
@@ -35,9 +34,6 @@ def train(folder: Path) -> None:
         {"params": [p for dimensions, p in named if dimensions > 1], "weight_decay": 0.1},
         {"params": [p for dimensions, p in named if dimensions < 2], "weight_decay": 0.0},
     ]
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    listed = [names[parameter] for group in groups for parameter in group["params"]]
-    (folder / "names.txt").write_text("\n".join(listed))
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job["config"])
     losses = []

@@ -1,4 +1,4 @@
-"""Writes a state as Megatron-LM's format `torch` and Megatron-DeepSpeed lay it out over ranks, without either.
+"""Writes a state as Megatron-LM's format `torch` lays it out over ranks, without Megatron.
 
 Sources: `generate_state_dict` and `get_checkpoint_name` of `megatron/training/checkpointing.py`;
 `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` of `megatron/core/optimizer/distrib_optimizer.py`;
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from models.config import Activation, Family, ModelConfig
-from tests.interop import deepspeed_layout
 from trainer.interop.megatron.names import Correspondence, correspondences
 from trainer.interop.source import StateSource
 
@@ -37,9 +36,7 @@ ORDERS = {
     "local": (_NORMS[0], *_ATTENTION, *_HEADS, _NORMS[1], *_MLP),
     "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], *_HEADS, _NORMS[1], *_MLP),
     "newer": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
-    "older": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
 }
-_OLDER_NORMS = {f"{_NORMS[0]}_": "input_layernorm.", f"{_NORMS[1]}_": "post_attention_layernorm."}
 NAMES = {
     "local": dict(zip((f"{norm}_" for norm in _NORMS), ("input_layernorm.", "pre_mlp_layernorm."), strict=True)),
     "te": {},
@@ -52,17 +49,7 @@ NAMES = {
         "linear_fc2.": "dense_4h_to_h.",
         "final_layernorm.": "final_norm.",
     },
-    "older": {
-        **_OLDER_NORMS,
-        "self_attention.linear_qkv.": "attention.query_key_value.",
-        "self_attention.linear_proj.": "attention.dense.",
-        "linear_fc1.": "dense_h_to_4h.",
-        "linear_fc2.": "dense_4h_to_h.",
-    },
 }
-# Megatron-DeepSpeed's.
-NAMES["mds"] = {old: new for old, new in (NAMES["newer"] | _OLDER_NORMS).items() if old != "final_layernorm."}
-ORDERS["mds"] = ORDERS["newer"]
 Wholes = Mapping[str, tuple[Correspondence, dict[str, Tensor]]]
 Chunk = Mapping[str, Mapping[str, Tensor]]
 
@@ -78,12 +65,11 @@ class Way:
     """How Megatron was set to train.
 
     Args:
-        names: `local` and `te` are Megatron-Core's two specs, `newer` and `older` Megatron-LM's own model.
-        version: `checkpoint_version`; the order of the rows of `query_key_value` depends on it.
+        names: `local` and `te` are Megatron-Core's two specs, `newer` Megatron-LM's own model.
         is_distributed: whether the optimizer's state is in flat buckets.
         bucket: elements after which a bucket ends.
         form: how the state is stored: `coalesced` buckets since April 2024, before a `list` with padding (`older`:
-            under other keys); `data ranks` before May 2023, each its own part.
+            under other keys).
         alignment: elements to a multiple of which a parameter begins.
     """
 
@@ -120,15 +106,11 @@ def write(folder: Path, source: StateSource, way: Way, **others: Any) -> Path:
                 saved["model" if way.vpp == 1 else f"model{number}"] = _named(
                     model, way, is_tied=source.model.tie_word_embeddings
                 )
-            if way.form == "data ranks":
-                _write_data_ranks(rank, chunks, source, way)
-            else:
-                saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
+            saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
             saved["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 12}
             saved["rng_state"] = [{"np_rng_state": np.random.get_state(), "rng_tracker_states": {}}]
-            is_split = way.form == "data ranks"
-            torch.save(saved, rank / ("model_rng.pt" if is_split else "model_optim_rng.pt"))
-            if way.is_distributed and not is_split:
+            torch.save(saved, rank / "model_optim_rng.pt")
+            if way.is_distributed:
                 torch.save(_buffers(chunks, source.model, way, pp), rank / "distrib_optim.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(source.iteration))
     return path
@@ -147,7 +129,7 @@ def _args(source: StateSource, way: Way, others: Mapping[str, Any]) -> argparse.
             "max_position_embeddings": model.max_position_embeddings,
             "vocab_size": model.vocab_size,
             "padded_vocab_size": way.rows or model.vocab_size,
-            "norm_epsilon" if way.names != "older" else "layernorm_epsilon": model.norm_eps,
+            "norm_epsilon": model.norm_eps,
             "init_method_std": model.initializer_range,
             "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
             "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
@@ -216,8 +198,7 @@ def _chunk(
             parts[2] = str(int(parts[2]) - first)
         cut = one.tensor.cut
         found[".".join(parts)] = {
-            key: _regrouped(_part(value, cut, one.tensor.is_gated, way.tp, tp), name, model, way)
-            for key, value in values.items()
+            key: _part(value, cut, one.tensor.is_gated, way.tp, tp).contiguous() for key, value in values.items()
         }
     return found
 
@@ -233,15 +214,6 @@ def _part(tensor: Tensor, cut: int | None, is_gated: bool, tp: int, rank: int) -
     if is_gated:
         return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
     return tensor.chunk(tp, dim=cut)[rank]
-
-
-def _regrouped(tensor: Tensor, name: str, model: ModelConfig, way: Way) -> Tensor:
-    """Return the rows of a fused projection in the order of older versions."""
-    if way.version >= 2 or not name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
-        return tensor.contiguous()
-    heads = tensor.reshape(-1, 3, model.head_width, *tensor.shape[1:])  # q, k, v of each head
-    turned = heads.transpose(0, 1) if way.version == 0 else heads.transpose(1, 2)
-    return turned.reshape(tensor.shape).contiguous()
 
 
 def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str, Any]:
@@ -260,9 +232,7 @@ def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str,
             _, table, kind = name.split(".")
             language.setdefault("embedding", {})[table] = OrderedDict({kind: tensor})
         elif name.startswith("decoder."):
-            encoder = "transformer" if way.names == "older" else "encoder"
-            own = _replaced(name.removeprefix("decoder."), way)
-            language.setdefault(encoder, OrderedDict())[own] = tensor
+            language.setdefault("encoder", OrderedDict())[_replaced(name.removeprefix("decoder."), way)] = tensor
         elif is_tied:
             top["word_embeddings_for_head"] = OrderedDict(weight=tensor)
         else:
@@ -296,35 +266,6 @@ def _plain(chunks: Sequence[Chunk], source: StateSource, way: Way) -> dict[str, 
     if way.dtype is torch.float32:
         return found
     return {"optimizer": found, "fp32_from_fp16_params": [[values["param"] for values in group] for group in groups]}
-
-
-def _write_data_ranks(rank: Path, chunks: Sequence[Chunk], source: StateSource, way: Way) -> None:
-    """Write `optim.pt` of each data-parallel rank: its equal part of a chunk's numbers, from the last parameter on."""
-    for dp in range(way.dp):
-        parts: list[tuple[str, Tensor, dict[str, Tensor]]] = []
-        for chunk in chunks:
-            total = sum(values["param"].numel() for values in chunk.values())
-            share = math.ceil(total / way.dp)
-            mine = torch.zeros(total, dtype=torch.bool)
-            mine[dp * share : (dp + 1) * share] = True
-            for name, values in chunk.items():
-                total -= values["param"].numel()
-                here = mine[total : total + values["param"].numel()]
-                if here.any():
-                    parts.append((name, values["param"], {key: values[key].reshape(-1)[here] for key in KEYS}))
-        of_decay = [part for name, whole, part in parts if whole.dim() > 1 and not name.endswith(".bias")]
-        others = [part for name, whole, part in parts if whole.dim() == 1 or name.endswith(".bias")]
-        state, tables = {}, []
-        for group in (of_decay, others):
-            numbers = list(range(len(state), len(state) + len(group)))
-            tables.append({"lr": 0.1, "step": source.iteration, "params": numbers})
-            state |= {n: {key: part[key] for key in KEYS[1:]} for n, part in zip(numbers, group, strict=True)}
-        is_fp32 = way.dtype is torch.float32
-        copies = [[] if is_fp32 else [part["param"] for part in group] for group in (of_decay, others)]
-        optimizer = {"optimizer": {"state": state, "param_groups": tables}, "shard_fp32_from_float16_groups": copies}
-        folder = rank.parent / f"{rank.name}_{dp:03d}"
-        folder.mkdir()
-        torch.save({"optimizer": optimizer}, folder / "optim.pt")
 
 
 def _groups(source: StateSource) -> dict[str, Any]:
@@ -378,90 +319,3 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
     if size:
         finish()
     return padded, unpadded, ends
-
-
-def write_deepspeed(folder: Path, source: StateSource, way: Way, *, is_pipe: bool = True, **others: Any) -> Path:
-    """Write `folder/global_step<iteration>` as Megatron-DeepSpeed does at ZeRO 1 or 2; return it.
-
-    Args:
-        is_pipe: whether the model is a `PipelineModule`, which it is unless `--no-pipeline-parallel` was given.
-    """
-    path = folder / f"global_step{source.iteration}"
-    path.mkdir(parents=True)
-    (folder / "latest").write_text(path.name)
-    wholes, prefix = _wholes(source, way), "bf16_" if way.dtype is torch.bfloat16 else ""
-    ours = {"layernorm_epsilon": source.model.norm_eps, "num_experts": [1], "rope_theta": source.model.rope_theta}
-    ours |= {"normalization": "layernorm" if source.model.family is Family.gpt2 else "rmsnorm"}
-    ours |= {"num_key_value_heads": source.model.n_kv_head, "num_query_groups": None, "rotary_base": None}
-    args = _args(source, way, {**ours, **others})
-    for pp in range(way.pp):
-        for tp in range(way.tp):
-            rank = f"mp_rank_{pp * way.tp + tp:02d}"
-            chunk = _chunk(wholes, source.model, way, tp, pp, 0)
-            named = _pipe_names(chunk, source.model, way, pp) if is_pipe else _nested_names(chunk)
-            state = _deepspeed_state(named, source)
-            for name, values in named.items() if is_pipe else ():
-                if not (name.startswith("tied") and pp):  # the first stage alone saves a tied layer
-                    number, rest = ("1", name.split(".", 2)[2]) if name.startswith("tied") else name.split(".", 1)
-                    file = path / f"layer_{int(number):02d}-model_{tp:02d}-model_states.pt"
-                    layer = torch.load(file) if file.exists() else OrderedDict()
-                    torch.save(OrderedDict(layer, **{rest: values["param"].to(way.dtype)}), file)
-            cut = deepspeed_layout.Way(1, way.dp, way.dtype, aligns=way.alignment > 1)
-            groups = deepspeed_layout.groups_of(state, cut)
-            shapes = [OrderedDict((name, state.weights[name].shape) for name in group) for group in groups]
-            own = {name: values["param"].to(way.dtype) for name, values in chunk.items()}
-            table = {
-                "module": None if is_pipe else _named(own, way, is_tied=source.model.tie_word_embeddings),
-                "param_shapes": shapes,
-                "global_steps": source.iteration,
-                "dp_world_size": way.dp,
-                "ds_version": deepspeed_layout.VERSION,
-                "args": args,
-                "checkpoint_version": way.version,
-                "iteration": source.iteration,
-            }
-            torch.save(table, path / f"{rank}_model_states.pt")
-            for dp in range(way.dp):
-                flat = deepspeed_layout.cut_together(state, groups, cut, dp)
-                saved = {"optimizer_state_dict": flat, "ds_version": deepspeed_layout.VERSION}
-                torch.save(saved, path / f"{prefix}zero_pp_rank_{dp}_{rank}_optim_states.pt")
-    return path
-
-
-def _deepspeed_state(named: Chunk, source: StateSource) -> deepspeed_layout.State:
-    weights, *moments = ({name: values[key] for name, values in named.items()} for key in KEYS)
-    step = float(source.iteration)
-    return deepspeed_layout.State(weights, dict(zip(KEYS[1:], moments, strict=True)), step, source.iteration)
-
-
-def _nested_names(chunk: Chunk) -> dict[str, Mapping[str, Tensor]]:
-    """Return a stage under the names of `GPTModel`."""
-    newer = Way(names="mds")
-    found = {}
-    for name, values in chunk.items():
-        own = name.replace("decoder.", "language_model.encoder.", 1)
-        own = f"language_model.{own}" if own.startswith(("embedding.", "output_layer.")) else own
-        found[_replaced(own, newer)] = values
-    return found
-
-
-def _pipe_names(chunk: Chunk, model: ModelConfig, way: Way, pp: int) -> dict[str, Mapping[str, Tensor]]:
-    """Return a stage under the names of `GPTModelPipe`, whose module 0 is a function."""
-    found, first = dict[str, Mapping[str, Tensor]](), 2 + pp * (model.n_layer // way.pp)
-    embedding = "tied_modules.embed." if model.tie_word_embeddings else "1."
-    for name, values in chunk.items():
-        parts = _replaced(name, Way(names="mds")).split(".")
-        if parts[0] == "embedding":
-            found[embedding + ".".join(parts[1:])] = values
-        elif parts[1] == "layers":
-            found[".".join([str(first + int(parts[2])), *parts[3:]])] = values
-        elif parts[1] == "final_layernorm":
-            found[f"{model.n_layer + 2}.{parts[2]}"] = values
-        elif model.tie_word_embeddings:  # the last stage has the whole tied module, with positions that it does not use
-            found["tied_modules.embed.word_embeddings.weight"] = values
-            if model.family is Family.gpt2:
-                shape = (model.max_position_embeddings, model.n_embd)
-                found["tied_modules.embed.position_embeddings.weight"] = dict.fromkeys(KEYS, torch.full(shape, 0.5))
-        else:
-            found[f"{model.n_layer + 3}.lm_head.weight"] = values
-    return found

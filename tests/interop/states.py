@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from models.config import Family, ModelConfig
-from models.families import hf_config, stored_tensors
+from models.families import aliases, hf_config, stored_tensors
 from tests.harness import TINY, compose
 from trainer.interop.formats import ImportOptions
 from trainer.interop.source import StateSource
@@ -93,7 +93,7 @@ def assert_carried(found: StateSource, state: StateSource) -> None:
 
 def read_all(source: StateSource) -> None:
     for name in stored_tensors(source.model):
-        for prefix in KINDS if source.has_optimizer else ("",):
+        for prefix in (*KINDS, "step.") if source.has_optimizer else ("",):
             source.read(prefix + name)
 
 
@@ -223,6 +223,46 @@ def write_llmc(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
+
+
+# ---- DeepSpeed's universal checkpoints: `merge_tp_slices` and `merge_zero3_slices` of `checkpoint/ds_to_universal.py`
+
+
+class LossScaler:
+    """Stands for the classes of DeepSpeed whose objects lie in its files."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def write_universal(
+    folder: Path, state: StateSource, *, stage: int = 2, prefix: str = "", frozen: Container[str] = ()
+) -> Path:
+    """Write a folder as DeepSpeed's program makes it of one at a stage; at 3, tensors are flat and steps elsewhere."""
+    tag = folder / f"global_step{SAVED}_universal"
+    zero = tag / "zero"
+    names = list(stored_tensors(state.model))
+    for name in names:
+        (zero / f"{prefix}{name}").mkdir(parents=True)
+        for kind, key in zip(("fp32", *MOMENTS), KINDS, strict=True):
+            tensor = state.read(key + name).clone()
+            if kind == "fp32" or name not in frozen:
+                content = tensor.reshape(-1) if stage == 3 else {"cat_dim": 0, "param": tensor}
+                torch.save(content, zero / f"{prefix}{name}" / f"{kind}.pt")
+        if stage < 3 and name not in frozen:
+            torch.save(state.read(f"step.{name}"), zero / f"{prefix}{name}/step.pt")
+    if stage < 3:  # every tensor of the module without moments
+        for second, name in aliases(state.model).items():
+            (zero / f"{prefix}{second}").mkdir()
+            torch.save({"param": state.read(name)}, zero / f"{prefix}{second}/fp32.pt")
+    groups = [{"lr": 1e-3, "params": [0]}]
+    flat = {"step": torch.tensor(float(SAVED)), "exp_avg": torch.zeros(7)}
+    whole = {"optimizer_state_dict": {"state": {0: flat}}} if stage == 3 else {}
+    torch.save({"loss_scaler": LossScaler(), "param_groups": groups, **whole}, zero / "optimizer_state.pt")
+    saved = {"module": {}, "global_steps": SAVED, "global_samples": 12 * SAVED, "ds_version": "0.19.8"}
+    torch.save(saved, tag / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt")
+    (folder / "latest_universal").write_text(tag.name)
+    return folder
 
 
 # ---- torch's DCP

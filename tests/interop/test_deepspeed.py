@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: which moments are whose, and, at night, a training of DeepSpeed itself that goes on here.
+"""Universal checkpoints of DeepSpeed, and, at night, a training of DeepSpeed itself that goes on here.
 
 Where DeepSpeed is not installed, what needs it is skipped: `make test-interop` installs and runs it.
 """
@@ -11,56 +11,75 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from models.families import hf_config
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import MismatchError, TrainerError
 from scripts.faults.ranks import free_port
 from tests import ROOT
 from tests.harness import TINY, compose, curve, run_ok
 from tests.interop.dcp_producers import batches
 from tests.interop.deepspeed_build import built_extensions
-from tests.interop.deepspeed_layout import Way, deepspeed_classes, groups_of, of_source, write
-from tests.interop.states import assert_carried, opened, overrides_of, replace_file, state_of
+from tests.interop.states import assert_carried, opened, overrides_of, read_all, state_of, write_universal
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.run.build import describe_alone
 
 SOURCE = state_of("gpt2")
-STATE, OURS = of_source(SOURCE), overrides_of("gpt2")
-NAMES = [name for group in groups_of(STATE, Way(0, 1)) for name in group]
+OURS = overrides_of("gpt2")
 
 
-def test_moments_that_only_shapes_could_name_need_a_list(tmp_path: Path) -> None:
-    write(tmp_path, STATE, Way(0, 1))
-    with refused(MismatchError, "transformer.h.0.attn.c_proj.weight", "--optimizer-names=FILE", "--weights-only"):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_without_moments_is_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int) -> None:
+    frozen = "transformer.h.1.mlp.c_fc.weight"
+    write_universal(tmp_path, SOURCE, stage=stage, prefix="module.", frozen=[frozen])
+    zeros = torch.zeros_like(SOURCE.read(frozen))
+    keys = (f"exp_avg.{frozen}", f"exp_avg_sq.{frozen}")
+    others = dict.fromkeys(keys, zeros) | {f"step.{frozen}": torch.tensor(0.0)}
+    assert_carried(opened("deepspeed", tmp_path, OURS), replace(SOURCE, read=lambda n: others.get(n, SOURCE.read(n))))
+    assert frozen in caplog.text
+
+
+def test_files_of_ranks_are_refused_with_the_program_to_run(tmp_path: Path) -> None:
+    tag = tmp_path / "global_step3"
+    tag.mkdir()
+    (tmp_path / "latest").write_text(tag.name)
+    (tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    with refused(MismatchError, "ds_to_universal", str(tag)):
         opened("deepspeed", tmp_path, OURS)
-    assert_carried(opened("deepspeed", tmp_path, OURS, optimizer_names=NAMES), SOURCE)
-    with refused(MismatchError, "transformer.ln_f.bias is [24]"):
-        opened("deepspeed", tmp_path, OURS, optimizer_names=NAMES[::-1])
-    alone = opened("deepspeed", tmp_path, OURS, weights_only=True)
-    assert not alone.has_optimizer
-    assert_carried(alone, SOURCE)
 
 
-def test_buffers_longer_than_their_parameters_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, STATE, Way(3, 2))
+def move(path: Path) -> None:
+    path.rename(path.with_name("module.another.weight"))
 
-    def lengthen(table: dict[str, Any]) -> None:
-        saved = table["optimizer_state_dict"]
-        saved["fp32_flat_groups"] = [torch.cat([torch.zeros(2), buffer]) for buffer in saved["fp32_flat_groups"]]
-        for entry in saved["optimizer_state_dict"]["state"].values():
-            entry |= {key: torch.cat([torch.zeros(2), entry[key]]) for key in ("exp_avg", "exp_avg_sq")}
 
-    with deepspeed_classes():
-        replace_file(next(tmp_path.rglob("zero_pp_rank_0*optim_states.pt")), lengthen)
-    with pytest.raises(CheckpointError, match="numbers"):
-        opened("deepspeed", tmp_path, OURS)
+def grow(path: Path) -> None:
+    torch.save({"param": torch.zeros(2, 2)}, path / "exp_avg.pt")
+
+
+NAME = "transformer.h.1.mlp.c_fc.weight"
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another name": (move, "another.weight"),
+    "another shape": (grow, "[24, 96]"),
+    "one moment": (lambda path: (path / "exp_avg_sq.pt").unlink(), NAME),
+    "a step below 0": (lambda path: torch.save(-1, path / "step.pt"), "-1"),
+    "no step": (lambda path: (path / "step.pt").unlink(), "step.pt"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_together_is_named(tmp_path: Path, case: str) -> None:
+    change, named = REFUSED[case]
+    write_universal(tmp_path, SOURCE)
+    change(tmp_path / "global_step3_universal/zero" / NAME)
+    with refused(TrainerError, named):
+        read_all(opened("deepspeed", tmp_path, OURS))
 
 
 # ---- DeepSpeed itself
@@ -75,7 +94,6 @@ MODELS = {"gpt2": ["model=gpt2_tiny"], "llama3": ["model=llama3_tiny", "model.n_
 BF16 = {"bf16": {"enabled": True}}
 # Family, ZeRO's stage and settings, and others of DeepSpeed.
 JOBS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
-    "0": ("gpt2", {"stage": 0}, {}),
     "1": ("gpt2", {"stage": 1, "parameter_alignment": True}, {}),
     "2-llama3": ("llama3", {"stage": 2, "round_robin_gradients": True}, {}),
     "2-bf16": ("gpt2", {"stage": 2}, BF16),
@@ -140,9 +158,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_loss_after_an_import_is_deepspeeds_own(theirs: dict[str, Path], tmp_path: Path, name: str) -> None:
     overrides, folder = overrides_for(name), theirs[name]
+    tag = folder / f"ds/global_step{SAVED}"
+    program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    program += ["--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
+    subprocess.run(program, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True, timeout=300)
     command = ["import", "deepspeed", str(folder / "ds"), str(tmp_path / "run/checkpoints"), "--trust-pickle"]
-    named = [f"--optimizer-names={folder / 'names.txt'}"] if name == "0" else []
-    assert convert.main([*command, *named, *overrides]) == 0
+    assert convert.main([*command, *overrides]) == 0
     run_ok(tmp_path / "run", overrides)
     expected = json.loads((folder / "losses.json").read_text())[SAVED:]
     found = [float.fromhex(row[1]) for row in curve(tmp_path / "run")]

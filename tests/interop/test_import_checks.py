@@ -154,9 +154,9 @@ def test_a_megatron_folder_is_recognized_and_not_called_damaged(
 
 
 def test_metadata_with_foreign_classes_is_not_called_damaged(tmp_path: Path) -> None:
-    (write_megatron(tmp_path / "saved") / "metadata.json").unlink()
-    with refused(MismatchError, "torch.distributed.checkpoint.planner.SavePlan"):
-        states.opened("dcp", tmp_path / "saved", MODEL)
+    (tmp_path / ".metadata").write_bytes(b"cnemo.lightning\nPlan\n.")
+    with refused(MismatchError, "nemo.lightning.Plan"):
+        states.opened("dcp", tmp_path, MODEL)
 
 
 def test_a_folder_above_several_dcp_checkpoints_is_refused(tmp_path: Path) -> None:

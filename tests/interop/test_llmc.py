@@ -13,15 +13,13 @@ from transformers import AutoModelForCausalLM
 from models.families import stored_tensors
 from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, TrainerError
-from reprise.files import Files
 from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from tests.harness import built, compose, curve, filled, run_ok, tensor_files
 from tests.interop.states import ALONE, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.llmc.file import open_file, read_whole
-from trainer.interop.llmc.load import fill
+from trainer.interop.llmc import fill, open_file
 from trainer.launch.process_group import Cluster
 
 BF16 = torch.bfloat16
@@ -54,10 +52,10 @@ def test_an_import_has_the_weights_and_opens_in_transformers(tmp_path: Path, fam
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("llama", BF16)])
 def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    file = open_file(written(tmp_path / "model.bin", family, dtype=dtype), Files())
+    file = open_file(written(tmp_path / "model.bin", family, dtype=dtype))
     config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
     for name, stored in stored_tensors(config).items():
-        expected = read_whole(file, name).float().reshape(stored.view)
+        expected = file.read(name).float().reshape(stored.view)
         spec = TensorSpec(TensorKind.MODEL, name, stored.shape, StoredDtype.F32, stored.view)
         for number in range(6):
             lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
@@ -117,11 +115,8 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
 
 
 FOREIGN = {
-    "a zip": (b"PK\x03\x04rest", "zip"),
     "tokens": (struct.pack("<256i", 20240520, 1, *[0] * 254), "data.train"),
-    "the optimizer of llm.c": (struct.pack("<i", 20240527), "optimizer"),
     "safetensors": (struct.pack("<Q", 9) + json.dumps({"a": 1}).encode(), "safetensors"),
-    "JSON": (b'{"weight_map": {}}', "JSON"),
     "text": (b"hello, world", "68 65 6c 6c 6f 2c 20 77"),
     "nothing": (b"", "none"),
 }

@@ -67,7 +67,7 @@ def test_an_export_names_a_new_family(
 ) -> None:
     path, out = saved(tmp_path / "run", replace(LLAMA, family=family)), tmp_path / "out"
     status = convert.main(["export", program, str(path), str(out)])
-    if program in ("megatron", "llmc"):
+    if program == "megatron":
         assert (status, out.exists()) == (2, False)
         assert f"model.family={NAME}" in capsys.readouterr().err
         return
@@ -80,7 +80,7 @@ def test_an_export_names_a_new_family(
     assert json.loads((tmp_path / "ours/iter_0000003/trainer_state.json").read_text())["model"]["family"] == NAME
 
 
-@pytest.mark.parametrize("name", cases("hf, stages, ranks", "llmc gpt2, nanogpt, fully"))
+@pytest.mark.parametrize("name", cases("hf, ranks", "llmc gpt2, nanogpt, fully"))
 def test_an_import_takes_no_family_for_a_new_one(
     tmp_path: Path, family: Family, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

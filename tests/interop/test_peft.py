@@ -144,7 +144,6 @@ def test_formats_of_whole_models_refuse_adapters(
     cases = {
         "another base": ["export", "hf", "--merge", str(tmp_path / "other"), iteration, out],
         "model.lora.rank=4": ["import", "hf", str(trained.base), out, "model.lora.rank=4"],
-        "export hf --merge": ["export", "llmc", iteration, out],
         "reprise convert export hf --merge": ["export", "dcp", iteration, out],
     }
     for named, command in cases.items():

@@ -209,7 +209,7 @@ def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
     # The class itself on the stack, and then the state (None, {"planted": "planted"}) set on it.
     (path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPosixPath\nN}" + name * 2 + b"s\x86b.")
     try:
-        with pytest.raises(MismatchError, match="PurePath"):  # by another name in each Python
+        with refused(CheckpointError, ".metadata"):
             opened(path)
         assert not hasattr(tmp_path, "planted")
     finally:

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from reprise.files import Files
+from reprise.reading import open_checkpoint
 from tests import ROOT
+from tests.interop import states
 from tests.local_folders import save_on_two_hosts
 from tests.pages.page import PageRunner
+from trainer.interop.source import of_checkpoint
 
 # GPT-2 124M becomes the model of the demo, stores become folders, and eight ranks two.
 SMALL = {
@@ -102,7 +106,9 @@ def megatron(folder: Path) -> None:
 def other_formats(folder: Path) -> None:
     two_runs(folder)
     export = "reprise convert export"
-    bash(folder, f"{export} hf runs/demo/killed DIR; {export} llmc runs/demo/killed gpt2_124M.bin")
+    bash(folder, f"{export} hf runs/demo/killed DIR")
+    newest = max((folder / "runs/demo/killed/checkpoints").glob("iter_*"))
+    states.write_llmc(folder / "gpt2_124M.bin", of_checkpoint(open_checkpoint(newest, Files())))
     bash(folder, f"{export} dcp runs/demo/killed SAVED; cp DIR/tokenizer.json TOKENIZER")
 
 

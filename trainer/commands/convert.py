@@ -15,8 +15,8 @@ import torch
 
 from models.config import ModelConfig
 from models.families import spec_of
-from reprise.errors import ConfigError, TrainerError
-from reprise.files import exists, files_of, is_file
+from reprise.errors import TrainerError
+from reprise.files import files_of
 from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
@@ -31,7 +31,6 @@ from trainer.record.run_record import model_record
 
 FINE, IMPOSSIBLE = 0, 2
 MEGATRON = "megatron"
-_MOST_BYTES_OF_NAMES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,30 +96,13 @@ def _override_text(value: object) -> str:
 
 
 def _import_options(options: argparse.Namespace) -> ImportOptions:
-    names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
     return ImportOptions(
         compose(options.overrides),
         options.trust_pickle,
         options.weights_only,
-        names,
         options.overrides,
         options.from_rank0,
     )
-
-
-def _read_names(path: Path) -> list[str]:
-    """Return the lines of a text file, without empty ones."""
-    if not is_file(path) or path.stat().st_size > _MOST_BYTES_OF_NAMES:
-        raise ConfigError(
-            "A list of names cannot be read", where=path, expected="a text file with one name a line", found=_kind(path)
-        )
-    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-
-
-def _kind(path: Path) -> str:
-    if is_file(path):
-        return f"{path.stat().st_size} B"
-    return "no regular file" if exists(path) else "no such file"
 
 
 def bring_out(options: argparse.Namespace) -> int:
@@ -172,14 +154,10 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         subparser.add_argument(
             "--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0"
         )
-        subparser.set_defaults(optimizer_names=None, from_rank0=False)
+        subparser.set_defaults(from_rank0=False)
         if form.has_copies:
             subparser.add_argument(
                 "--from-rank0", action="store_true", help="take the first copy of a tensor where those of ranks differ"
-            )
-        if form.numbers_moments:
-            subparser.add_argument(
-                "--optimizer-names", type=Path, metavar="FILE", help="the optimizer's parameters in order, one a line"
             )
         subparser.set_defaults(call=bring_in)
 

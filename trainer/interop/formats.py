@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from reprise.errors import MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.files import FILE_SYSTEM, Files
 from reprise.reading import Checkpoint
 from trainer.config.schema import Config
@@ -23,7 +24,6 @@ class ImportOptions:
         config: configuration of the run to continue; its model is the expected model.
         trusts_pickle: whether files may be unpickled, which can run code.
         weights_only: whether the optimizer's state is left out.
-        optimizer_names: the optimizer's parameter names in its order, for formats with numbers in their place.
         overrides: the command-line overrides in `config`.
         from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
         files: the store of the files to read.
@@ -32,10 +32,27 @@ class ImportOptions:
     config: Config
     trusts_pickle: bool = False
     weights_only: bool = False
-    optimizer_names: Sequence[str] | None = None
     overrides: Sequence[str] = ()
     from_rank0: bool = False
     files: Files = FILE_SYSTEM
+
+
+@contextmanager
+def known_form(program: str, path: Path) -> Iterator[None]:
+    """Refuse files whose content is not laid out as a reader expects.
+
+    Raises:
+        CheckpointError: in place of the error of the reader.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"A checkpoint of {program} has a form that is not known",
+            where=path,
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=f"It is damaged, or its version of {program} lays it out in another way.",
+        ) from error
 
 
 def require_moments(signs: Sequence[str], options: ImportOptions, *, where: object) -> None:
@@ -89,7 +106,6 @@ class Format:
             need not equal the stored model.
         merges: whether adapters can be merged with their base: `ExportOptions.merge` applies.
         has_averages: whether an export can take the moving averages: `ExportOptions.averages` applies.
-        numbers_moments: whether moments may be kept by number: `ImportOptions.optimizer_names` applies.
         has_copies: whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
@@ -100,5 +116,4 @@ class Format:
     completes_model: bool = False
     merges: bool = False
     has_averages: bool = False
-    numbers_moments: bool = False
     has_copies: bool = False

@@ -19,10 +19,10 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.files import Files, is_file
 from reprise.folder import STATE
 from reprise.reading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
+from trainer.interop import llmc
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied, read_whole
-from trainer.interop.llmc import file as llmc
 from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 
@@ -89,10 +89,10 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     """
     plain = base_of(model)
     if is_file(path):
-        file = llmc.open_file(path, files)
+        file = llmc.open_file(path)
         differences(file.model, plain, where=path, kind="file")
         identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
-        return StateSource(plain, 0, has_optimizer=False, read=lambda name: llmc.read_whole(file, name)), identity
+        return StateSource(plain, 0, has_optimizer=False, read=file.read), identity
     if is_folder(path):
         folder = open_folder(path, files)
         for line in [*differences(folder.model, plain, where=path), *folder.lost]:

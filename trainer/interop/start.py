@@ -17,6 +17,7 @@ from reprise.layout import Place
 from reprise.live_tensors import LiveTensor
 from reprise.reading import LoadReport, ProgressLine, check_replicas
 from trainer.config.checkpoint import CheckpointSection
+from trainer.interop import llmc
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import (
@@ -28,8 +29,6 @@ from trainer.interop.hf.folder import (
     trainer_checkpoints,
 )
 from trainer.interop.hf.load import check_tied
-from trainer.interop.llmc import load as llmc
-from trainer.interop.llmc.file import open_file
 from trainer.interop.samples import digest_of_samples
 from trainer.launch.process_group import Cluster
 from trainer.run.fitting import Fit, Fitting, fill_unstored
@@ -152,7 +151,7 @@ def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, files: Files, *, is_first: bool) -> _Weights:
-    del is_first  # a file of a tied model has one table
+    del files, is_first  # a file of a tied model has one table
     for name in ("resize", "partial"):
         if getattr(section, name):
             raise MismatchError(
@@ -161,7 +160,7 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, files
                 found=f"checkpoint.{name}={getattr(section, name)}",
                 fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
             )
-    file = open_file(path, files)
+    file = llmc.open_file(path)
     notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
     return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.interop import nanogpt
+from trainer.interop import deepspeed, llmc, nanogpt
 from trainer.interop.dcp import source as dcp
-from trainer.interop.deepspeed import source as deepspeed
 from trainer.interop.formats import Format
 from trainer.interop.hf import convert as hf
-from trainer.interop.llmc import convert as llmc
 from trainer.interop.megatron import source as megatron
 
 FORMATS: Mapping[str, Format] = {

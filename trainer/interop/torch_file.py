@@ -1,265 +1,231 @@
-"""Opens a file of `torch.save` without running any code in it, and within bounds set by its size."""
+"""Opens pickles of other programs: files of `torch.save`, and the metadata of DCP. No code in them is run.
+
+torch's own reader of weights does the former. Whatever else a file names, is a `PlainObject` here: it is neither
+imported nor called.
+"""
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from reprise.errors import CheckpointError
 from reprise.files import failed_read, open_regular
 from reprise.json_file import shown
-from trainer.interop.plain_pickle import ForeignClass, PickleProblem, check_keys, most_reads, require_tree, unpickle
-from trainer.interop.torch_archive import Storage, TorchArchive
 
-_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_MOST_DIMENSIONS = 64  # of torch's tensors
-_PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
+# What the readers of Python and torch raise for damaged files.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
-class Unread:
-    """Placeholder for an object of a class not admitted; its content is discarded."""
-
-    def __new__(cls, *_: object) -> Unread:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: object) -> None:
-        pass
+class PickleProblem(ValueError):
+    """A damaged pickle, or one of another form."""
 
 
 class PlainObject:
-    """Placeholder for an object of a class not admitted, with its content as plain data.
+    """Stand-in for an object of a class that is not loaded.
 
     Attributes:
         values: the arguments of the class; for an enumeration's member, its value or its name.
         attributes: its attributes by name, as of an `argparse.Namespace`.
     """
 
-    values: tuple[object, ...]
-    attributes: Mapping[str, Any]
+    __slots__ = ("attributes", "values")
 
-    def __new__(cls, *values: object) -> PlainObject:
-        placeholder = super().__new__(cls)
-        placeholder.values, placeholder.attributes = values, {}
-        return placeholder
+    def __new__(cls, *values: object, **_: object) -> PlainObject:
+        stand_in = super().__new__(cls)
+        stand_in.values, stand_in.attributes = values, {}
+        return stand_in
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.attributes = {name: value for name, value in state.items() if isinstance(name, str)}
+        else:
+            self.values = state if isinstance(state, tuple) else (state,)
 
     def __repr__(self) -> str:
-        return ", ".join(map(shown, self.values)) or "an object of a class that is not admitted"
+        return ", ".join(map(shown, self.values)) or "an object of a class that is not loaded"
 
 
-Placeholder = type[Unread] | type[PlainObject]
+class FilePart(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._descriptor, self._begin, self._length, self._at = open_regular(path), offset, length, 0
+
+    def readable(self) -> bool:
+        """Return whether it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return whether it can be read from any byte on."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a byte of the part."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the byte to read next."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes of the part into memory."""
+        count = max(0, min(len(buffer), self._length - self._at))
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._begin + self._at)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
 
 
-def open_torch_file(path: Path, placeholder: Placeholder = Unread, *, is_checked: bool = True) -> Mapping[Any, Any]:
+def open_torch_file(path: Path) -> Mapping[Any, Any]:
     """Return the dictionary in a file; its tensors are memory-mapped.
-
-    Args:
-        placeholder: replaces every object except numbers, strings, lists, dictionaries and dense tensors.
-        is_checked: whether to read the file once and compare the checksums in it.
 
     Raises:
         CheckpointError: if it is damaged, or does not hold a dictionary.
         UnreadableError: if it cannot be read at the moment.
     """
-    try:
-        if _is_older(path):
-            raise CheckpointError(
-                "A file has the form of torch before 1.6, which cannot be mapped",
-                where=path,
-                expected="a zip archive, as torch.save writes",
-                fix="Load it with torch.load and save it with torch.save of a newer torch, where its program is "
-                "installed and its writer is trusted.",
-            )
-        content = load_plain(mapped(path, path.stat().st_size), placeholder, is_checked=is_checked)
-    except OSError as error:
-        raise failed_read("A file of torch cannot be read", error, where=path) from error
-    except PickleProblem as error:
-        raise _unreadable(path, str(error)) from error
+    content = read_torch_file(path)
     if not isinstance(content, Mapping):
         raise _unreadable(path, f"an object of {type(content).__name__}")
     return content
 
 
-def load_plain(raw: torch.Tensor, placeholder: Placeholder | None, *, is_checked: bool = True) -> Any:
-    """Return the value of a `torch.save`; its tensors are views of `raw`.
-
-    Args:
-        raw: the bytes of the file.
-        placeholder: as for `open_torch_file`; None refuses such objects.
+def read_torch_file(path: Path) -> Any:
+    """Return the content of a file; its tensors are memory-mapped.
 
     Raises:
-        ForeignClass: for an object not admitted.
-        PickleProblem: if they are damaged.
+        CheckpointError: if it is damaged.
+        UnreadableError: if it cannot be read at the moment.
     """
-    archive = TorchArchive.open(raw)
-    if is_checked:
-        archive.check()
-    if archive.read(_BYTE_ORDER, b"little") != b"little":
-        raise PickleProblem("numbers with their highest byte first")
-    most = most_reads(raw.numel())
-    data = archive.read(_PICKLE)
-    value = unpickle(data, _Names(placeholder), most=most, persistent=archive.storage, is_key=_is_key)
-    require_tree(value, _children, most=4 * most)
-    return value
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return load_plain(file, path)
+    except OSError as error:
+        raise failed_read("A file of torch cannot be read", error, where=path) from error
+    except PickleProblem as error:
+        raise _unreadable(path, str(error)) from error
 
 
-# ---- what pickles of torch name
+def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) -> Any:
+    """Return the value of a `torch.save`.
+
+    Args:
+        file: its bytes, whose checksums are compared.
+        path: the path of the same bytes, to map them; otherwise they are read.
+        admits_all: whether objects of other classes become `PlainObject`; otherwise they are refused.
+
+    Raises:
+        PickleProblem: if it is damaged, or for an object not admitted.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if packed := [member.filename for member in members if member.compress_type]:
+                raise PickleProblem(f"{shown(packed[0])} is compressed, as torch writes nothing")
+            # torch writes 0 for all where it is set to leave checksums out.
+            if any(member.CRC for member in members) and (name := archive.testzip()):
+                raise PickleProblem(f"another checksum of {shown(name)}")
+        file.seek(0)
+        names = get_unsafe_globals_in_checkpoint(file) if admits_all else []
+        file.seek(0)
+        with safe_globals([(PlainObject, name) for name in names]):
+            return torch.load(path or file, map_location="cpu", weights_only=True, mmap=path is not None)
+    except PickleProblem:
+        raise
+    except _DAMAGE as error:
+        text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # without torch's advice to run code
+        raise PickleProblem(f"{type(error).__name__}: {text[:200]}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """What stands for the classes and functions in a pickle of torch."""
-
-    placeholder: Placeholder | None
-
-    def __call__(self, module: str, name: str) -> Any:
-        if module in ("torch", "torch.storage"):
-            member = _STORAGES.get(name) or getattr(torch, name, None)
-            if isinstance(member, torch.dtype):
-                return member
-        if module in _ATTACKS:
-            raise PickleProblem(f"{module}.{name[:200]}, which no state has, and which would run a program")
-        constructor = _MADE.get(f"{module}.{name}")
-        if constructor is not None:
-            return constructor
-        if self.placeholder is None:
-            raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no plain data")
-        return self.placeholder
+class ForeignClass(PickleProblem):
+    """A class that DCP's metadata does not have."""
 
 
-# Nothing is called anyway: a file with such a name was made to do harm.
-_ATTACKS = {"nt", "os", "posix", "sys"}
-_STORAGES = {
-    "UntypedStorage": torch.uint8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-}
+# Packages whose classes DCP's metadata has: those of torch and Megatron-Core, and paths. Python 3.11.0 to 3.11.3
+# pickles members of enumerations by `getattr`.
+_RECORDS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "pathlib", "torch.serialization")
 
 
-def _tensor(storage: object, offset: Any, size: Any, stride: Any, *_: object) -> torch.Tensor:
-    """Return a tensor of a storage, all of whose numbers are there."""
-    are_numbers = type(offset) is int and offset >= 0 and _are_sizes(size) and _are_sizes(stride)
-    if not isinstance(storage, Storage) or not are_numbers:
-        raise PickleProblem("a tensor without storage, shape and strides")
-    end = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-    if 0 not in size and end * storage.dtype.itemsize > storage.memory.nbytes():
-        raise PickleProblem(f"a tensor of shape {shown(size)}, for which the storage is too small")
-    empty = torch.empty(0, dtype=storage.dtype)
-    return empty.new_empty(size) if 0 in size else empty.set_(storage.memory, offset, size, stride)
+class _Reader(pickle.Unpickler):
+    """Reads a pickle in which classes of `_RECORDS` are plain objects, and which has no other class."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        # A pickle can set attributes of a class, which would outlast the read.
+        self._record = type("Record", (PlainObject,), {"__slots__": ()})
+
+    def find_class(self, module: str, name: str) -> Any:
+        member = getattr(torch, name, None) if module == "torch" else None
+        if member is torch.Size or isinstance(member, torch.dtype):
+            return member
+        if module.startswith(_RECORDS) or (module, name) == ("builtins", "getattr"):
+            return self._record
+        raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no part of DCP's metadata")
 
 
-def _parameter(tensor: object, *_: object) -> object:
-    return tensor
+def unpickle_records(data: bytes) -> Any:
+    """Return the value in DCP's metadata, with plain objects in place of those of torch's classes.
 
-
-def _subclassed(function: object, _: object, arguments: object, *__: object) -> object:
-    """Return the tensor beneath a subclass or attributes."""
-    if not callable(function) or not isinstance(arguments, tuple):
-        raise PickleProblem("a tensor without a function that makes it")
-    return function(*arguments)
-
-
-def _size(items: object = ()) -> torch.Size:
-    if not isinstance(items, tuple | list) or not _are_sizes(tuple(items)):
-        raise PickleProblem("a shape that is no list of numbers")
-    return torch.Size(items)
-
-
-def _dictionary(pairs: object = ()) -> OrderedDict[Any, Any]:
-    items = [*pairs.items()] if isinstance(pairs, dict) else list(pairs) if isinstance(pairs, list) else []
-    check_keys((key for key, _ in items), _is_key)
-    return OrderedDict(items)
-
-
-def _set(items: object = ()) -> set[Any]:
-    if not isinstance(items, list | tuple):
-        raise PickleProblem("a set of no list")
-    check_keys(items, _is_key)
-    return set(items)
-
-
-_MADE: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _dictionary,
-    "__builtin__.set": _set,
-    "builtins.set": _set,
-    "torch.Size": _size,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _subclassed,
-    "torch.Tensor": Unread,
-    "torch.nn.parameter.Parameter": Unread,
-}
-
-
-def _are_sizes(values: object) -> TypeGuard[Sequence[int]]:
-    if not isinstance(values, tuple) or len(values) > _MOST_DIMENSIONS:
-        return False
-    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _is_key(key: object) -> bool:
-    return isinstance(key, Unread | PlainObject | torch.dtype) or type(key) is torch.Size
-
-
-def _children(value: object) -> Iterable[object] | None:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, PlainObject):
-        return [value.values, value.attributes]
-    return value if type(value) in (list, tuple, set, frozenset) else None  # type: ignore[return-value]
-
-
-# ---- tensors
+    Raises:
+        ForeignClass: for another class.
+        PickleProblem: if it is damaged.
+    """
+    try:
+        return _Reader(data).load()
+    except PickleProblem:
+        raise
+    except _DAMAGE as error:
+        raise PickleProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor of floating-point numbers, each with a place of its own in the file."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
+    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS or value.layout is not torch.strided:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def mapped(path: Path, size: int) -> torch.Tensor:
-    """Return the first bytes of a file, which are read when they are used.
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of parsed arguments, none for a value of another kind.
 
-    Raises:
-        OSError: if it cannot be opened.
-        PickleProblem: if `size` is 0: torch writes no empty file.
+    Their own class is loaded in a process that has imported Megatron-Core, which registers it with torch.
     """
-    os.close(open_regular(path))  # torch names no reason
-    if not size:
-        raise PickleProblem("an empty file")
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-
-
-def _is_older(path: Path) -> bool:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(len(_OLDER)) == _OLDER
+    if isinstance(value, PlainObject):
+        return dict(value.attributes)
+    return dict(vars(value)) if isinstance(value, argparse.Namespace) else {}
 
 
 def _unreadable(path: Path, actual: str) -> CheckpointError:

@@ -1,30 +1,32 @@
-"""A torch.distributed.checkpoint folder: its metadata, and its values by key."""
+"""A torch.distributed.checkpoint folder: its metadata, which is a pickle, and its values by key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
+
+from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.files import failed_read, is_dir, is_file, is_file_name, matching, read_regular
+from reprise.json_file import shown
+from reprise.layout import Box, intersect, relative, whole
+from reprise.live_tensors import canonical_name
+from trainer.interop.formats import known_form
+from trainer.interop.torch_file import (
+    FilePart,
+    ForeignClass,
+    PickleProblem,
+    attributes_of,
+    load_plain,
+    unpickle_records,
 )
 
-from reprise.errors import CheckpointError, count_of
-from reprise.files import is_dir, is_file, is_file_name, matching
-from reprise.json_file import shown
-from reprise.layout import Box, intersect, relative
-from reprise.live_tensors import canonical_name
-from trainer.interop.dcp.metadata import read_metadata, unsound
-from trainer.interop.plain_pickle import PickleProblem
-from trainer.interop.torch_file import PlainObject, load_plain, mapped
-
 METADATA = ".metadata"
+_MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
 
 # Files of similar checkpoints, with what to do about them.
 _OTHER_FORMS = {
@@ -38,40 +40,35 @@ _OTHER_FORMS = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """What `torch.save` wrote to a part of a file of the folder."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor of the folder: its full shape and its dtype."""
+    """A tensor of the folder: its full shape and its dtype, and the chunks that tile it, each with its part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    chunks: Mapping[Box, _Part]
 
 
-def _canonical(metadata: Metadata) -> Metadata:
-    """Return metadata with its keys as without compilation: each compiled module adds `_orig_mod` to them."""
-    table = {canonical_name(key): entry for key, entry in metadata.state_dict_metadata.items()}
-    if len(table) < len(metadata.state_dict_metadata):  # the same key with and without it: two models
-        return metadata
-    storage = {replace(index, fqn=canonical_name(index.fqn)): i for index, i in metadata.storage_data.items()}
-    return replace(metadata, state_dict_metadata=table, storage_data=storage)
-
-
+@dataclass(frozen=True, slots=True)
 class DcpFolder:
     """A DCP folder with validated metadata and all its files.
 
-    Attributes:
+    Args:
         tensors: every tensor by its key.
-        values: the keys of everything else; each is a pickle of its own.
+        values: everything else by its key; each is a pickle of its own.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        self.path = path
-        self._metadata = _canonical(metadata)
-        table = self._metadata.state_dict_metadata
-        self.tensors = {
-            key: DcpTensor(tuple(entry.size), entry.properties.dtype)
-            for key, entry in table.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.values = frozenset(key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata))
+    path: Path
+    tensors: Mapping[str, DcpTensor]
+    values: Mapping[str, _Part]
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Return a full tensor on the CPU, assembled from its chunks with a single chunk in memory.
@@ -87,75 +84,59 @@ class DcpFolder:
         Raises:
             CheckpointError: if a chunk is damaged, or does not hold a tensor.
         """
-        box = Box(tuple(offset), tuple(shape))
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        target = torch.empty(box.shape, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            of_chunk = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            part = intersect(of_chunk, box)
+        box, stored = Box(tuple(offset), tuple(shape)), self.tensors[key]
+        target = torch.empty(box.shape, dtype=stored.dtype)
+        for chunk, place in stored.chunks.items():
+            part = intersect(chunk, box)
             if part.numel:
-                values = self._tensor(MetadataIndex(key, chunk.offsets), of_chunk.shape)
-                target[relative(part, box).slices] = values[relative(part, of_chunk).slices]
+                values = self._read(key, place, admits_all=False)
+                if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.shape:
+                    raise self._damaged(key, place, f"{shown(values)}, no tensor of shape {list(chunk.shape)}")
+                target[relative(part, box).slices] = values[relative(part, chunk).slices]
         return target
 
     def fragments(self, key: str) -> tuple[int, ...]:
         """Return the number of distinct offsets of a tensor's chunks in each dimension."""
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        return tuple(len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size)))
+        stored = self.tensors[key]
+        return tuple(len({chunk.offset[dim] for chunk in stored.chunks}) for dim in range(len(stored.shape)))
 
-    def read_value(self, key: str, placeholder: type[PlainObject] | None = None) -> object:
+    def read_value(self, key: str, *, admits_all: bool = False) -> object:
         """Return a value other than a tensor, or a 0-d tensor as a number.
 
         Args:
-            placeholder: replaces objects of other classes, see `load_plain`; by default they are refused.
+            admits_all: see `load_plain`.
 
         Raises:
-            CheckpointError: if it is damaged, or is anything except numbers, strings, lists and dictionaries of them.
+            CheckpointError: if it is damaged or refused.
         """
         if key in self.tensors:
             return self.read_tensor(key).item()
-        return self._read(MetadataIndex(key), placeholder)
+        return self._read(key, self.values[key], admits_all=admits_all)
 
-    def _tensor(self, index: MetadataIndex, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor of a chunk."""
-        value = self._read(index, None)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
-            raise self._damaged(index, f"{shown(value)}, no tensor of shape {list(shape)}")
-        return value
-
-    def _read(self, index: MetadataIndex, placeholder: type[PlainObject] | None) -> Any:
-        """Return what `torch.save` wrote to a part of a file."""
-        info = self._metadata.storage_data[index]
-        file = self.path / info.relative_path
-        if info.transform_descriptors:
-            raise self._damaged(index, "values that an extension of torch compressed or encrypted")
+    def _read(self, key: str, place: _Part, *, admits_all: bool) -> Any:
         try:
-            return load_plain(mapped(file, info.offset + info.length)[info.offset :], placeholder)
+            with FilePart(self.path / place.file, place.offset, place.length) as file:
+                return load_plain(file, admits_all=admits_all)
         except PickleProblem as error:
-            raise self._damaged(index, str(error)) from None
+            raise self._damaged(key, place, str(error)) from None
 
-    def _damaged(self, index: MetadataIndex, actual: str) -> CheckpointError:
-        info = self._metadata.storage_data[index]
+    def _damaged(self, key: str, place: _Part, actual: str) -> CheckpointError:
         return CheckpointError(
             "A tensor of a DCP folder is damaged"
-            if index.fqn in self.tensors
+            if key in self.tensors
             else "A value of a DCP folder is damaged, or is no plain data",
-            where=f"{self.path / info.relative_path}, {index.fqn}, bytes from {info.offset} on",
+            where=f"{self.path / place.file}, {key}, bytes from {place.offset} on",
             found=actual,
             fix="Import another checkpoint; this one cannot be trusted.",
         )
 
 
-def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> DcpFolder:
+def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
     """Read and validate the metadata of a DCP folder, and require all its files.
-
-    Args:
-        with_plans: whether the metadata may hold plans of the save, as Megatron-Core's does.
 
     Raises:
         CheckpointError: if `path` is not such a folder, `trust_pickle` is not set, or anything is missing or damaged.
+        MismatchError: if the metadata names classes of other programs.
     """
     file = path / METADATA
     if not is_file(file):
@@ -167,49 +148,106 @@ def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> 
             fix="If you trust who wrote it, say so with --trust-pickle. Even then nothing is admitted but the classes "
             "of torch's own metadata.",
         )
-    metadata = read_metadata(file, with_plans=with_plans)
-    problems = [*unsound(metadata), *_missing_files(path, metadata)]
+    folder, problems = _described(path, _metadata(file))
+    problems += _missing_files(folder)
     if problems:
         listing = "".join(f"\n  {problem}" for problem in problems[:20])
         raise CheckpointError(
             "A DCP folder is not whole", where=path, found=f"{count_of(len(problems), 'problem')}:{listing}"
         )
-    return DcpFolder(path, metadata)
+    return folder
 
 
 def _no_folder(path: Path) -> CheckpointError:
     if not is_dir(path):
         return CheckpointError("There is no folder to import", where=path, fix="Correct the path.")
     below = sorted(child.name for child in path.iterdir() if is_file(child / METADATA))
-    if len(below) == 1:
-        return CheckpointError(
-            "A folder is no DCP checkpoint, it holds one", where=path, found=below[0], fix=f"Name {path / below[0]}."
-        )
     if below:
         return CheckpointError(
-            "A folder holds several DCP checkpoints", where=path, found=", ".join(below), fix="Name one of them."
+            "A folder is no DCP checkpoint, but holds some", where=path, found=", ".join(below), fix="Name one of them."
         )
     fix = next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None)
     return CheckpointError("A folder is no DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
 
 
-def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
-    """Yield the files missing, outside the folder, or too short for their parts."""
-    ends, totals = dict[str, int](), dict[str, int]()
-    storage = metadata.storage_data
-    for info in storage.values() if isinstance(storage, dict) else ():
-        name, offset, length = (getattr(info, field, None) for field in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or not is_file_name(name):
-            yield f"{shown(name)}: no name of a file in the folder"
-        elif not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
-            yield f"{name}: no offset and length"
-        else:
-            ends[name] = max(ends.get(name, 0), offset + length)
-            totals[name] = totals.get(name, 0) + length
+def _metadata(file: Path) -> Mapping[str, Any]:
+    """Return the attributes of the metadata in a file."""
+    try:
+        return attributes_of(unpickle_records(read_regular(file, limit_bytes=_MOST_METADATA_BYTES)))
+    except OSError as error:
+        raise failed_read("A DCP metadata file cannot be read", error, where=file) from error
+    except ForeignClass as error:
+        raise MismatchError(
+            "A DCP metadata file holds more than torch's own classes",
+            where=file,
+            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
+            found=str(error),
+            fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
+            "Where that program can save a Hugging Face folder, import that as `hf`.",
+        ) from None
+    except PickleProblem as error:
+        raise CheckpointError(
+            "A DCP metadata file cannot be read",
+            where=file,
+            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
+            found=str(error),
+            fix="It is damaged, or its writer was killed; import another checkpoint.",
+        ) from None
+
+
+def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list[str]]:
+    """Return the folder that metadata describe, with keys as without compilation, and the problems of its tensors.
+
+    A compiled module adds `_orig_mod` to its keys.
+    """
+    tensors, values, problems = dict[str, DcpTensor](), dict[str, _Part](), list[str]()
+    with known_form("torch.distributed.checkpoint", path):
+        table = metadata["state_dict_metadata"]
+        renamed = {canonical_name(key): key for key in table}
+        if len(renamed) < len(table):  # the same key with and without it: two models
+            renamed = {key: key for key in table}
+        places = dict[tuple[str, tuple[int, ...]], _Part]()
+        for index, info in metadata["storage_data"].items():
+            where = attributes_of(info)
+            part = _Part(where["relative_path"], int(where["offset"]), int(where["length"]))
+            if not is_file_name(part.file) or min(part.offset, part.length) < 0:
+                problems.append(f"{shown(part.file)}: no part of a file in the folder")
+            place = attributes_of(index)
+            places[place["fqn"], tuple(place.get("offset") or ())] = part
+        for name, key in renamed.items():
+            entry = attributes_of(table[key])
+            if "size" not in entry:
+                values[name] = places[key, ()]
+                continue
+            boxes = [attributes_of(chunk) for chunk in entry["chunks"]]
+            chunks = {Box(tuple(b["offsets"]), tuple(b["sizes"])): places[key, tuple(b["offsets"])] for b in boxes}
+            shape, dtype = tuple(map(int, entry["size"])), entry["properties"].values[0]
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{shown(dtype)} as a dtype")
+            tensors[name] = DcpTensor(shape, dtype, chunks)
+            problems += _unsound(name, tensors[name])
+    return DcpFolder(path, tensors, values), problems
+
+
+def _unsound(key: str, tensor: DcpTensor) -> Iterator[str]:
+    """Yield the problems of a tensor: chunks that do not tile it, or do not fit into their parts."""
+    for chunk, part in tensor.chunks.items():
+        if part.length < chunk.numel * tensor.dtype.itemsize:
+            yield f"{key}: the chunk at {list(chunk.offset)} lies in {part.length} B, and has {chunk.numel} numbers"
+    numbers = sum(intersect(chunk, whole(tensor.shape)).numel for chunk in tensor.chunks)
+    if numbers != prod(tensor.shape):
+        yield f"{key}: its chunks hold {numbers} of {prod(tensor.shape)} elements"
+
+
+def _missing_files(folder: DcpFolder) -> Iterator[str]:
+    """Yield the files missing, or too short for their parts."""
+    ends = dict[str, int]()
+    for part in (
+        *folder.values.values(),
+        *(part for stored in folder.tensors.values() for part in stored.chunks.values()),
+    ):
+        ends[part.file] = max(ends.get(part.file, 0), part.offset + part.length)
     for name, end in ends.items():
-        if not is_file(path / name):
-            yield f"{name}: no such file"
-        elif (path / name).stat().st_size < end:
-            yield f"{name}: {(path / name).stat().st_size} B, expected at least {end} B"
-        elif (path / name).stat().st_size < totals[name]:
-            yield f"{name}: its parts overlap"
+        size = (folder.path / name).stat().st_size if is_file_name(name) and is_file(folder.path / name) else 0
+        if size < end:
+            yield f"{shown(name)}: {size} B, expected at least {end} B"

@@ -118,7 +118,7 @@ def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> Non
     Args:
         iteration: of the import; a count of the folder with this value is carried.
     """
-    keys = located.unmatched | folder.values - {key for key, _ in located.keys.values()}
+    keys = located.unmatched | folder.values.keys() - {key for key, _ in located.keys.values()}
     keys = frozenset(key for key in keys if not (_COUNT.search(key) and _shown(folder, key) == shown(iteration)))
     moments = "weights and moments" if located.has_optimizer else "weights alone"
     _log.info(f"{folder.path}: {moments} under {possessive(located.scheme)} names")

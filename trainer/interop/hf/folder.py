@@ -144,7 +144,7 @@ def other_files_notes(path: Path) -> list[str]:
     if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
         lines.append(
             f"not carried from {path}: {', '.join(steps)} (DeepSpeed's checkpoint); `reprise convert import deepspeed` "
-            "imports its moments"
+            "imports its moments, once ds_to_universal.py has joined them"
         )
     return lines
 

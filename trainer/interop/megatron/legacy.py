@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from reprise.json_file import integer, shown
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
-from trainer.interop.megatron.data_shards import state_of_data_ranks
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
-from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
+from trainer.interop.megatron.legacy_names import require_known_version, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
 from trainer.interop.megatron.shards import (
     RankCopies,
@@ -36,7 +35,7 @@ from trainer.interop.megatron.shards import (
     stage_order,
 )
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, log_omissions, signs_of_moments
-from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
+from trainer.interop.torch_file import attributes_of, is_plain, open_torch_file
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ Table = Mapping[Any, Any]
 
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
-# Of the distributed optimizer before May 2023: the model beside a folder for each data-parallel rank.
-_SPLIT, _OF_DATA_RANK = "model_rng.pt", "optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
 _OWN = "language_model"  # of Megatron-LM's own models, before those of Megatron-Core
 _MASTER_KEY = "param"
@@ -58,14 +55,12 @@ class _Rank:
 
     Args:
         chunks: the parameters of each virtual stage, in the order of `model.parameters()`, as the file has them.
-        of_data_ranks: the entry `optimizer` of each data-parallel rank, before May 2023.
     """
 
     path: Path
     model: Table
     flat: Table | None
     chunks: Sequence[Stage]
-    of_data_ranks: Sequence[Table] = ()
 
 
 def is_legacy(path: Path) -> bool:
@@ -96,17 +91,13 @@ def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, Desc
     if optimizer and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
-    model, version = described.model, first.get("checkpoint_version")
-    fixed = {
-        key: in_newest_order_of_all(pieces, version, model, where=path)
-        for key, pieces in {"": weights, **optimizer}.items()
-    }
+    require_known_version(first.get("checkpoint_version"), where=path)
     _log_layout(ranks, path, has_optimizer=bool(optimizer))
     log_omissions(first, described, args)
     samples = consumed_samples(first, args)
     state = joined_state(
-        fixed.pop(""),
-        fixed,
+        weights,
+        optimizer,
         described,
         step=step or 0.0,
         iteration=iteration,
@@ -130,22 +121,16 @@ def _iteration(table: Table, path: Path) -> int:
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return the ranks of each stage, by tensor-parallel rank."""
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
-    # Before May 2023, a rank of the distributed optimizer had a folder of its own beside that of the model.
-    of_data_ranks = {name for name in names if is_file(path / name / _OF_DATA_RANK)}
-    folders = [name for name in names if name not in of_data_ranks]
-    if beyond := [name for name in folders if not _RANK.fullmatch(name)]:
+    if beyond := [name for name in names if not _RANK.fullmatch(name)]:
         raise MismatchError(
             "A folder is not that of a rank of tensor and pipeline parallelism",
             where=path / beyond[0],
             expected="mp_rank_TT or mp_rank_TT_PPP",
             fix="Experts, whose ranks have a third number, are not read.",
         )
-    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
+    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
     opened_ranks = {
-        place: _open(
-            path / name, () if options.weights_only else of_data_ranks, with_optimizer=not options.weights_only
-        )
-        for place, name in names_of_places.items()
+        place: _open(path / name, with_optimizer=not options.weights_only) for place, name in names_of_places.items()
     }
     args = _arguments(opened_ranks[(0, 0)].model) if (0, 0) in opened_ranks else {}
     sizes = [
@@ -172,11 +157,9 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     return ranks
 
 
-def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool) -> _Rank:
+def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
-    if not is_file(file) and is_file(folder / _SPLIT):
-        file = folder / _SPLIT
-    table = open_torch_file(file, PlainObject)
+    table = open_torch_file(file)
     numbered = {match[1]: value for key, value in table.items() if (match := _CHUNK.fullmatch(str(key)))}
     if not numbered or not all(isinstance(value, Mapping) for value in numbered.values()):
         raise CheckpointError(
@@ -185,22 +168,11 @@ def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool)
             expected="the dictionary model, or model0, model1, ...",
             found=", ".join(map(str, list(table)[:_MOST_NAMED])),
         )
-    ordered = sorted(numbered.items(), key=lambda one: int(one[0] or 0))
+    ordered = sorted(numbered.items(), key=lambda item: int(item[0] or 0))
     chunks = [stage_of(value, where=file) for _, value in ordered]
     has_flat = with_optimizer and is_file(folder / _FLAT)
-    flat = open_torch_file(folder / _FLAT, PlainObject) if has_flat else None
-    names = sorted(name for name in of_data_ranks if re.fullmatch(rf"{folder.name}_\d\d\d", name))
-    count = _arguments(table).get("data_parallel_size")
-    if names and isinstance(count, int) and count != len(names):
-        raise CheckpointError(
-            f"Files {_OF_DATA_RANK} of data-parallel ranks are missing",
-            where=folder,
-            expected=f"{count_of(count, 'folder')} {folder.name}_DDD",
-            found=", ".join(names[:_MOST_NAMED]),
-            fix="Every rank, on every node, writes its own: bring them all into this folder.",
-        )
-    files = [open_torch_file(folder.parent / name / _OF_DATA_RANK, PlainObject) for name in names]
-    return _Rank(folder, table, flat, chunks, [_entry(file, folder) for file in files])
+    flat = open_torch_file(folder / _FLAT) if has_flat else None
+    return _Rank(folder, table, flat, chunks)
 
 
 def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
@@ -225,8 +197,7 @@ def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
 
 def _arguments(table: Table) -> dict[str, Any]:
     """Return the attributes of `args`, with the defaults of versions from before an argument."""
-    args = table.get("args")
-    arguments = dict(args.attributes) if isinstance(args, PlainObject) else {}
+    arguments = attributes_of(table.get("args"))
     if not arguments:
         return {}
     if "norm_epsilon" not in arguments and "layernorm_epsilon" in arguments:
@@ -244,7 +215,7 @@ def _optimizer(
 ) -> tuple[dict[str, Pieces], float | None]:
     """Return the pieces of master weights and moments by global name, and the number of steps."""
     first = ranks[0][0]
-    if first.model.get("optimizer") is None and first.flat is None and not first.of_data_ranks:
+    if first.model.get("optimizer") is None and first.flat is None:
         require_moments(signs_of_moments(first.model, path), options, where=path)
         _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
         return {}, None
@@ -265,8 +236,6 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return the pieces of master weights and moments of each chunk of a rank, by name."""
     if rank.flat is not None:
         return _of_buffers(rank)
-    if rank.of_data_ranks:
-        return state_of_data_ranks(rank.of_data_ranks, rank.chunks, where=rank.path)
     entry = _entry(rank.model, rank.path)
     if all("params" not in group for group in groups_of(entry.get("optimizer", entry), where=rank.path / _MODEL)):
         raise CheckpointError(
@@ -340,23 +309,18 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
 
 
 def _step(rank: _Rank) -> float | None:
-    groups, entries = list[Table](), list[Table]()
-    for entry in rank.of_data_ranks or [_entry(rank.model, rank.path)]:
-        inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
-        state = inner.get("state")
-        groups += groups_of(inner, where=rank.path)
-        entries += (
-            [values for values in state.values() if isinstance(values, Mapping)] if isinstance(state, Mapping) else []
-        )
-    return step_of(groups, entries, where=rank.path)
+    entry = _entry(rank.model, rank.path)
+    inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
+    state = inner.get("state")
+    entries = [values for values in state.values() if isinstance(values, Mapping)] if isinstance(state, Mapping) else []
+    return step_of(groups_of(inner, where=rank.path), entries, where=rank.path)
 
 
 def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
     """Log the layout of the checkpoint."""
     chunks = len(ranks[0][0].chunks)
     virtual = f", {chunks} virtual stages each" if chunks > 1 else ""
-    is_sharded = ranks[0][0].flat is not None or ranks[0][0].of_data_ranks
-    kind = "the distributed optimizer" if is_sharded else "an unsharded optimizer"
+    kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
     sizes = f"{count_of(len(ranks[0]), 'tensor-parallel rank')}, {count_of(len(ranks), 'stage')}{virtual}"
     _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

@@ -11,7 +11,7 @@ from reprise.json_file import shown
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
 _BACKEND = "sharded_backend"
-_LEGACY = ("mp_rank_*/model_optim_rng.pt", "mp_rank_*/model_rng.pt")  # Megatron-LM, --ckpt-format torch
+_LEGACY = "mp_rank_*/model_optim_rng.pt"  # Megatron-LM, --ckpt-format torch
 _MOST_NAMED = 10
 
 
@@ -46,6 +46,6 @@ def _form(path: Path) -> str | None:
             backend = None
         if isinstance(backend, str):
             return f"megatron.core.dist_checkpointing, {_BACKEND} {shown(backend)} in {_METADATA}"
-    if is_dir(path) and any(matching(path, pattern) for pattern in _LEGACY):
+    if is_dir(path) and matching(path, _LEGACY):
         return "Megatron-LM's format `torch`, a folder mp_rank_* for each rank"
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.files import is_dir, is_file
 from reprise.reading import no_folder
-from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.formats import Format, ImportOptions, known_form
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
@@ -36,16 +36,9 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             where=folder,
             fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
         )
-    try:
+    with known_form("Megatron", folder):
         read = read_legacy if is_legacy(folder) else read_torch_dist
         state, described = read(folder, options)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "A Megatron checkpoint has a form that is not known",
-            where=folder,
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="It is damaged, or its version of Megatron lays it out in another way.",
-        ) from error
     return as_source(state, described, where=folder)
 
 

@@ -38,7 +38,7 @@ from trainer.interop.megatron.state import (
     parameter_groups,
     signs_of_moments,
 )
-from trainer.interop.torch_file import PlainObject, open_torch_file
+from trainer.interop.torch_file import attributes_of, open_torch_file
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
             found=backend,
             fix=f"Save it with --ckpt-format {TORCH_DIST}.",
         )
-    dcp = open_folder(folder, trust_pickle=options.trusts_pickle, with_plans=True)
+    dcp = open_folder(folder, trust_pickle=options.trusts_pickle)
     common = _common(dcp)
-    args = common["args"].attributes if isinstance(common.get("args"), PlainObject) else {}
+    args = attributes_of(common.get("args"))
     prefix = _prefix(dcp)
     rows, layers = dcp.tensors[prefix + _TABLE].shape[0], _layers(dcp, prefix)
     described = describe(args, rows, layers, options, where=folder, names=dcp.tensors)
@@ -94,7 +94,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
 def _common(dcp: DcpFolder) -> Mapping[str, Any]:
     """Return what is not sharded: the iteration, the arguments and the optimizer's settings."""
     if is_file(dcp.path / COMMON):
-        return open_torch_file(dcp.path / COMMON, PlainObject)
+        return open_torch_file(dcp.path / COMMON)
     if _COMMON_OBJECT not in dcp.values:
         raise CheckpointError(
             "A Megatron checkpoint has no iteration and no arguments",
@@ -103,7 +103,7 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
             found="neither",
             fix=f"If that folder was copied, copy {COMMON} too; otherwise take another checkpoint.",
         )
-    state = dcp.read_value(_COMMON_OBJECT, PlainObject)
+    state = dcp.read_value(_COMMON_OBJECT, admits_all=True)
     if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], Mapping)):
         raise CheckpointError(
             "The unsharded state of a Megatron checkpoint has another form",

@@ -1,0 +1,266 @@
+"""Reads DeepSpeed's universal checkpoints, without DeepSpeed: a folder for each parameter, with its moments.
+
+DeepSpeed's `checkpoint/ds_to_universal.py` makes such a folder from those of `save_checkpoint`, of any ZeRO stage and
+any number of ranks: in `zero/NAME/`, `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` have a whole tensor each, beside
+`step.pt`. At stage 3 the tensors are flat, and the steps are in `zero/optimizer_state.pt` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
+from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
+from reprise.files import is_dir, is_file, is_file_name, matching
+from reprise.json_file import integer, shown, step_count
+from reprise.reading import no_folder
+from trainer.config.derived import batch_schedule_of
+from trainer.interop.formats import Format, ImportOptions, known_form
+from trainer.interop.hf.config import require_layers
+from trainer.interop.hf.folder import CONFIG, read_folder_model
+from trainer.interop.source import StateSource
+from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
+
+_log = logging.getLogger(__name__)
+
+_WEIGHTS, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
+_ZERO, _OPTIMIZER = "zero", "optimizer_state.pt"
+_LATEST = ("latest_universal", "latest")
+_MODEL = "*mp_rank_00_model_states.pt"
+_COMMAND = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Universal:
+    """A universal checkpoint.
+
+    Args:
+        names: DeepSpeed's name of each of our tensors, by our name.
+        trained: our names of those with moments.
+        step: of the parameters without a `step.pt`; None if nothing tells it.
+    """
+
+    path: Path
+    model: ModelConfig
+    names: Mapping[str, str]
+    trained: frozenset[str]
+    step: float | None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor; a frozen parameter has zero moments and step 0."""
+        kind, _, parameter = name.partition(".")
+        if kind == _STEP:
+            return torch.tensor(self._steps(parameter))
+        if kind not in _MOMENTS:
+            return self._tensor(_WEIGHTS, name)
+        if parameter not in self.trained:
+            return torch.zeros(stored_tensors(self.model)[parameter].shape)
+        return self._tensor(kind, parameter)
+
+    def _steps(self, parameter: str) -> float:
+        if parameter not in self.trained:
+            return 0.0
+        file = self.path / _ZERO / self.names[parameter] / f"{_STEP}.pt"
+        step = _number(read_torch_file(file), file) if is_file(file) else self.step
+        if step is None:
+            raise CheckpointError("A parameter's number of steps is missing", where=file)
+        return step
+
+    def _tensor(self, kind: str, name: str) -> torch.Tensor:
+        file, shape = self.path / _ZERO / self.names[name] / f"{kind}.pt", stored_tensors(self.model)[name].shape
+        content = read_torch_file(file)
+        tensor = content.get("param") if isinstance(content, Mapping) else content
+        if not is_plain(tensor) or tuple(tensor.shape) not in (shape, (prod(shape),)):
+            raise MismatchError(
+                "A universal checkpoint holds another model",
+                where=file,
+                expected=list(shape),
+                found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
+                fix=_FIX,
+            )
+        return tensor.detach().view(shape)
+
+
+_FIX = (
+    "Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a config.json beside "
+    "the tag's folder goes before them."
+)
+
+
+def read_source(path: Path, options: ImportOptions) -> StateSource:
+    """Open a universal checkpoint of a model under transformers' names, with at most one prefix.
+
+    The `config.json` of transformers' Trainer beside the tag's folder describes the model, otherwise the configuration
+    does. Every file is opened when its tensor is read.
+
+    Args:
+        path: the folder of a tag, or that above it, for the tag in its file `latest_universal`.
+
+    Raises:
+        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
+        CheckpointError: if files are missing or damaged.
+        MismatchError: if it holds another model, or is a folder of `save_checkpoint` itself.
+    """
+    if not options.trusts_pickle:
+        raise ConfigError(
+            "DeepSpeed's files are pickles",
+            where=path,
+            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
+        )
+    folder = _tag(path)
+    saved = _model_file(folder)
+    kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
+    model = _model(folder, len(kinds), options)
+    names = _names(kinds, model, where=folder)
+    trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
+    frozen = sorted(names.keys() - trained)
+    if options.weights_only:
+        return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, None).read)
+    if not trained:
+        raise MismatchError(
+            "A universal checkpoint has no moments of Adam",
+            where=folder / _ZERO,
+            expected=" and ".join(f"{kind}.pt" for kind in _MOMENTS),
+            fix="Take the weights alone with --weights-only.",
+        )
+    iteration = _iteration(saved, folder)
+    if frozen:
+        listed = ", ".join(frozen[:_MOST_NAMED])
+        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {listed}")
+    _warn_of_position(saved.get("global_samples"), iteration, options)
+    with known_form("DeepSpeed", folder):
+        step = _common_step(folder)
+    return StateSource(model, iteration, True, _Universal(folder, model, names, trained, step).read)
+
+
+def _tag(path: Path) -> Path:
+    """Return the folder of the requested tag.
+
+    Raises:
+        CheckpointError: if it is not there.
+        MismatchError: if it is not a universal checkpoint.
+    """
+    if not is_dir(path):
+        raise no_folder(path)
+    folder = path
+    if latest := next((path / name for name in _LATEST if is_file(path / name)), None):
+        tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
+        if not is_file_name(tag) or not is_dir(path / tag):
+            raise CheckpointError("The newest tag of a folder is not there", where=latest, found=shown(tag))
+        folder = path / tag
+    if not is_dir(folder / _ZERO):
+        raise MismatchError(
+            "A folder is not a universal checkpoint of DeepSpeed",
+            where=folder,
+            expected=f"a folder {_ZERO}, with a folder for each parameter",
+            found=", ".join(sorted(child.name for child in folder.iterdir())[:_MOST_NAMED]) or "nothing",
+            fix=f"Where DeepSpeed is installed, run `{_COMMAND} --input_folder {folder} --output_folder "
+            f"{folder}_universal`, and import what it writes. Weights alone are in what save_pretrained writes: `hf`.",
+        )
+    return folder
+
+
+def _model_file(folder: Path) -> Mapping[Any, Any]:
+    """Return the first model file, which has the counts."""
+    file = next(iter(sorted(matching(folder, _MODEL))), None)
+    if file is None:
+        raise CheckpointError("A universal checkpoint has no model file", where=folder, expected=_MODEL)
+    return open_torch_file(file)
+
+
+def _parameters(folder: Path) -> list[str]:
+    return sorted(child.name for child in (folder / _ZERO).iterdir() if is_dir(child))
+
+
+def _model(folder: Path, tensors: int, options: ImportOptions) -> ModelConfig:
+    config = folder.parent / CONFIG
+    if not is_file(config):
+        return options.config.model
+    _log.info(f"the model is that of {config}")
+    model, lost = read_folder_model(config.parent)
+    for line in lost:
+        _log.warning(line)
+    require_layers(model, tensors, where=config)
+    return model
+
+
+def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) -> dict[str, str]:
+    """Return DeepSpeed's name of every tensor of ours.
+
+    A parameter without moments is frozen, or a buffer, or a second name of another one.
+    """
+    stored, second = list(stored_tensors(model)), aliases(model)
+    prefix = next((name.removesuffix(stored[0]) for name in kinds if name.endswith(stored[0])), "")
+    problems = list(_differences(kinds, {prefix + name for name in stored}, {prefix + name for name in second}))
+    if problems:
+        listing = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
+        raise MismatchError(
+            "A universal checkpoint holds another model",
+            where=where,
+            found=f"{count_of(len(problems), 'difference')}:\n{listing}{' ...' if problems[_MOST_NAMED:] else ''}",
+            fix=_FIX,
+        )
+    return {name: prefix + name for name in stored}
+
+
+def _differences(kinds: Mapping[str, set[str]], expected: set[str], second: set[str]) -> Iterator[str]:
+    for name in sorted(expected):
+        if lacking := {_WEIGHTS} - kinds.get(name, set()):
+            yield f"missing: {name}/{lacking.pop()}.pt"
+        elif len(kinds[name] & {*_MOMENTS}) == 1:
+            yield f"missing: one of {name}/{_MOMENTS[0]}.pt and {_MOMENTS[1]}.pt"
+    for name, files in sorted(kinds.items()):
+        if name not in expected and (name not in second and (name.endswith(".weight") or files & {*_MOMENTS})):
+            yield f"not of the model: {name}"
+
+
+def _iteration(saved: Mapping[Any, Any], folder: Path) -> int:
+    try:
+        return integer(saved.get("global_steps"))
+    except ValueError as error:
+        raise CheckpointError(
+            "A universal checkpoint names no iteration", where=folder, expected="global_steps", found=str(error)
+        ) from error
+
+
+def _common_step(folder: Path) -> float | None:
+    """Return the steps in the optimizer's unsharded state, the same for all parameters."""
+    file = folder / _ZERO / _OPTIMIZER
+    table = open_torch_file(file)
+    state = (table.get("optimizer_state_dict") or {}).get("state")
+    entries: list[Any] = [*(table.get("param_groups") or ()), *(state or {}).values()]
+    steps = {_number(e[_STEP], file) for e in entries if isinstance(e, Mapping) and e.get(_STEP) is not None}
+    if len(steps) > 1:
+        raise CheckpointError("The parameters' numbers of steps differ", where=file, found=sorted(steps))
+    return steps.pop() if steps else None
+
+
+def _number(value: object, where: Path) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        return step_count(value)
+    except ValueError as error:
+        raise CheckpointError("A number of steps makes no sense", where=where, found=shown(value)) from error
+
+
+def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:
+    """Warn if DeepSpeed's count of samples is not a run's at this iteration."""
+    expected = batch_schedule_of(options.config.train).consumed_after(iteration)
+    if isinstance(samples, int) and samples != expected:
+        _log.warning(
+            f"DeepSpeed counted {count_of(samples, 'sample')} in {count_of(iteration, 'iteration')}, where its batch "
+            f"size makes {expected}: --consumed-samples={samples} begins behind them"
+        )
+
+
+FORMAT = Format("a universal checkpoint of DeepSpeed, as ds_to_universal.py makes", read_source, names_model=True)

@@ -1,1 +1,0 @@
-"""Import of DeepSpeed checkpoints at ZeRO stages 0 to 3."""

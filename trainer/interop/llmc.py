@@ -1,0 +1,313 @@
+"""Weight files of llm.c for GPT-2 and LLaMA-3: imported as weights, and the start of a run on any topology.
+
+Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` of `train_gpt2.py` and `train_llama3.py`. A
+file is a header of 256 int32 and tensors without holes, all layers of a kind before the next kind. Weights of linear
+layers are [out, in]. The file is mapped: only the parts in use are read.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models.config import Family, ModelConfig, RopeScaling
+from models.families import problems as model_problems
+from reprise.errors import CheckpointError
+from reprise.files import open_regular
+from reprise.live_tensors import LiveTensor
+from reprise.reading import LoadReport
+from trainer.interop.finite import FiniteCheck
+from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.source import StateSource
+
+_HEADER = struct.Struct("<256i")
+_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+# Of each family: its magic number, and the sizes in a header from its third member on.
+_FAMILIES = {
+    20240326: (Family.gpt2, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")),
+    20240803: (Family.llama3, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")),
+}
+WEIGHTS = f"a magic number of {' or '.join(map(str, _FAMILIES))}"
+_TOKENS = (20240520, 20240801)
+_MOST_LAYERS, _MOST = 10_000, 1 << 24
+_NORM_EPS = 1e-5  # of both models, if the file does not have it
+_SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # the scaling that `use_scaled_rope` selects: LLaMA 3.1
+# Begin and end of text, by the size of the vocabulary.
+_ENDS = {50257: (50256, 50256), 128256: (128000, 128001)}
+
+
+class _Form(Enum):
+    """How a tensor in a file relates to ours."""
+
+    plain = "plain"
+    transposed = "transposed"  # GPT-2's Conv1D of transformers is [in, out]
+    interleaved = "interleaved"  # rotary pairs are adjacent in a file, and halves of a head in stored tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor in a file: its stored name, its shape in the file, and the number of leading rows stored.
+
+    Args:
+        heads: number of heads in its rows, for an interleaved tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: int
+    form: _Form = _Form.plain
+    heads: int = 0
+
+    def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Convert the stored rows, [rows, ...], to the stored layout."""
+        if self.form is _Form.interleaved:
+            pairs = tensor.reshape(self.heads, -1, 2, tensor.shape[-1])
+            return pairs.transpose(1, 2).reshape(tensor.shape)
+        return tensor.T if self.form is _Form.transposed else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A file with a valid header and size.
+
+    Args:
+        data: its bytes, mapped.
+        parts: each tensor and its first byte, by stored name.
+    """
+
+    path: Path
+    model: ModelConfig
+    dtype: torch.dtype
+    data: torch.Tensor
+    parts: Mapping[str, tuple[_Tensor, int]]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor in the stored layout, without padding rows; a view of the file unless it is interleaved."""
+        part, begin = self.parts[name]
+        shape = (part.rows, *part.shape[1:])
+        end = begin + prod(shape) * self.dtype.itemsize
+        return part.to_ours(self.data[begin:end].view(self.dtype).view(shape))
+
+
+def foreign(path: Path) -> str | None:
+    """Return the format of a file by its first bytes, or None if it is a weight file of llm.c.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(16)
+    number = int.from_bytes(data[:4], "little")
+    if number in _FAMILIES:
+        return None
+    if number in _TOKENS:
+        return "tokens, which data.train reads"
+    if data[8:10] == b'{"':
+        return "a safetensors file; name its folder if that holds config.json"
+    return f"{number}, of the bytes {data[:8].hex(' ') or 'none'}"
+
+
+def open_file(path: Path) -> WeightsFile:
+    """Read the header of a weight file and check the size of the file against it.
+
+    Raises:
+        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
+    """
+    try:
+        problem, size = foreign(path), path.stat().st_size
+        if problem is None and size < _HEADER.size:
+            problem = f"{size} B"
+        if problem is not None:
+            raise CheckpointError("A file is not a weight file of llm.c", where=path, expected=WEIGHTS, found=problem)
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except OSError as error:
+        raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
+    header = list(_HEADER.unpack(data[: _HEADER.size].numpy().tobytes()))
+    if header[1] not in _VERSIONS:
+        raise CheckpointError(
+            "A file of weights has another version",
+            where=path,
+            expected=" or ".join(f"{number} ({dtype})" for number, dtype in _VERSIONS.items()),
+            found=header[1],
+        )
+    dtype = _VERSIONS[header[1]]
+    model, tensors = _described(path, header, size - _HEADER.size, dtype)
+    parts, at = dict[str, tuple[_Tensor, int]](), _HEADER.size
+    for tensor in tensors:
+        parts[tensor.name] = tensor, at
+        at += prod(tensor.shape) * dtype.itemsize
+    return WeightsFile(path, model, dtype, data, parts)
+
+
+def fill(
+    file: WeightsFile, live: Sequence[LiveTensor], *, progress: Callable[[int], None] = lambda _: None
+) -> LoadReport:
+    """Fill each float32 box of `live`.
+
+    Args:
+        progress: called with the number of bytes filled since its last call.
+
+    Raises:
+        CheckpointError: if a number is NaN or infinite.
+    """
+    start, filled_bytes = time.perf_counter(), 0
+    for tensor in sorted(live, key=lambda tensor: file.parts[tensor.spec.name][1]):
+        view, check = tensor.spec.view, FiniteCheck()
+        values = file.read(tensor.spec.name).view(view)[tensor.box.slices]
+        check.add(values)
+        check.require_all(tensor.box, view, view, where=f"{file.path}, {tensor.spec.name}")
+        tensor.local.detach().copy_(values.reshape(tensor.local.shape))
+        filled_bytes += tensor.local.nbytes
+        progress(tensor.local.nbytes)
+    read_bytes = filled_bytes * file.dtype.itemsize // torch.float32.itemsize
+    return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
+
+
+def read_source(path: Path, options: ImportOptions) -> StateSource:
+    """Open a weight file, to be read tensor by tensor.
+
+    Raises:
+        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
+    """
+    del options  # a file has all
+    file = open_file(path)
+    return StateSource(file.model, 0, has_optimizer=False, read=file.read)
+
+
+def _described(
+    path: Path, header: Sequence[int], tensor_bytes: int, dtype: torch.dtype
+) -> tuple[ModelConfig, list[_Tensor]]:
+    """Return the model of a file and its tensors; refuse a file of another size."""
+    family, names = _FAMILIES[header[0]]
+    sizes = dict(zip(names, header[2:], strict=False))
+    most = {name: _MOST_LAYERS if name == "n_layer" else _MOST for name in names}
+    problems = [f"{name}={n}: must be 1 to {most[name]}" for name, n in sizes.items() if not 1 <= n <= most[name]]
+    rows = sizes.get("padded_vocab_size", sizes["vocab_size"])
+    if not problems and rows < sizes["vocab_size"]:
+        problems.append(f"padded_vocab_size={rows}: below vocab_size={sizes['vocab_size']}")
+    items, expected, model, tensors = tensor_bytes // dtype.itemsize, 0, None, list[_Tensor]()
+    if not problems:
+        model = _model(family, sizes, header, items)
+        problems = [] if model is None else model_problems(model)
+    if problems:
+        raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(problems))
+    if model is not None:
+        tensors = list(_TENSORS[family](model, rows))
+        expected = sum(prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+    if model is None or expected != tensor_bytes:
+        raise CheckpointError(
+            "A file of weights has another size",
+            where=path,
+            expected=f"{_HEADER.size + expected} B" if expected else "a size with a whole number of columns",
+            found=f"{_HEADER.size + tensor_bytes} B",
+        )
+    return model, tensors
+
+
+def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], items: int) -> ModelConfig | None:
+    """Return the model of a sound header.
+
+    A LLaMA header holds a multiplier for the width of the MLP, truncated to an integer by llm.c, so the file's number
+    of items determines it; None where no width fits.
+    """
+    vocab_size, n_layer, n_head, n_embd = (sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd"))
+    begin, end = _ENDS.get(vocab_size, (vocab_size - 1, vocab_size - 1))
+    common = ModelConfig(
+        family=family,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=sizes.get("n_kv_head", n_head),
+        n_embd=n_embd,
+        intermediate_size=4 * n_embd,
+        vocab_size=vocab_size,
+        max_position_embeddings=sizes["max_seq_len"],
+        bos_token_id=begin,
+        eos_token_id=end,
+        norm_eps=_NORM_EPS,
+    )
+    if "n_kv_head" not in sizes:
+        return common
+    kv_width = n_embd // n_head * common.n_kv_head
+    in_layers = items - 2 * vocab_size * n_embd - n_embd
+    in_mlp = in_layers - n_layer * (2 * n_embd + (2 * n_embd + 2 * kv_width) * n_embd)
+    width, remainder = divmod(in_mlp, 3 * n_layer * n_embd)
+    if remainder or width < 1 or (header[9] > 0 and width % header[9]):
+        return None
+    return replace(
+        common,
+        intermediate_size=width,
+        tie_word_embeddings=False,
+        norm_eps=_number(header[10]) or _NORM_EPS,
+        rope_theta=_number(header[11]) or 500000.0,
+        rope_scaling=_SCALED if header[12] else None,
+    )
+
+
+def _number(bits: int) -> float:
+    """Return a number from an integer, as written by llm.c, or from the bits of a float32, as written by others."""
+    if 0 <= bits < _MOST:
+        return float(bits)
+    number = np.frombuffer(struct.pack("<i", bits), dtype="<f4")[0]
+    return float(str(number))  # the shortest decimal that has these bits: 1e-5 and not its neighbour
+
+
+def _gpt2_tensors(model: ModelConfig, rows: int) -> Iterator[_Tensor]:
+    """Yield the tensors of a GPT-2 file in order."""
+    width, wide = model.n_embd, 4 * model.n_embd
+    yield _Tensor("transformer.wte.weight", (rows, width), model.vocab_size)
+    yield _plain("transformer.wpe.weight", model.max_position_embeddings, width)
+    for name, *shape in (
+        ("ln_1.weight", width),
+        ("ln_1.bias", width),
+        ("attn.c_attn.weight", 3 * width, width),
+        ("attn.c_attn.bias", 3 * width),
+        ("attn.c_proj.weight", width, width),
+        ("attn.c_proj.bias", width),
+        ("ln_2.weight", width),
+        ("ln_2.bias", width),
+        ("mlp.c_fc.weight", wide, width),
+        ("mlp.c_fc.bias", wide),
+        ("mlp.c_proj.weight", width, wide),
+        ("mlp.c_proj.bias", width),
+    ):
+        form = _Form.transposed if len(shape) == 2 else _Form.plain
+        for layer in range(model.n_layer):
+            yield _Tensor(f"transformer.h.{layer}.{name}", tuple(shape), shape[0], form)
+    yield _plain("transformer.ln_f.weight", width)
+    yield _plain("transformer.ln_f.bias", width)
+
+
+def _llama3_tensors(model: ModelConfig, rows: int) -> Iterator[_Tensor]:
+    """Yield the tensors of a LLaMA-3 file in order; query, key and value of a layer follow each other."""
+    width, inner, kv_width = model.n_embd, model.intermediate_size, model.n_kv_head * model.head_width
+    layers = [f"model.layers.{layer}" for layer in range(model.n_layer)]
+    yield _plain("model.embed_tokens.weight", rows, width)
+    yield from (_plain(f"{layer}.input_layernorm.weight", width) for layer in layers)
+    for layer in layers:
+        for name, part, heads in (("q_proj", width, model.n_head), ("k_proj", kv_width, model.n_kv_head)):
+            yield _Tensor(f"{layer}.self_attn.{name}.weight", (part, width), part, _Form.interleaved, heads)
+        yield _plain(f"{layer}.self_attn.v_proj.weight", kv_width, width)
+    yield from (_plain(f"{layer}.self_attn.o_proj.weight", width, width) for layer in layers)
+    yield from (_plain(f"{layer}.post_attention_layernorm.weight", width) for layer in layers)
+    yield from (_plain(f"{layer}.mlp.up_proj.weight", inner, width) for layer in layers)
+    yield from (_plain(f"{layer}.mlp.gate_proj.weight", inner, width) for layer in layers)
+    yield from (_plain(f"{layer}.mlp.down_proj.weight", width, inner) for layer in layers)
+    yield _plain("model.norm.weight", width)
+    yield _plain("lm_head.weight", rows, width)
+
+
+def _plain(name: str, *shape: int) -> _Tensor:
+    return _Tensor(name, shape, shape[0])
+
+
+_TENSORS = {Family.gpt2: _gpt2_tensors, Family.llama3: _llama3_tensors}
+FORMAT = Format("a file of weights of llm.c (GPT-2 or LLaMA-3)", read_source, names_model=True)
