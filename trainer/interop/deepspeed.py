@@ -18,14 +18,13 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
-from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.files import is_dir, is_file, is_file_name, matching
-from reprise.json_file import integer, shown, step_count
+from reprise.json_file import integer, shown
 from reprise.reading import no_folder
 from trainer.config.derived import batch_schedule_of
-from trainer.interop.formats import Format, ImportOptions, known_form
-from trainer.interop.hf.config import require_layers
-from trainer.interop.hf.folder import CONFIG, read_folder_model
+from trainer.interop.formats import Format, ImportOptions, known_form, listed, one_step, require_trust
+from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
 
@@ -70,7 +69,7 @@ class _Universal:
         if parameter not in self.trained:
             return 0.0
         file = self.path / _ZERO / self.names[parameter] / f"{_STEP}.pt"
-        step = _number(read_torch_file(file), file) if is_file(file) else self.step
+        step = one_step([read_torch_file(file)], where=file) if is_file(file) else self.step
         if step is None:
             raise CheckpointError("A parameter's number of steps is missing", where=file)
         return step
@@ -110,16 +109,11 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: if files are missing or damaged.
         MismatchError: if it holds another model, or is a folder of `save_checkpoint` itself.
     """
-    if not options.trusts_pickle:
-        raise ConfigError(
-            "DeepSpeed's files are pickles",
-            where=path,
-            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
-        )
+    require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
     saved = _model_file(folder)
     kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
-    model = _model(folder, len(kinds), options)
+    model = model_beside(folder.parent, len(kinds), options.config.model)
     names = _names(kinds, model, where=folder)
     trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
     frozen = sorted(names.keys() - trained)
@@ -132,13 +126,12 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             expected=" and ".join(f"{kind}.pt" for kind in _MOMENTS),
             fix="Take the weights alone with --weights-only.",
         )
-    iteration = _iteration(saved, folder)
+    with known_form("DeepSpeed", folder):
+        iteration, step = integer(saved.get("global_steps")), _common_step(folder)
     if frozen:
         listed = ", ".join(frozen[:_MOST_NAMED])
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {listed}")
     _warn_of_position(saved.get("global_samples"), iteration, options)
-    with known_form("DeepSpeed", folder):
-        step = _common_step(folder)
     return StateSource(model, iteration, True, _Universal(folder, model, names, trained, step).read)
 
 
@@ -181,18 +174,6 @@ def _parameters(folder: Path) -> list[str]:
     return sorted(child.name for child in (folder / _ZERO).iterdir() if is_dir(child))
 
 
-def _model(folder: Path, tensors: int, options: ImportOptions) -> ModelConfig:
-    config = folder.parent / CONFIG
-    if not is_file(config):
-        return options.config.model
-    _log.info(f"the model is that of {config}")
-    model, lost = read_folder_model(config.parent)
-    for line in lost:
-        _log.warning(line)
-    require_layers(model, tensors, where=config)
-    return model
-
-
 def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) -> dict[str, str]:
     """Return DeepSpeed's name of every tensor of ours.
 
@@ -202,12 +183,8 @@ def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) ->
     prefix = next((name.removesuffix(stored[0]) for name in kinds if name.endswith(stored[0])), "")
     problems = list(_differences(kinds, {prefix + name for name in stored}, {prefix + name for name in second}))
     if problems:
-        listing = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         raise MismatchError(
-            "A universal checkpoint holds another model",
-            where=where,
-            found=f"{count_of(len(problems), 'difference')}:\n{listing}{' ...' if problems[_MOST_NAMED:] else ''}",
-            fix=_FIX,
+            "A universal checkpoint holds another model", where=where, found=listed(problems, "difference"), fix=_FIX
         )
     return {name: prefix + name for name in stored}
 
@@ -223,34 +200,12 @@ def _differences(kinds: Mapping[str, set[str]], expected: set[str], second: set[
             yield f"not of the model: {name}"
 
 
-def _iteration(saved: Mapping[Any, Any], folder: Path) -> int:
-    try:
-        return integer(saved.get("global_steps"))
-    except ValueError as error:
-        raise CheckpointError(
-            "A universal checkpoint names no iteration", where=folder, expected="global_steps", found=str(error)
-        ) from error
-
-
 def _common_step(folder: Path) -> float | None:
     """Return the steps in the optimizer's unsharded state, the same for all parameters."""
     file = folder / _ZERO / _OPTIMIZER
     table = open_torch_file(file)
-    state = (table.get("optimizer_state_dict") or {}).get("state")
-    entries: list[Any] = [*(table.get("param_groups") or ()), *(state or {}).values()]
-    steps = {_number(e[_STEP], file) for e in entries if isinstance(e, Mapping) and e.get(_STEP) is not None}
-    if len(steps) > 1:
-        raise CheckpointError("The parameters' numbers of steps differ", where=file, found=sorted(steps))
-    return steps.pop() if steps else None
-
-
-def _number(value: object, where: Path) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    try:
-        return step_count(value)
-    except ValueError as error:
-        raise CheckpointError("A number of steps makes no sense", where=where, found=shown(value)) from error
+    state = (table.get("optimizer_state_dict") or {}).get("state") or {}
+    return one_step([entry.get(_STEP) for entry in (*(table.get("param_groups") or ()), *state.values())], where=file)
 
 
 def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.files import FILE_SYSTEM, Files
+from reprise.json_file import shown, step_count
 from reprise.reading import Checkpoint
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
+
+_log = logging.getLogger(__name__)
+
+_MOST_NAMED = 20
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,51 @@ def known_form(program: str, path: Path) -> Iterator[None]:
             found=f"{type(error).__name__}: {str(error)[:200]}",
             fix=f"It is damaged, or its version of {program} lays it out in another way.",
         ) from error
+
+
+def require_trust(options: ImportOptions, program: str, *, where: Path) -> None:
+    """Refuse files that are pickles unless they are trusted.
+
+    Raises:
+        ConfigError: with the option to add.
+    """
+    if not options.trusts_pickle:
+        raise ConfigError(
+            f"{program}'s files are pickles",
+            where=where,
+            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
+        )
+
+
+def listed(problems: Sequence[str], noun: str) -> str:
+    """Return the number of problems and the first of them, one a line."""
+    more = ["..."] if len(problems) > _MOST_NAMED else []
+    return f"{count_of(len(problems), noun)}:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_NAMED], *more])
+
+
+def one_step(values: Iterable[object], *, where: object) -> float | None:
+    """Return the number of steps that all of `values` are, of which None stands for no number; None if there is none.
+
+    Raises:
+        CheckpointError: if there are several, or one makes no sense.
+    """
+    steps = set[float]()
+    for value in values:
+        try:
+            if value is not None:
+                steps.add(step_count(value.item() if isinstance(value, torch.Tensor) else value))
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError("A number of steps makes no sense", where=where, found=shown(value)) from error
+    if len(steps) > 1:
+        raise CheckpointError("The numbers of steps of an optimizer differ", where=where, found=sorted(steps))
+    return steps.pop() if steps else None
+
+
+def log_settings(groups: Iterable[object]) -> None:
+    """Log the settings of an optimizer's groups, which are not carried."""
+    tables = [group for group in groups if isinstance(group, Mapping)]
+    for line in sorted({", ".join(f"{key} {shown(g[key])}" for key in _SETTINGS if key in g) for g in tables}):
+        _log.info(f"the optimizer was set to {line}: not carried, the run that continues has its own, optimizer.*")
 
 
 def require_moments(signs: Sequence[str], options: ImportOptions, *, where: object) -> None:

@@ -5,7 +5,6 @@ Source: `Linear.merge` and `get_delta_weight` of `peft.tuners.lora.layer`, PEFT 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,10 @@ from reprise.folder import STATE
 from reprise.reading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
 from trainer.interop import llmc
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import is_folder, open_folder, stored_places, tensor_files
-from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.hf.folder import is_folder, open_folder, tensor_files
+from trainer.interop.hf.load import folder_source
 from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
-
-_log = logging.getLogger(__name__)
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
@@ -94,13 +91,11 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=file.read), identity
     if is_folder(path):
-        folder = open_folder(path, files)
-        for line in [*differences(folder.model, plain, where=path), *folder.lost]:
-            _log.warning(line)
-        places = stored_places(folder, plain)
-        check_tied(folder, plain)
-        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
-        return StateSource(plain, 0, has_optimizer=False, read=lambda n: read_whole(folder, places[n])), identity
+        identity = {
+            "format": "transformers",
+            "xxh3_64": digest_of_samples(tensor_files(open_folder(path, files))).hex(),
+        }
+        return replace(folder_source(path, files, plain), tokenizer={}), identity
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

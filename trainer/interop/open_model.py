@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,10 @@ from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.files import FILE_SYSTEM, Files
 from reprise.reading import Chooser, LoadSource, open_checkpoint
-from trainer.interop.hf.folder import is_folder, open_folder, stored_places
-from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.hf.folder import is_folder
+from trainer.interop.hf.load import folder_source
 from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
-
-_log = logging.getLogger(__name__)
 
 
 def open_model(
@@ -45,12 +42,8 @@ def open_model(
         TrainerError: if there is no model, it is damaged, or its family is not supported.
     """
     if is_folder(path) and not averages:
-        folder = open_folder(path, files)
-        places = stored_places(folder, folder.model)
-        check_tied(folder, folder.model)
-        for line in folder.lost:
-            _log.warning(line)
-        return _filled(folder.model, lambda name: read_whole(folder, places[name]), device), path
+        source = folder_source(path, files)
+        return _filled(source.model, source.read, device), path
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:
         chosen = chooser.pick()

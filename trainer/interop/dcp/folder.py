@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.errors import CheckpointError, MismatchError
 from reprise.files import failed_read, is_dir, is_file, is_file_name, matching, read_regular
 from reprise.json_file import shown
 from reprise.layout import Box, intersect, relative, whole
 from reprise.live_tensors import canonical_name
-from trainer.interop.formats import known_form
+from trainer.interop.formats import known_form, listed
 from trainer.interop.torch_file import (
     FilePart,
     ForeignClass,
@@ -151,10 +151,7 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
     folder, problems = _described(path, _metadata(file))
     problems += _missing_files(folder)
     if problems:
-        listing = "".join(f"\n  {problem}" for problem in problems[:20])
-        raise CheckpointError(
-            "A DCP folder is not whole", where=path, found=f"{count_of(len(problems), 'problem')}:{listing}"
-        )
+        raise CheckpointError("A DCP folder is not whole", where=path, found=listed(problems, "problem"))
     return folder
 
 

@@ -12,6 +12,7 @@ import torch
 from models.config import Family, ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import MismatchError, count_of
+from trainer.interop.formats import listed
 from trainer.interop.query_groups import split_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -86,7 +87,13 @@ def locate(
     if root is not None:
         moments, problems = _locate_moments(shapes, origins, root)
         if problems:
-            raise _other_optimizer(problems, where=where)
+            raise MismatchError(
+                "A DCP folder holds an AdamW of a part of the model only",
+                where=where,
+                expected=f"{', '.join(MOMENTS)} and {STEP} of every parameter",
+                found=listed(problems, "difference"),
+                fix="Save it with all parameters trained, or take the weights alone with --weights-only.",
+            )
         keys |= moments
         used |= {key for key, _ in moments.values()}
     return LocatedKeys(scheme, keys, tied, root is not None, frozenset(shapes) - used)
@@ -191,15 +198,12 @@ def _other_shape(key: str, actual: Shape, expected: Shape) -> str:
 
 
 def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
-    sizes = ("n_layer", "n_embd", "n_head", "n_kv_head", "intermediate_size", "vocab_size", "max_position_embeddings")
-    settings = ", ".join(f"{name}={getattr(config, name)}" for name in (*sizes, "tie_word_embeddings"))
-    is_output = [problem.endswith(("lm_head.weight: missing", "output.weight: missing")) for problem in problems]
-    is_tied = is_output == [True]
+    is_tied = len(problems) == 1 and problems[0].endswith(("lm_head.weight: missing", "output.weight: missing"))
     return MismatchError(
         "A DCP folder holds another model",
         where=where,
-        expected=f"{config.family.value} under {possessive(scheme)} names with {settings}",
-        found=_listed(problems),
+        expected=f"{config.family.value} under {possessive(scheme)} names, as model.* describe it",
+        found=listed(problems, "difference"),
         fix="The output layer is tied: set model.tie_word_embeddings=true."
         if is_tied
         else "Name the model with model=... and its sizes with model.KEY=VALUE.",
@@ -209,21 +213,6 @@ def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, w
 def possessive(program: str) -> str:
     """Return the possessive of a program's name."""
     return f"{program}'" if program.endswith("s") else f"{program}'s"
-
-
-def _other_optimizer(problems: Sequence[str], *, where: object) -> MismatchError:
-    return MismatchError(
-        "A DCP folder holds an AdamW of a part of the model only",
-        where=where,
-        expected=f"{', '.join(MOMENTS)} and {STEP} of every parameter",
-        found=_listed(problems),
-        fix="Save it with all parameters trained, or take the weights alone with --weights-only.",
-    )
-
-
-def _listed(problems: Sequence[str], most: int = 20) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return f"{count_of(len(problems), 'difference')}: " + "; ".join([*problems[:most], *more])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

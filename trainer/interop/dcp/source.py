@@ -5,28 +5,27 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.files import is_file
-from reprise.json_file import shown, step_count
+from reprise.json_file import shown
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, require_moments
-from trainer.interop.hf.config import require_layers
-from trainer.interop.hf.folder import CONFIG, read_folder_model
+from trainer.interop.formats import Format, ImportOptions, log_settings, one_step, require_moments
+from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # A number of the optimizer's parameter groups, whether these are keyed by number or by parameter.
-_SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
+_SETTING = re.compile(r"(?:^|\.)param_groups\.(.*)\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 _COUNT = re.compile(r"(?:^|\.)(iteration|iter|iter_num|step|global_step)$")
 
@@ -42,13 +41,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         MismatchError: if it holds another model.
     """
     folder = open_folder(path, trust_pickle=options.trusts_pickle)
-    config = path / CONFIG
-    model = options.config.model
-    if is_file(config):
-        model, lost = read_folder_model(path)
-        for line in lost:
-            _log.warning(line)
-        require_layers(model, len(folder.tensors), where=config)
+    model = model_beside(path, len(folder.tensors), options.config.model)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
     located = locate(shapes, model, where=path, with_optimizer=not options.weights_only)
     _check_dtypes(folder, located)
@@ -86,15 +79,8 @@ def _steps(folder: DcpFolder, located: LocatedKeys) -> dict[str, torch.Tensor]:
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in located.keys.items():
         if name.startswith(f"{STEP}."):
-            steps[name] = torch.tensor(_step(folder.read_value(key), where=f"{folder.path}, {key}"))
+            steps[name] = torch.tensor(one_step([folder.read_value(key)], where=f"{folder.path}, {key}") or 0.0)
     return steps
-
-
-def _step(value: object, *, where: str) -> float:
-    try:
-        return step_count(value)
-    except ValueError as error:
-        raise CheckpointError("A step is no natural number", where=where, found=shown(value)) from error
 
 
 def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -127,11 +113,7 @@ def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> Non
             "The optimizer's state goes by the numbers of its parameters and is not carried: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
-    if settings := _settings(folder):
-        listing = "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in settings.items())
-        _log.info(
-            f"the optimizer was saved with {listing}: not carried, the run that continues has its own, optimizer.*"
-        )
+    log_settings(_settings(folder).values())
     groups = dict[str, int]()
     for key in keys:
         top = key.split(".")[0] if ".param_groups." not in f".{key}" else "param_groups"
@@ -140,14 +122,14 @@ def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> Non
         _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
 
 
-def _settings(folder: DcpFolder) -> dict[str, set[str]]:
-    """Return the plain values of the settings to set again for a resume."""
-    settings = dict[str, set[str]]()
-    matches = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
-    for name, key in matches[:_MOST_SETTINGS_READ]:
-        if text := _shown(folder, key):
-            settings.setdefault(name, set()).add(text)
-    return settings
+def _settings(folder: DcpFolder) -> dict[str, dict[str, object]]:
+    """Return the settings of each parameter group, or of each parameter, to set again for a resume."""
+    groups = dict[str, dict[str, object]]()
+    matches = [match for key in sorted(folder.values) if (match := _SETTING.search(key))]
+    for match in matches[:_MOST_SETTINGS_READ]:
+        with suppress(CheckpointError):  # it would only have been logged
+            groups.setdefault(match[1], {})[match[2]] = folder.read_value(match.string)
+    return groups
 
 
 def _shown(folder: DcpFolder, key: str) -> str | None:

@@ -22,8 +22,8 @@ from trainer.data.text import TOKENIZER, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
-from trainer.interop.hf.folder import CONFIG, open_folder, other_files_notes, stored_places
-from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.hf.folder import CONFIG, other_files_notes
+from trainer.interop.hf.load import folder_source
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, adapters_of
@@ -42,18 +42,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: if it is not such a folder, or is damaged.
         MismatchError: if its model is not supported.
     """
-    folder = open_folder(path, options.files)
-    places = stored_places(folder, folder.model)
-    check_tied(folder, folder.model)
-    for line in [*folder.lost, *other_files_notes(path)]:
+    source = folder_source(path, options.files)
+    for line in other_files_notes(path):
         _log.warning(line)
-    return StateSource(
-        folder.model,
-        0,
-        has_optimizer=False,
-        read=lambda name: read_whole(folder, places[name]),
-        tokenizer=tokenizer_files_in(path),
-    )
+    return source
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:

@@ -93,6 +93,22 @@ def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
     return model, lost_members(table, generation, model, where=path)
 
 
+def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelConfig:
+    """Return the model of a `config.json` beside another program's tensors, otherwise the configured one.
+
+    Args:
+        tensors: the number of tensors; no model has more layers.
+    """
+    if not is_file(folder / CONFIG):
+        return configured
+    _log.info(f"the model is that of {folder / CONFIG}")
+    model, lost = read_folder_model(folder)
+    for line in lost:
+        _log.warning(line)
+    require_layers(model, tensors, where=folder / CONFIG)
+    return model
+
+
 def open_folder(path: Path, files: Files) -> HfFolder:
     """Read the configuration and every safetensors header; links are followed, because caches use them.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,12 +13,18 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
+from reprise.files import Files
 from reprise.layout import Box, Place, in_bytes, whole
 from reprise.live_tensors import LiveTensor
 from reprise.reading import Gatherer, LoadReport, Target, open_tensor_file
+from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import ITEMS, read_floats
-from trainer.interop.hf.folder import HfFolder
+from trainer.interop.hf.config import differences
+from trainer.interop.hf.folder import HfFolder, open_folder, stored_places
+from trainer.interop.source import StateSource
+
+_log = logging.getLogger(__name__)
 
 
 def fill(
@@ -53,6 +61,26 @@ def fill(
 def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
     """Return a tensor as float32, without the padding rows of its vocabulary."""
     return _read(folder, place, whole(place.spec.view)).reshape(place.spec.shape)
+
+
+def folder_source(path: Path, files: Files, model: ModelConfig | None = None) -> StateSource:
+    """Return the weights of a folder as a source, and log the settings of its files that the model does not have.
+
+    Args:
+        model: the expected model; by default the folder's own.
+
+    Raises:
+        CheckpointError: if it is not such a folder, or is damaged.
+        MismatchError: if its model is not supported, or another one.
+    """
+    folder = open_folder(path, files)
+    expected = folder.model if model is None else model
+    for line in [*([] if model is None else differences(folder.model, model, where=path)), *folder.lost]:
+        _log.warning(line)
+    places = stored_places(folder, expected)
+    check_tied(folder, expected)
+    tokenizer = tokenizer_files_in(path)
+    return StateSource(expected, 0, False, lambda name: read_whole(folder, places[name]), tokenizer)
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:

@@ -15,9 +15,9 @@ from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import FAMILIES, default_of, has_field, spec_of
 from models.megatron_names import POSITIONS
-from reprise.errors import MismatchError, count_of
+from reprise.errors import MismatchError
 from reprise.json_file import finite_number, integer, shown
-from trainer.interop.formats import ImportOptions
+from trainer.interop.formats import ImportOptions, listed
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
 from trainer.interop.megatron.names import Correspondence, correspondences, names_of
 
@@ -352,6 +352,6 @@ def _refused(problems: Sequence[str], *, where: object) -> MismatchError:
     return MismatchError(
         "A Megatron checkpoint holds a model that is not one of ours, or does not describe it",
         where=where,
-        found=f"{count_of(len(problems), 'problem')}:\n" + "\n".join(f"  {problem}" for problem in problems),
+        found=listed(problems, "problem"),
         fix="\nFields that args lack come from model=NAME and model.KEY=VALUE." if is_lacking else None,
     )

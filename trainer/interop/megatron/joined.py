@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from reprise.errors import MismatchError, count_of
+from reprise.errors import MismatchError
+from trainer.interop.formats import listed
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
@@ -15,7 +16,6 @@ from trainer.interop.megatron.state import MegatronState
 
 MASTERS = "masters"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_MOST_NAMED = 10
 
 # The parts of each of Megatron's tensors, by tensor-parallel rank, under `MegatronTensor.numbered`.
 Pieces = Mapping[str, Sequence[RankPiece]]
@@ -82,9 +82,8 @@ def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
         if shape != tensor.shape:
             problems.append(f"{name} is {list(shape)}, expected {list(tensor.shape)}")
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems[:_MOST_NAMED])
         raise MismatchError(
             "A Megatron checkpoint holds another model than its arguments describe",
             where=where,
-            found=f"{count_of(len(problems), 'difference')}:\n{lines}{' ...' if problems[_MOST_NAMED:] else ''}",
+            found=listed(problems, "difference"),
         )

@@ -19,12 +19,12 @@ import torch
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.files import is_dir, is_file
 from reprise.json_file import integer, shown
-from trainer.interop.formats import ImportOptions, require_moments
+from trainer.interop.formats import ImportOptions, one_step, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import require_known_version, stage_of
-from trainer.interop.megatron.numbered import groups_of, named_state, step_of
+from trainer.interop.megatron.numbered import named_state
 from trainer.interop.megatron.shards import (
     RankCopies,
     RankPiece,
@@ -34,7 +34,14 @@ from trainer.interop.megatron.shards import (
     layers_of,
     stage_order,
 )
-from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, log_omissions, signs_of_moments
+from trainer.interop.megatron.state import (
+    MOMENTS,
+    MegatronState,
+    consumed_samples,
+    log_omissions,
+    parameter_groups,
+    signs_of_moments,
+)
 from trainer.interop.torch_file import attributes_of, is_plain, open_torch_file
 
 _log = logging.getLogger(__name__)
@@ -80,39 +87,28 @@ def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, Desc
     args = _arguments(first)
     stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
     weights = by_global_name(stages, where=path)
-    if EMBEDDING not in weights:
-        names = ", ".join(list(weights)[:_MOST_NAMED])
-        raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=names)
     described = describe(
         args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), options, where=path, names=weights
     )
     optimizer, step = ({}, None) if options.weights_only else _optimizer(ranks, options, path)
-    iteration = _iteration(first, path) if optimizer else 0
+    iteration = integer(first.get("iteration")) if optimizer else 0
     if optimizer and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
     require_known_version(first.get("checkpoint_version"), where=path)
     _log_layout(ranks, path, has_optimizer=bool(optimizer))
     log_omissions(first, described, args)
-    samples = consumed_samples(first, args)
     state = joined_state(
         weights,
         optimizer,
         described,
         step=step or 0.0,
         iteration=iteration,
-        consumed_samples=samples,
+        consumed_samples=consumed_samples(first, args),
         copies=RankCopies(options.from_rank0),
         where=path,
     )
     return state, described
-
-
-def _iteration(table: Table, path: Path) -> int:
-    try:
-        return integer(table.get("iteration"))
-    except ValueError as error:
-        raise CheckpointError("A Megatron checkpoint has no iteration", where=path, found=str(error)) from error
 
 
 # ---- files
@@ -161,34 +157,21 @@ def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
     table = open_torch_file(file)
     numbered = {match[1]: value for key, value in table.items() if (match := _CHUNK.fullmatch(str(key)))}
-    if not numbered or not all(isinstance(value, Mapping) for value in numbered.values()):
-        raise CheckpointError(
-            "A file of Megatron holds no model",
-            where=file,
-            expected="the dictionary model, or model0, model1, ...",
-            found=", ".join(map(str, list(table)[:_MOST_NAMED])),
-        )
     ordered = sorted(numbered.items(), key=lambda item: int(item[0] or 0))
     chunks = [stage_of(value, where=file) for _, value in ordered]
-    has_flat = with_optimizer and is_file(folder / _FLAT)
-    flat = open_torch_file(folder / _FLAT) if has_flat else None
+    flat = open_torch_file(folder / _FLAT) if with_optimizer and is_file(folder / _FLAT) else None
     return _Rank(folder, table, flat, chunks)
 
 
 def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
-    every = [rank for stage in ranks for rank in stage]
-    for key in ("iteration", "checkpoint_version"):
-        values = {shown(rank.model.get(key)) for rank in every}
-        if len(values) > 1:
-            raise CheckpointError(
-                "The files of a Megatron checkpoint are of several saves", where=path, found=f"{key} {sorted(values)}"
-            )
-    counts = {len(rank.chunks) for rank in every}
-    if len(counts) > 1:
-        raise CheckpointError("Two ranks have another number of virtual stages", where=path, found=sorted(counts))
-    if len({rank.flat is None for rank in every}) > 1:
-        lacking = [rank.path.name for rank in every if rank.flat is None]
-        raise CheckpointError(f"Some ranks lack {_FLAT}", where=path, found=", ".join(lacking[:_MOST_NAMED]))
+    marks = dict[str, str]()
+    for rank in (rank for stage in ranks for rank in stage):
+        content = {key: rank.model.get(key) for key in ("iteration", "checkpoint_version")}
+        content |= {"virtual stages": len(rank.chunks), _FLAT: rank.flat is not None}
+        marks.setdefault(", ".join(f"{key} {shown(value)}" for key, value in content.items()), rank.path.name)
+    if len(marks) > 1:
+        listing = "; ".join(f"{name}: {mark}" for mark, name in marks.items())
+        raise CheckpointError("The files of a Megatron checkpoint are of several saves", where=path, found=listing)
 
 
 def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
@@ -220,16 +203,12 @@ def _optimizer(
         _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
         return {}, None
     states = [[_of_rank(rank) for rank in stage] for stage in ranks]
-    steps = {_step(rank) for stage in ranks for rank in stage}
-    if len(steps) > 1:
-        raise CheckpointError(
-            "The ranks' optimizers made other numbers of steps", where=path, found=sorted(map(str, steps))
-        )
+    step = one_step([_step(rank) for stage in ranks for rank in stage], where=path)
     pieces = dict[str, Pieces]()
     for key in states[0][0][0]:
         stages = [[of_rank[chunk].get(key, {}) for of_rank in states[stage]] for stage, chunk in _stages(ranks)]
         pieces[key] = by_global_name(stages, where=f"{path}, {key}")
-    return pieces, steps.pop()
+    return pieces, step
 
 
 def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
@@ -237,7 +216,7 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     if rank.flat is not None:
         return _of_buffers(rank)
     entry = _entry(rank.model, rank.path)
-    if all("params" not in group for group in groups_of(entry.get("optimizer", entry), where=rank.path / _MODEL)):
+    if not any("params" in group for group in parameter_groups(entry)):
         raise CheckpointError(
             "The state of the distributed optimizer is missing",
             where=rank.path,
@@ -278,9 +257,8 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
         flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
         masters = flats.pop(_MASTER_KEY)
-        for key, moments in flats.items():
-            if [b.numel() for b in moments] != [b.numel() for b in masters]:
-                raise CheckpointError("A buffer of moments is not as long as that of weights", where=f"{where}, {key}")
+        if any([b.numel() for b in moments] != [b.numel() for b in masters] for moments in flats.values()):
+            raise CheckpointError("A buffer of moments is not as long as that of weights", where=where)
         slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
         buckets_by_key = {MASTERS: masters, **flats}
         state.append(
@@ -310,17 +288,13 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
 
 def _step(rank: _Rank) -> float | None:
     entry = _entry(rank.model, rank.path)
-    inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
-    state = inner.get("state")
-    entries = [values for values in state.values() if isinstance(values, Mapping)] if isinstance(state, Mapping) else []
-    return step_of(groups_of(inner, where=rank.path), entries, where=rank.path)
+    state = entry.get("optimizer", entry).get("state") or {}
+    return one_step([table.get("step") for table in (*parameter_groups(entry), *state.values())], where=rank.path)
 
 
 def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
     """Log the layout of the checkpoint."""
-    chunks = len(ranks[0][0].chunks)
-    virtual = f", {chunks} virtual stages each" if chunks > 1 else ""
     kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
-    sizes = f"{count_of(len(ranks[0]), 'tensor-parallel rank')}, {count_of(len(ranks), 'stage')}{virtual}"
+    sizes = f"tp {len(ranks[0])}, pp {len(ranks)}, {count_of(len(ranks[0][0].chunks), 'virtual stage')}"
     _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_file import shown, step_count
 from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.shards import RankPiece, Stage
-from trainer.interop.megatron.state import MOMENTS
+from trainer.interop.megatron.state import MOMENTS, parameter_groups
 from trainer.interop.torch_file import is_plain
 
 Table = Mapping[Any, Any]
 
-_STEP = "step"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
@@ -32,13 +30,10 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
         chunks: the rank's weights, a chunk for each virtual stage.
 
     Raises:
-        CheckpointError: if an entry is missing or malformed.
+        CheckpointError: if copies of weights are missing.
         MismatchError: if the numbers do not have the shapes of the parameters, or are of another optimizer than Adam.
     """
-    inner = optimizer["optimizer"] if isinstance(optimizer.get("optimizer"), Mapping) else optimizer
-    groups, state = groups_of(inner, where=where), inner.get("state")
-    if not isinstance(state, Mapping):
-        raise _damaged(where, "state", type(state).__name__)
+    groups, state = parameter_groups(optimizer), optimizer.get("optimizer", optimizer)["state"]
     every = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
     ordered = _ordered(groups, state, every, chunks, where=where)
     state_of_chunks: list[dict[str, dict[str, RankPiece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
@@ -55,38 +50,6 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
             # A parameter that is float32 itself has no copy.
             state_of_chunks[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
     return state_of_chunks
-
-
-def groups_of(inner: Table, *, where: object) -> list[Table]:
-    """Return the groups of parameters of an optimizer.
-
-    Raises:
-        CheckpointError: if they are no list of dictionaries.
-    """
-    groups = inner.get("param_groups")
-    if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
-        raise _damaged(where, "param_groups", type(groups).__name__)
-    return groups
-
-
-def step_of(groups: Sequence[Table], entries: Sequence[Table], *, where: object) -> float | None:
-    """Return the number of steps, which torch keeps for each parameter and Apex for each group; None if neither.
-
-    Raises:
-        CheckpointError: if there are several.
-    """
-    steps = set()
-    for table in (*groups, *entries):
-        step = table.get(_STEP)
-        if step is None:
-            continue
-        try:
-            steps.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
-        except (ValueError, RuntimeError) as error:
-            raise _damaged(where, _STEP, shown(step)) from error
-    if len(steps) > 1:
-        raise _damaged(where, _STEP, f"several: {sorted(steps)}")
-    return steps.pop() if steps else None
 
 
 def _ordered(
@@ -140,23 +103,14 @@ def _is_adam(entry: object) -> bool:
     return isinstance(entry, Mapping) and all(is_plain(entry.get(key)) for key in MOMENTS)
 
 
-def _copies(masters: object, groups: Sequence[Table], *, where: object) -> dict[int, torch.Tensor]:
+def _copies(masters: Any, groups: Sequence[Table], *, where: object) -> dict[int, torch.Tensor]:
     """Return the master weights by number."""
-    if not isinstance(masters, list) or len(masters) != len(groups):
-        raise _damaged(where, _MASTERS[0], "not as many groups as the optimizer has")
     copies = dict[int, torch.Tensor]()
     for group, tensors in zip(groups, masters, strict=True):
         numbers = list(group.get("params", ()))
         if len(tensors) not in (0, len(numbers)) or not all(map(is_plain, tensors)):
-            raise _damaged(where, _MASTERS[0], f"{len(tensors)} copies of {len(numbers)} parameters")
+            raise CheckpointError(
+                "Copies of weights are missing", where=where, expected=len(numbers), found=len(tensors)
+            )
         copies |= dict(zip(numbers, (tensor.detach() for tensor in tensors), strict=False))
     return copies
-
-
-def _damaged(where: object, key: str, content: str) -> CheckpointError:
-    return CheckpointError(
-        "An entry of Megatron's optimizer makes no sense",
-        where=f"{where}, {key}",
-        found=content,
-        fix="Take the weights alone with --weights-only.",
-    )

@@ -119,7 +119,7 @@ class Buckets:
     def _problem(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> str | None:
         """Return a problem if the master weights of a parameter do not round to the model's own."""
         try:
-            masters = partial(self._joined, _MASTERS, tensor, self.copies.silent())
+            masters = partial(self._joined, _MASTERS, tensor, RankCopies(self.copies.takes_first, is_silent=True))
             master = rounding_to(partial(weights, tensor), masters)
         except CheckpointError:  # at a wrong offset too
             return f"copies that differ at {tensor.numbered}"

@@ -58,10 +58,6 @@ class RankCopies:
     is_silent: bool = False
     _named: set[str] = field(default_factory=set)
 
-    def silent(self) -> RankCopies:
-        """Return the same without lines in the log."""
-        return RankCopies(self.takes_first, is_silent=True)
-
     def compare(self, first: torch.Tensor, second: torch.Tensor, *, what: str, where: object) -> None:
         """Compare two copies.
 
@@ -85,20 +81,10 @@ class RankCopies:
                 fix="The ranks of that run drifted apart, or the files are of several saves. --from-rank0 takes the "
                 "first copy, as Megatron-Core's torch_dist does.",
             )
-        if not self.is_silent:
-            self._log_difference(difference, first, second, what=what, where=str(where))
-
-    def _log_difference(
-        self, difference: str, first: torch.Tensor, second: torch.Tensor, *, what: str, where: str
-    ) -> None:
-        if where in self._named:  # a tensor may be read several times
-            return
-        self._named.add(where)
-        if len(self._named) <= _MOST_NAMED:
+        if not self.is_silent and str(where) not in self._named:  # a tensor may be read several times
+            self._named.add(str(where))
             most = float((first.double() - second.double()).abs().max())
             _log.warning(f"{where}: {difference} on {what}, by at most {most:.2g}: the first copy is taken")
-        elif len(self._named) == _MOST_NAMED + 1:
-            _log.warning("copies of more tensors differ, which are not named: the first copy of each is taken")
 
 
 # The tensors of one rank's stage, by the names that they have there.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.files import is_dir, is_file
 from reprise.reading import no_folder
-from trainer.interop.formats import Format, ImportOptions, known_form
+from trainer.interop.formats import Format, ImportOptions, known_form, require_trust
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
@@ -30,12 +30,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         MismatchError: if it holds another model, or was saved in an unsupported way.
     """
     folder = newest(path)
-    if not options.trusts_pickle:
-        raise ConfigError(
-            "Megatron's files are pickles",
-            where=folder,
-            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
-        )
+    require_trust(options, "Megatron", where=folder)
     with known_form("Megatron", folder):
         read = read_legacy if is_legacy(folder) else read_torch_dist
         state, described = read(folder, options)

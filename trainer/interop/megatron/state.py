@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from models.families import stored_tensors
 from reprise.errors import CheckpointError
 from reprise.json_file import shown
 from trainer.interop.finite import require_finite
+from trainer.interop.formats import log_settings
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor, by_our_name, is_norm
 from trainer.interop.source import StateSource
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RELEASE = "release"  # the folder of a model that is not to be continued
 _STEP = "step"
+_SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +140,20 @@ def log_omissions(
     """
     for note in described.notes:
         _log.warning(note)
-    for line in _settings(table, groups or parameter_groups(table.get("optimizer"))):
-        _log.info(line)
+    schedule = table.get("opt_param_scheduler")
+    if isinstance(schedule, Mapping):
+        settings = ", ".join(f"{name} {shown(schedule[name])}" for name in _SCHEDULE if name in schedule)
+        _log.info(
+            f"the schedule was {settings.replace(chr(39), '')}, in samples: not carried, the run that continues has "
+            "its own, schedule.*"
+        )
+    log_settings(groups or parameter_groups(table.get("optimizer")))
     length = args.get("seq_length")
     if type(length) is int:
         _log.info(f"consumed samples are counted in samples of {length} tokens: import with train.seq_length={length}")
     _log.warning(
         "The order of samples is not carried: a run counts on from Megatron's consumed samples, in an order of its own"
     )
-
-
-def _settings(table: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    schedule = table.get("opt_param_scheduler")
-    if isinstance(schedule, Mapping):
-        names = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
-        listed = ", ".join(f"{name} {shown(schedule[name])}" for name in names if name in schedule).replace("'", "")
-        yield f"the schedule was {listed}, in samples: not carried, the run that continues has its own, schedule.*"
-    for group in sorted(set(map(_group, groups))):
-        yield f"a group of the optimizer was set to {group}: not carried, see optimizer.*"
-
-
-def _group(group: Mapping[str, Any]) -> str:
-    keys = ("lr", "betas", "eps", "weight_decay")
-    return ", ".join(f"{key} {shown(group[key])}" for key in keys if key in group)
 
 
 def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:

@@ -22,9 +22,9 @@ import torch
 from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.files import is_file
-from reprise.json_file import integer, shown, step_count
+from reprise.json_file import integer
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.formats import ImportOptions, require_moments
+from trainer.interop.formats import ImportOptions, listed, one_step, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.hybrid import stored_name
 from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape
@@ -49,7 +49,6 @@ _STACKED = f"{LAYERS}.self_attention.linear_proj.weight"
 _STATE = "optimizer.state."
 _MASTERS = ("param", "fp32_param")  # fully_reshardable; the other optimizers
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_MOST_NAMED = 20
 
 
 def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
@@ -79,7 +78,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
     _check_model(files, tensors)
     masters, moments, groups = _optimizer(files, tensors, common, options)
     log_omissions(common, described, args, groups)
-    iteration = _iteration(common, folder)
+    iteration = integer(common.get("iteration"))
     state = MegatronState(
         files.weight,
         masters,
@@ -112,13 +111,6 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
             found=type(state).__name__,
         )
     return state[0]
-
-
-def _iteration(common: Mapping[str, Any], folder: Path) -> int:
-    try:
-        return integer(common.get("iteration"))
-    except ValueError as error:
-        raise CheckpointError("A Megatron checkpoint names no iteration", where=folder, found=str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +213,7 @@ def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
         raise MismatchError(
             "A Megatron checkpoint holds another model",
             where=files.dcp.path,
-            found=_listed(sorted(problems)),
+            found=listed(sorted(problems), "difference"),
             fix="Choose its model by overrides, such as model.n_layer=N or model.tie_word_embeddings=false, where its "
             "arguments do not.",
         )
@@ -245,13 +237,6 @@ def _differences(
             yield f"{key}: {stored.dtype}"
 
 
-def _listed(problems: Sequence[str]) -> str:
-    more = ["..."] if len(problems) > _MOST_NAMED else []
-    return f"{count_of(len(problems), 'difference')}:\n" + "\n".join(
-        f"  {line}" for line in [*problems[:_MOST_NAMED], *more]
-    )
-
-
 def _optimizer(
     files: _Files,
     tensors: Sequence[MegatronTensor],
@@ -272,7 +257,7 @@ def _optimizer(
             for problem in _differences(files, f"{_STATE}{kind}.", tensors, may_be_flat=True)
         ]
         if problems:
-            raise _partial_optimizer(dcp.path, _listed(problems))
+            raise _partial_optimizer(dcp.path, listed(problems, "difference"))
         return (
             partial(files.read, f"{_STATE}{masters[0]}.") if masters else None,
             lambda kind, tensor: files.read(f"{_STATE}{kind}.", tensor),
@@ -318,16 +303,10 @@ def _partial_optimizer(path: Path, content: str) -> MismatchError:
 
 def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iteration: int, *, where: object) -> float:
     """Return the optimizer's steps, the same for all parameters."""
-    values = [group["step"] for group in groups if group.get("step") is not None] + _common_steps(common)
-    try:
-        steps = {step_count(value.item() if isinstance(value, torch.Tensor) else value) for value in values}
-    except (ValueError, RuntimeError) as error:
-        raise CheckpointError("A step is no natural number", where=where, found=shown(values)) from error
-    if len(steps) > 1:
-        raise MismatchError("The steps of a Megatron optimizer differ", where=where, found=sorted(steps))
-    if not steps:
+    step = one_step([*(group.get("step") for group in groups), *_common_steps(common)], where=where)
+    if step is None:
         _log.warning(f"The optimizer names no step: taken as {iteration}, the iteration")
-    return steps.pop() if steps else float(iteration)
+    return float(iteration) if step is None else step
 
 
 def _common_steps(table: object) -> list[Any]:
