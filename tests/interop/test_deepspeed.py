@@ -60,7 +60,7 @@ def move(path: Path) -> None:
 
 
 def grow(path: Path) -> None:
-    torch.save({"param": torch.zeros(2, 2)}, path / "exp_avg.pt")
+    torch.save({"param": torch.zeros(96, 24)}, path / "exp_avg.pt")
 
 
 NAME = "transformer.h.1.mlp.c_fc.weight"

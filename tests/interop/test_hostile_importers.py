@@ -119,6 +119,14 @@ def test_no_call_in_a_pickle_is_made(proof: Path, reader: str) -> None:
             assert not proof.exists(), payload
 
 
+def test_packed_members_are_refused_before_they_are_unpacked() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\2}.")
+    with refused(PickleProblem, "archive/data.pkl"):
+        load_plain(stream)
+
+
 # ---- whole checkpoints
 
 

@@ -10,6 +10,7 @@ import argparse
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -39,6 +40,10 @@ _DAMAGE = (
     TypeError,
     ValueError,
 )
+
+
+# The reason in a message of torch, without its advice to run the code.
+_REASON = re.compile(r"(?:error: |\n)([^\n]+?)(?: Please [^\n]*)?\n\nCheck the documentation")
 
 
 class PickleProblem(ValueError):
@@ -166,8 +171,8 @@ def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) 
     except PickleProblem:
         raise
     except _DAMAGE as error:
-        text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # without torch's advice to run code
-        raise PickleProblem(f"{type(error).__name__}: {text[:200]}") from None
+        reason = _REASON.search(text := str(error))
+        raise PickleProblem(f"{type(error).__name__}: {(reason[1] if reason else text)[:200]}") from None
 
 
 class ForeignClass(PickleProblem):
