@@ -63,7 +63,7 @@ trainer.optim.table
 trainer.record.resume_rules
 trainer.record.environment trainer.run.memory_needs trainer.metrics trainer.optim trainer.parallel \
     trainer.run.mirror trainer.run.random trainer.run.run_data trainer.record.run_record
-trainer.follow trainer.publish trainer.report
+trainer.doctor trainer.follow trainer.publish trainer.report
 trainer.run.state
 trainer.run.batch_loaders trainer.training.evaluate trainer.generate trainer.run.parallelize trainer.run.saves \
     trainer.training.step
@@ -144,6 +144,7 @@ CHOOSES_STORE = (
     "reprise.stores.mirror_process",
     "scripts",
     "trainer.commands",
+    "trainer.doctor",
     "trainer.follow.follower",
     "trainer.interop.formats",
     "trainer.interop.open_model",
@@ -186,7 +187,7 @@ ANSWERS_NO = (
     "reprise.management.listing",
     "reprise.storage.holds",
     "trainer.config.load_saved",
-    "trainer.commands.doctor",
+    "trainer.doctor.looks",
     "trainer.data.sources",
 )
 

@@ -12,13 +12,14 @@ from tests.crash.hosts import Mount, on_hosts
 from tests.harness import Ended, call_on_ranks
 from trainer.commands import doctor
 from trainer.config import terms
+from trainer.doctor import looks
 
 pytestmark = pytest.mark.slow
 
 
 def run_doctor(arguments: list[str]) -> None:
     """Run the command with short writes and little patience."""
-    doctor._SPEED_BYTES = 1 << 20
+    looks._SPEED_BYTES = 1 << 20
     shared_folder.SEEN_WITHIN_S = 0.5
     sys.exit(doctor.main(arguments))
 
@@ -35,7 +36,7 @@ def test_two_hosts_with_one_folder_are_fine(tmp_path: Path) -> None:
     ended = look(shared / "runs", tmp_path, [], ranks=4, ranks_per_host=2)
     assert ended.ok, ended.text
     lines = ended.outputs[0].splitlines()
-    hosts = [number for number, line in enumerate(lines) if not line.startswith((doctor.FINE, doctor.WORSE))]
+    hosts = [number for number, line in enumerate(lines) if not line.startswith((looks.FINE, looks.WORSE))]
     assert [lines[number] for number in hosts] == [
         "host host0 (ranks 0 to 1)",
         "host host1 (ranks 2 to 3)",

@@ -12,11 +12,12 @@ import torch
 
 from reprise.files import Files
 from trainer.commands import doctor
+from trainer.doctor import looks
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_SPEED_BYTES", 1 << 20)
+    monkeypatch.setattr(looks, "_SPEED_BYTES", 1 << 20)
 
 
 def verdicts(text: str) -> dict[str, str]:
@@ -28,7 +29,7 @@ def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     found = verdicts(text)
     assert {"torch 2.11 or newer", "backend gloo", "free space", "atomic rename", "lock"} <= {
-        what for what, verdict in found.items() if verdict == doctor.FINE
+        what for what, verdict in found.items() if verdict == looks.FINE
     }
     assert "GB/s" in text
     kernels = next(line for line in text.splitlines() if line[9:].startswith("kernels"))
@@ -48,12 +49,12 @@ def nothing(*_: object) -> None:
 @pytest.mark.parametrize(
     ("call", "answer", "what", "verdict"),
     [
-        ("rename", refuse, "atomic rename", doctor.BAD),
-        ("sync_folder", refuse, "atomic rename", doctor.BAD),
-        ("reserve", refuse, "blocks can be reserved", doctor.BAD),
-        ("open_direct", nothing, "O_DIRECT, and speed", doctor.WORSE),
-        ("free_inodes", lambda *_: 0, "free space", doctor.BAD),
-        ("free_bytes", nothing, "free space", doctor.WORSE),
+        ("rename", refuse, "atomic rename", looks.BAD),
+        ("sync_folder", refuse, "atomic rename", looks.BAD),
+        ("reserve", refuse, "blocks can be reserved", looks.BAD),
+        ("open_direct", nothing, "O_DIRECT, and speed", looks.WORSE),
+        ("free_inodes", lambda *_: 0, "free space", looks.BAD),
+        ("free_bytes", nothing, "free space", looks.WORSE),
     ],
 )
 def test_what_a_file_system_lacks_is_named(
@@ -66,7 +67,7 @@ def test_what_a_file_system_lacks_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Files, call, answer)
-    assert doctor.main([str(tmp_path)]) == (verdict == doctor.BAD)
+    assert doctor.main([str(tmp_path)]) == (verdict == looks.BAD)
     text = capsys.readouterr().out
     assert verdicts(text)[what] == verdict
     assert ("(errno 1)" in text) == (answer is refuse)
@@ -82,14 +83,14 @@ def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path, capsys: p
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "new" / ".." / "file" / "x"):
         assert doctor.main([str(folder)]) == 1
-        assert verdicts(capsys.readouterr().out)["a folder can be made"] == doctor.BAD
+        assert verdicts(capsys.readouterr().out)["a folder can be made"] == looks.BAD
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
 def test_a_folder_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
-    looks = doctor.folder(tmp_path / "runs" / "new")
-    next(looks)
+    findings = looks.folder(tmp_path / "runs" / "new")
+    next(findings)
     (tmp_path / "runs" / "other").touch()
-    for _ in looks:
+    for _ in findings:
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "other"]

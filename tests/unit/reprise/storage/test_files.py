@@ -173,7 +173,7 @@ import torch
 from tests.unit.reprise.test_checkpointer import contents, started
 from reprise.storage.files import Files, cannot_write, describe_free_space
 from reprise.policy import SavePolicy
-from trainer.commands.doctor import folder
+from trainer.doctor.looks import folder
 
 root = Path(sys.argv[1])
 checkpointer = started(SavePolicy(root))

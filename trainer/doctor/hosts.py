@@ -1,0 +1,91 @@
+"""Looks at the hosts of a launch, and whether they have a common folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+
+from reprise.channel import Hosts, find_hosts
+from reprise.errors import count_of
+from reprise.files import FILE_SYSTEM, why_unseen
+from reprise.folder import CheckpointFolder
+from trainer.config.terms import WAY_OUT
+from trainer.doctor.looks import BAD, FINE, Finding, folder, machine, missing_folders, remove
+from trainer.launch.process_group import Cluster
+
+_LOOKS_S = 24 * 3600.0  # most time for the looks of all hosts, one after the other
+
+
+def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[Finding]]]:
+    """Look at every host of a launch, in turn lest they slow each other down. A call of all ranks.
+
+    Yields:
+        A title and the findings below it, on rank 0.
+
+    Raises:
+        TrainerError: if a rank ends.
+    """
+    hosts = find_hosts(cluster.channel, cluster.local_ranks, "doctor")
+    channel = cluster.channel.clone(_LOOKS_S)
+    for number, leader in enumerate(hosts.leaders):
+        key = f"doctor/{leader}"
+        if cluster.rank == 0 and leader != 0:
+            channel.put(f"{key}/turn", b"")
+        if cluster.rank == leader:
+            if leader != 0:
+                channel.take(f"{key}/turn", sender="rank 0")
+            looks = [*machine(), *folder(path)]
+            channel.put(f"{key}/found", json.dumps([astuple(look) for look in looks]).encode())
+        if cluster.rank == 0:
+            findings = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
+            yield _describe(hosts, number, hosts.ranks[number]), [Finding(*look) for look in findings]
+    channel.from_first("doctor/looked", lambda: True)
+    shared = one_folder(path, cluster, hosts)
+    if cluster.rank == 0:
+        count = f"{cluster.world_size} on {count_of(len(hosts.names), 'host')}"
+        yield "all hosts", [Finding("ranks join", FINE, count), shared]
+
+
+def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
+    """Look whether every rank sees the folder of rank 0, by the marker file of a run. A call of all ranks.
+
+    Returns:
+        The finding, on rank 0.
+    """
+    what, files, problem = "one folder for all hosts", FILE_SYSTEM, ""
+    mark = CheckpointFolder(path, files).mark(cluster.nonce)
+    missing = missing_folders(path)
+    try:
+        if cluster.rank == 0:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                files.mark(mark)
+            except OSError as error:
+                problem = f"not known: {error.filename}: {error.strerror}"
+        problem = cluster.channel.broadcast("doctor/marked", problem.encode()).decode()
+        unseen = "" if problem or cluster.rank == 0 else why_unseen(mark, files)
+        reasons = [reason.decode() for reason in cluster.channel.gather("doctor/unseen", unseen.encode())]
+    finally:
+        if cluster.rank == 0:
+            with suppress(OSError):  # a run sweeps it
+                files.remove_file(mark)
+            remove(missing)
+    blind = [
+        f"{_describe(hosts, number, blind_ranks)}: {reasons[blind_ranks[0]]}"
+        for number, ranks in enumerate(hosts.ranks)
+        if (blind_ranks := [rank for rank in ranks if rank < len(reasons) and reasons[rank]])
+    ]
+    if problem or not blind:
+        return Finding(
+            what, BAD if problem else FINE, problem or f"{count_of(len(hosts.names), 'host')} and every rank"
+        )
+    fix = f"Mount the same file system at this path on every host. {WAY_OUT}"
+    return Finding(what, BAD, f"{mark.absolute()} of rank 0 is not seen by {'; '.join(blind)}. {fix}")
+
+
+def _describe(hosts: Hosts, number: int, ranks: Sequence[int]) -> str:
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"host {hosts.names[number]} ({numbers})"
