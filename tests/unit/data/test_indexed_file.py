@@ -56,11 +56,9 @@ def test_both_files_have_the_bytes_of_megatron(tmp_path: Path, dtype: type, code
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize(("token", "dtype"), [(2**31, np.uint32), (65536, np.uint16), (-1, np.uint32)])
-def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int, dtype: type) -> None:
-    with refused(DataError, "a.bin", f"{token}"):
-        write_indexed_file(tmp_path / "a.bin", [np.array([token])], dtype=np.dtype(dtype), end_of_text=END)
-    assert not list(tmp_path.iterdir())
+def test_a_token_above_int32_is_refused(tmp_path: Path) -> None:
+    with refused(DataError, "a.bin", f"{2**31}"):
+        write_indexed_file(tmp_path / "a.bin", [np.array([2**31])], dtype=np.dtype(np.uint32), end_of_text=END)
 
 
 def cut(path: Path, at: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
-from tests.fakes import tokens_in_memory
 from tests.messages import refused
 from tests.profiles import examples
 from trainer.data.data_file import TokenArray
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
+from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files, write_token_file
 
 
@@ -28,6 +29,13 @@ def write(path: Path, *tokens: int, dtype: type = np.uint16) -> Path:
 
 def opened(path: Path, *tokens: int, dtype: type = np.uint16) -> TokenFile:
     return open_token_file(write(path, *tokens, dtype=dtype))
+
+
+# Each writer and reader of tokens, with the end of text of the format that needs one.
+FORMS: dict[str, tuple[Callable[..., None], Callable[[Path], TokenFile]]] = {
+    "token files": (write_token_file, open_token_file),
+    "Megatron's": (partial(write_indexed_file, end_of_text=9), open_indexed_file),
+}
 
 
 def of(files: Sequence[TokenFile]) -> str:
@@ -44,37 +52,31 @@ def test_a_file_has_the_bytes_of_llm_c(tmp_path: Path, dtype: type, magic: int, 
 
 
 @examples(50)
-@given(chunks=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=40), max_size=6))
-def test_tokens_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]) -> None:
-    path = tmp_path_factory.mktemp("tokens") / "a.bin"
+@given(
+    chunks=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=40), min_size=1, max_size=6),
+    form=st.sampled_from([*FORMS]),
+    cut=st.tuples(st.integers(0, 250), st.integers(0, 250)),
+    left=st.integers(0, 500),
+)
+def test_tokens_come_back_in_every_format(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]], form: str, cut: tuple[int, int], left: int
+) -> None:
+    path, (write_form, open_form) = tmp_path_factory.mktemp("tokens") / "a.bin", FORMS[form]
+    tokens = [token for chunk in chunks for token in chunk]
     for dtype in (np.uint16, np.uint32):
-        write_token_file(path, (np.array(chunk, dtype=np.int32) for chunk in chunks), dtype=dtype)
-        file = open_token_file(path)
-        assert file.dtype == dtype
-        assert file.read().tolist() == [token for chunk in chunks for token in chunk]
-
-
-@given(start=st.integers(0, 9), stop=st.integers(0, 9))
-def test_a_part_of_the_tokens_is_read(start: int, stop: int) -> None:
-    file = tokens_in_memory(np.arange(9, dtype=np.uint16))
-    if start > stop:
-        with pytest.raises(IndexError, match=r"range\(9\)"):
-            file.read(start, stop)
-    else:
-        assert file.read(start, stop).tolist() == list(range(start, stop))
-    with pytest.raises(IndexError):
-        file.read(start, 10)
-
-
-@pytest.mark.parametrize("left_bytes", [0, 500, 1024, 1030, 1043])
-def test_a_file_truncated_while_open_is_named_with_both_sizes(tmp_path: Path, left_bytes: int) -> None:
-    path = write(tmp_path / "a.bin", *range(10))
-    file = open_token_file(path)
-    os.truncate(path, left_bytes)
-    with refused(DataError, "a.bin", "1044 bytes", f"{left_bytes} bytes"):
-        file.read()
-    whole = max(0, left_bytes - 1024) // 2
-    assert file.read(0, whole).tolist() == list(range(whole))
+        write_form(path, (np.array(chunk, dtype=np.int64) for chunk in chunks), dtype=dtype)
+        file = open_form(path)
+        assert (file.dtype, file.count) == (dtype, len(tokens))
+        assert file.read().tolist() == tokens
+        start, stop = sorted(min(end, len(tokens)) for end in cut)
+        assert file.read(start, stop).tolist() == tokens[start:stop]
+        for bad in ((start, len(tokens) + 1), (stop + 1, stop), (-1, 0)):
+            with pytest.raises(IndexError, match="expected tokens in range"):
+                file.read(*bad)
+        os.truncate(path, max(0, path.stat().st_size - left - 1))
+        if tokens:
+            with pytest.raises(DataError, match=r"a\.bin\), expected \d+ bytes, found \d+ bytes"):
+                file.read()
 
 
 def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
@@ -96,8 +98,9 @@ def test_a_file_is_closed_when_nobody_has_it(tmp_path: Path) -> None:
     file = opened(tmp_path / "a.bin", 1, 2)
     assert len(os.listdir("/proc/self/fd")) == before + 1
     del file
-    with refused(DataError, str(tmp_path)):
-        open_token_file(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere.bin"):
+        with refused(DataError, str(path)):
+            open_token_file(path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -126,25 +129,18 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, word:
         open_token_file(tmp_path / "a.bin")
 
 
-@pytest.mark.parametrize("name", ["nowhere.bin", ""])
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    with refused(DataError, str(tmp_path / name)):
-        open_token_file(tmp_path / name)
-
-
-@pytest.mark.parametrize("tokens", [[65536], [-1], [2**40]])
-def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, tokens: list[int]) -> None:
-    with refused(DataError, "a.bin", f"{tokens[0]}"):
-        write(tmp_path / "a.bin", 3, *tokens)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("chunk", [np.zeros(3), np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=bool)])
-def test_chunks_that_are_no_tokens_are_refused(tmp_path: Path, chunk: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="1-D arrays of integers"):
-        write_token_file(tmp_path / "a.bin", [chunk], dtype=np.uint16)
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> None:
+    write_form, _ = FORMS[form]
+    for token in (65536, -1, 2**40):
+        with refused(DataError, "a.bin", f"{token}"):
+            write_form(tmp_path / "a.bin", [np.array([3]), np.array([4, token])], dtype=np.uint16)
+    for chunk in (np.zeros(3), np.zeros((2, 2), dtype=np.int64), np.zeros(2, dtype=bool)):
+        with pytest.raises(ValueError, match="1-D arrays of integers"):
+            write_form(tmp_path / "a.bin", [chunk], dtype=np.uint16)
     with pytest.raises(ValueError, match="int64"):
-        write_token_file(tmp_path / "a.bin", [], dtype=np.int64)
+        write_form(tmp_path / "a.bin", [], dtype=np.int64)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
