@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
@@ -77,6 +77,7 @@ def test_a_single_file_gives_its_end_to_valid(tmp_path: Path) -> None:
 
 
 @given(text=st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=60), fraction=st.floats(0.01, 0.99))
+@example(text="🙂🙂", fraction=0.4)
 def test_a_single_file_is_cut_between_characters(
     tmp_path_factory: pytest.TempPathFactory, text: str, fraction: float
 ) -> None:
@@ -171,6 +172,8 @@ def test_the_default_cache_follows_the_xdg_rules(environment: dict[str, str], fo
 def test_stdlib_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     first, second = (prepare(DataSection(), cache=tmp_path / name) for name in "ab")
     assert contents(first) == contents(second)
+    trained = prepare(DataSection(tokenizer="bytes"), cache=tmp_path / "a")
+    assert contents(trained) == contents(first)
     train, valid = (open_token_file(part[0]).read() for part in (first.train, first.valid))
     assert train.max() == valid.max() == 256
     assert train.size > 5_000_000

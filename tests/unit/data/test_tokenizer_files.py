@@ -20,6 +20,7 @@ from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text import bytes_encoder, open_encoder, prompt_tokens
+from trainer.data.tokenizer_beside import tokenizer_files_in, with_tokenizer
 from trainer.data.tokenizer_files import tokenizer_files
 
 THEIRS = tokenizers.Tokenizer.from_buffer(bytes_tokenizer())
@@ -188,14 +189,27 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -
     path.write_bytes(content.encode("latin-1"))
     with refused(DataError, "tokenizer.json", "data.tokenizer"):
         files(replace(TOKENS, tokenizer=str(path)))
-
-
-def test_a_pipe_and_a_file_that_is_too_large_are_refused_unread(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(65 << 20)
-    for path in (tmp_path / "pipe", tmp_path / "large", tmp_path / "none"):
-        with refused(DataError, path.name):
-            files(replace(TOKENS, tokenizer=str(path)))
-        with refused(DataError, path.name):
-            open_encoder(path)
+    os.truncate(path, 65 << 20)  # none of these is read
+    for name in ("pipe", path.name, "none"):
+        for open_it in (lambda path: files(replace(TOKENS, tokenizer=path)), open_encoder):
+            with pytest.raises(DataError, match=name):
+                open_it(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("kind", DataKind)
+def test_texts_without_a_tokenizer_get_that_beside_weights(tmp_path: Path, kind: DataKind) -> None:
+    section, is_text = DataSection(kind=kind), kind in (DataKind.text, DataKind.stdlib)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for beside in ({}, tokenizer_files_in(tmp_path)):
+        assert with_tokenizer(section, beside) is None
+    (tmp_path / "vocab.json").write_text("{}")
+    if is_text:
+        with refused(DataError, "data.tokenizer=PATH", "data.tokenizer=bytes"):
+            with_tokenizer(section, tokenizer_files_in(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe(["so it is"], 270))
+    beside = tokenizer_files_in(tmp_path)
+    assert with_tokenizer(section, beside) == (f"{tmp_path}/tokenizer.json" if is_text else None)
+    assert with_tokenizer(replace(section, tokenizer="bytes"), beside) == "bytes"
+    (tmp_path / "tokenizer.json").write_bytes(bytes_tokenizer())
+    assert with_tokenizer(section, beside) is None
