@@ -218,6 +218,8 @@ class _Part:
         """Return a target's part of a piece."""
         box = in_bytes(piece.box, itemsize)
         common = intersect(box, target.box)
+        if common == box:
+            return _Part(target, box, common, 0, box.numel, target.memory(box))
         packed = image(relative(common, box), box.shape, 1)
         memory = target.memory(common) if packed.is_contiguous else None
         return _Part(target, box, common, packed.start, packed.start + packed.extent, memory)

@@ -18,7 +18,7 @@ from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format import host_file, manifest
 from reprise.format.box import Image
 from reprise.format.host_file import HostFile
-from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, TensorSpec, header_places, kind_of_file
+from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
 from reprise.format.manifest import Manifest, digest_of
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.json_file import Json
@@ -308,17 +308,13 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 
 def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:
-    digest, path = checkpoint.manifest.files[name].digest, checkpoint.path / name
-    kind = kind_of_file(name)
-    total_bytes = checkpoint.manifest.files[name].total_bytes
+    entry, path = checkpoint.manifest.files[name], checkpoint.path / name
     with open_tensor_file(checkpoint.files, path) as file:
-        data = read_header(file, total_bytes, where=path)
-    if manifest.digest_of(data) != digest:
-        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
-    places = header_places(data, name, kind, total_bytes, where=path)
-    specs = [_as_written(checkpoint, place.spec, where=path) for place in places]
-    pairs = zip(places, specs, strict=True)
-    return [place if spec is place.spec else replace(place, spec=spec) for place, spec in pairs]
+        data = read_header(file, entry.total_bytes, where=path)
+    if manifest.digest_of(data) != entry.digest:
+        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {entry.digest}")
+    places = header_places(data, name, kind_of_file(name), entry.total_bytes, where=path)
+    return [_as_written(checkpoint, place) for place in places]
 
 
 def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
@@ -351,17 +347,18 @@ def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
     return bytes(data)
 
 
-def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:
-    """Return a header's `spec` with the view in which the tensor was written, according to the manifest."""
+def _as_written(checkpoint: Checkpoint, place: Place) -> Place:
+    """Return a header's place with the view in which the tensor was written, according to the manifest."""
+    spec = place.spec
     entry = checkpoint.manifest.tensors.get(spec.name)
     if entry is None or math.prod(entry.view) != math.prod(spec.shape) or not entry.fits(spec.dtype.itemsize):
         raise CheckpointError(
             "A header and the manifest disagree",
-            where=f"{where}, tensor {spec.name}",
+            where=f"{checkpoint.path / place.file}, tensor {spec.name}",
             expected=f"an entry for shape {list(spec.shape)} of {spec.dtype}",
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
-    return spec if spec.view == entry.view else replace(spec, view=entry.view)
+    return place if spec.view == entry.view else replace(place, spec=replace(spec, view=entry.view))
 
 
 class OpenFile:

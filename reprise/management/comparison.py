@@ -122,28 +122,20 @@ def _compare(a: Checkpoint, place_a: Place, b: Checkpoint, place_b: Place) -> Te
     is_same_dtype = place_a.spec.dtype == place_b.spec.dtype
     largest, differing = 0.0, 0
     for x, y in zip(_values(a, place_a), _values(b, place_b), strict=True):
-        if is_same_dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        bits = x.view(torch.uint8), y.view(torch.uint8)
+        if is_same_dtype and torch.equal(*bits):
             continue
-        distance = (x.double() - y.double()).abs()
-        unlike = _unlike(x, y) if is_same_dtype else _unlike_values(x.double(), y.double())
-        distance[~unlike] = 0.0
+        x, y = x.double(), y.double()
+        if is_same_dtype:
+            unlike = torch.ne(*bits).reshape(x.numel(), -1).any(dim=1)
+        else:
+            unlike = (x != y) & ~(x.isnan() & y.isnan())
+        distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         differing += int(unlike.sum())
-        largest = max(largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
-    if not is_same_dtype:
-        detail = f"{place_a.spec.dtype.name} and {place_b.spec.dtype.name}"
-        return TensorDifference(name, "dtype", largest, differing, total, detail)
-    return TensorDifference(name, "values" if differing else "equal", largest, differing, total)
-
-
-def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the positions with different bits of two tensors of one dtype."""
-    bits = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(x.numel(), -1)
-    return bits.any(dim=1)
-
-
-def _unlike_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which two tensors differ in value; NaN equals NaN."""
-    return (x != y) & ~(x.isnan() & y.isnan())
+        largest = max(largest, float(distance.where(unlike, 0.0).max()))
+    detail = "" if is_same_dtype else f"{place_a.spec.dtype.name} and {place_b.spec.dtype.name}"
+    result = "dtype" if detail else "values" if differing else "equal"
+    return TensorDifference(name, result, largest, differing, total, detail)
 
 
 def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from reprise.atomic import make_folders, sync_folders
 from reprise.errors import CheckpointError
 from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED
-from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_content, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
@@ -79,7 +79,7 @@ class _Copy:
             raise CheckpointError(
                 "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
             )
-        self._manifest = _content(source)
+        self._manifest = read_content(source / MANIFEST, self._checkpoint.files)
         sizes = {name: entry.total_bytes for name, entry in self._checkpoint.manifest.files.items()}
         if self._checkpoint.is_lightened and exists(source / OPTIMIZER_DROPPED):
             sizes[OPTIMIZER_DROPPED] = 0
@@ -104,7 +104,7 @@ class _Copy:
             if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
-        if _content(self._target) != self._manifest:
+        if read_content(self._target / MANIFEST, files_of(self._target)) != self._manifest:
             raise CheckpointError(
                 "Another checkpoint has the name of the copy",
                 where=self._target,
@@ -120,7 +120,7 @@ class _Copy:
         """Upload into a store, by the child process of this host."""
         url, source = StoreUrl.parse(str(self._target)), str(self._source)
         if not is_stored(self._source):
-            verify_share(self._checkpoint, read_places(self._checkpoint), rank=0, world_size=1)
+            _verify(self._checkpoint)
         store = Store(url.root)
         names = store.ask("begin", url.key, source)
         if names is not None:
@@ -129,8 +129,7 @@ class _Copy:
                 self._add(self._files.sizes[name])
             store.ask("commit", url.key, source)
         if is_stored(self._source):  # what came over the network twice is read once more
-            copied = open_checkpoint(self._target, files_of(self._target))
-            verify_share(copied, read_places(copied), rank=0, world_size=1)
+            _verify(open_checkpoint(self._target, files_of(self._target)))
 
     def _download(self) -> None:
         """Write into a hidden folder beside the target, verify the folder, and give it its name."""
@@ -144,8 +143,7 @@ class _Copy:
                 self._fetch(name, size, path)
         files.write_whole(partial / MANIFEST, self._manifest)
         try:
-            copied = open_checkpoint(partial, files)
-            verify_share(copied, read_places(copied), rank=0, world_size=1)
+            _verify(open_checkpoint(partial, files))
         except CheckpointError:
             files.remove_tree(partial)  # a file of a copy that was cut off may be the damage: the next begins anew
             raise
@@ -168,9 +166,8 @@ class _Copy:
         FILE_SYSTEM.rename(temporary, path)
 
 
-def _content(path: Path) -> bytes:
-    """Return the manifest of a checkpoint."""
-    return b"".join(_parts(path / MANIFEST, files_of(path).size(path / MANIFEST)))
+def _verify(checkpoint: Checkpoint) -> None:
+    verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:

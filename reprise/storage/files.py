@@ -133,11 +133,6 @@ class Files(FileCalls):
         """Make an empty marker file for other hosts to see. It need not survive a power failure."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
-    def copy_times(self, source: Path, target: Path) -> None:
-        """Give a file the times of another."""
-        status = source.stat()
-        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
-
     def size(self, path: Path) -> int:
         """Return a regular file's size in bytes.
 
