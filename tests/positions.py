@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import OrderedSamples
+from trainer.data.batches import OrderedSamples, positions_of
 from trainer.data.look_ahead import Ints
 
 
@@ -20,7 +20,7 @@ def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[
     order, read = OrderedSamples.sample_ids, OrderedSamples.windows
 
     def sample_ids(samples: OrderedSamples, counts: Ints, seed: int) -> Ints:
-        return samples.position_map.positions(counts) * samples.count + order(samples, counts, seed)
+        return positions_of(samples.position_map, counts) * samples.count + order(samples, counts, seed)
 
     def windows(samples: OrderedSamples, numbers: Ints) -> Ints:
         positions, ids = np.divmod(numbers, samples.count)

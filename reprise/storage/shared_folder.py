@@ -6,12 +6,11 @@ A path proves nothing: a host with a missing mount has another folder under the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-import xxhash
 
 from reprise.errors import CheckpointError
 from reprise.storage.files import Files, cannot_write
@@ -81,7 +80,7 @@ def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
         raise _unseen(folder, leader, where=folder.root, expected="the folder that it has made", found=problem)
     status, namespace = os.stat(folder.root), os.stat("/proc/self/ns/mnt")
     view = f"{socket.gethostname()} {namespace.st_ino} {status.st_dev} {status.st_ino}"
-    return xxhash.xxh3_64_intdigest(view.encode())
+    return int.from_bytes(hashlib.blake2b(view.encode(), digest_size=8).digest(), "little")
 
 
 def leave_sign(partial: Path, view: int, files: Files) -> None:

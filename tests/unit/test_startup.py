@@ -54,7 +54,8 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
 )
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
     imported = imports_of("-m", "reprise", *words.split())
-    assert {name.split(".")[0] for name in imported} & HEAVY == set()
+    of_columns = {"numpy", "xxhash"} if words.startswith("compare") else set()  # what every comparison needs
+    assert {name.split(".")[0] for name in imported} & HEAVY <= of_columns
 
 
 def test_the_library_waits_for_torch_until_it_is_used() -> None:

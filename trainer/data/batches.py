@@ -24,6 +24,12 @@ _log = logging.getLogger(__name__)
 _ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
+def positions_of(position_map: PositionMap, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the positions of the samples with these counts from 0."""
+    borders, totals = (np.array(numbers, np.int64) for numbers in position_map.steps())
+    return counts + totals[np.searchsorted(borders, counts, side="right")]
+
+
 class Samples:
     """Windows of ``seq_length + 1`` tokens, one every ``seq_length`` tokens within each file, or each document.
 
@@ -171,7 +177,7 @@ class OrderedSamples:
 
     def sample_ids(self, counts: Ints, seed: int) -> Ints:
         """Return the samples with these counts from 0, int64 [n], numbered through all sources."""
-        sources, index = self.blend.locate(self.position_map.positions(counts) - self.position)
+        sources, index = self.blend.locate(positions_of(self.position_map, counts) - self.position)
         if self.consumed is not None:
             index = index + np.array(self.consumed, np.int64)[sources]
         return self._bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(self._bounds)[sources], seed=seed)

@@ -13,9 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
-
 from reprise.json_file import integer
 
 SKIPPED = "skipped"  # the member of trainer_state.json
@@ -65,11 +62,6 @@ class PositionMap:
         """Return the counts from which on positions are further ahead, and by how much, with a 0 in front."""
         totals = [0, *accumulate(end - first for first, end in self.gaps)]
         return [first - total for (first, _), total in zip(self.gaps, totals, strict=False)], totals
-
-    def positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of the samples with these counts from 0."""
-        borders, totals = (np.array(numbers, np.int64) for numbers in self.steps())
-        return counts + totals[np.searchsorted(borders, counts, side="right")]
 
     def end(self, count: int) -> int:
         """Return the position behind the last of so many samples; a gap that begins there lies ahead."""
