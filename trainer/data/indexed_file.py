@@ -29,7 +29,6 @@ _VERSION = 1
 # `DType` of indexed_dataset.py. Tokens are not negative, so int32 is read as uint32; a negative one is then outside
 # every vocabulary.
 _DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
-_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
 _MOST_TOKEN = 2**31 - 1  # of int32
 
@@ -73,7 +72,7 @@ class IndexedDocuments(DocumentIndex):
                 "An index of Megatron's data has another version or dtype",
                 where=self.path,
                 expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
-                found=f"version {version}, and {_NAMES.get(code, 'an unknown one')} ({code})",
+                found=f"version {version}, and the dtype of code {code}",
             )
         expected = _HEADER.size + sequences * (_LENGTH_BYTES + _OFFSET_BYTES) + borders * _BORDER_BYTES
         if size not in (expected, expected + sequences * _MODE_BYTES):

@@ -78,7 +78,7 @@ DAMAGE: list[tuple[Callable[[Path, Path], object], str]] = [
     (lambda tokens, index: cut(index, 40), "a.idx"),
     (lambda tokens, index: change(index, 0, b"TNTIDX"), "a.idx"),
     (lambda tokens, index: change(index, 9, b"\2"), "found version 2"),
-    (lambda tokens, index: change(index, 17, b"\7"), "float32 (7)"),
+    (lambda tokens, index: change(index, 17, b"\7"), "code 7"),
     (lambda tokens, index: change(index, 17, b"\4"), "expected 14 bytes"),
     (lambda tokens, index: change(index, 42, b"\1"), "a.idx"),
     (lambda tokens, index: change(index, 74, b"\7"), "a.idx"),
