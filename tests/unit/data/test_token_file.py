@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
@@ -58,6 +58,7 @@ def test_a_file_has_the_bytes_of_llm_c(tmp_path: Path, dtype: type, magic: int, 
     cut=st.tuples(st.integers(0, 250), st.integers(0, 250)),
     left=st.integers(0, 500),
 )
+@example(chunks=[[5]], form="Megatron's", cut=(0, 1), left=0)
 def test_tokens_come_back_in_every_format(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]], form: str, cut: tuple[int, int], left: int
 ) -> None:
