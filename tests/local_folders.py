@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,11 +16,13 @@ from reprise.folder import FORMAT, STATE
 from reprise.layout import StoredDtype, TensorKind, TensorSpec, torch_dtype
 from reprise.live_tensors import Contents
 from reprise.loading.blocks import blocks_of
-from reprise.reading import Checkpoint, LoadSource, open_checkpoint, read_places
+from reprise.reading import FRESH, LINEAGE, Branch, Checkpoint, Lineage, LoadSource, open_checkpoint, read_places
 from reprise.savers import Checkpointer, LocalCheckpointer, LocalPolicy, Restorer, SavePolicy
 from tests.fakes import Axis, Sharding, all_ranks, tcp_store
 
 _CLONE_FS = 0x200  # linux/sched.h
+
+RUN = Lineage((Branch("a", FRESH),))
 
 COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
 SPECS = [
@@ -37,8 +40,8 @@ def contents(rank: int, iteration: int) -> Contents:
         generator = torch.Generator().manual_seed(iteration)
         values[spec.name] = torch.randn(spec.shape, generator=generator).to(torch_dtype(spec.dtype))
     live = tuple(COLUMNS.live(rank, SPECS, values))
-    state = {"format": FORMAT, "iteration": iteration}
-    documents = {STATE: state, "config.json": {"model_type": "gpt2"}}
+    state = {"format": FORMAT, "iteration": iteration, LINEAGE: RUN.record()}
+    documents: dict[str, dict[str, Any] | bytes] = {STATE: state, "config.json": {"model_type": "gpt2"}}
     return Contents(tuple(SPECS), live, {}, documents)
 
 
@@ -63,6 +66,8 @@ def load_on_hosts(
     folders: Sequence[Path],
     *,
     shared: Path | None = None,
+    ranks: Sequence[int] = (1, 1),
+    lineage: Lineage | None = None,
     then: Callable[[LocalCheckpointer, int], None] = lambda *_: None,
 ) -> int:
     """Load on two hosts with these folders, compare all bits, and return the iteration. Each host is a thread.
@@ -70,19 +75,22 @@ def load_on_hosts(
     A thread has a working folder of its own, by which its folder has the same absolute path as the other's.
 
     Args:
+        ranks: how many each host has; they read the columns by turns.
+        lineage: of the run; None to take every checkpoint as its own.
         then: called with the saver of a host, which keeps one checkpoint and a copy, and its rank.
     """
 
     def run(channel: StoreChannel) -> int:
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FS):
             raise OSError(ctypes.get_errno(), "a thread cannot have a working folder of its own")
-        os.chdir(folders[channel.rank].parent)
-        folder, nonce = Path("/proc/thread-self/cwd", folders[channel.rank].name), f"load{os.urandom(4).hex()}"
+        host = next(number for number, members in enumerate(of_host) if channel.rank in members)
+        os.chdir(folders[host].parent)
+        folder, nonce = Path("/proc/thread-self/cwd", folders[host].name), f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
         policy = LocalPolicy(folder, 1, 1, 1, SavePolicy(None, commit_timeout_s=20.0))
-        local = LocalCheckpointer(policy, channel, nonce=nonce)
-        local.start()
-        live = contents(channel.rank, 0).live
+        local = LocalCheckpointer(policy, channel, nonce=nonce, local_ranks=of_host[host])
+        local.start(lineage)
+        live = contents(channel.rank % 2, 0).live
         restored = Restorer(channel, nonce=nonce, local=local.folders).restore(
             LoadSource(folder if shared is None else shared), check=_accept, live=lambda _: live, with_local=True
         )
@@ -90,12 +98,13 @@ def load_on_hosts(
         local.loaded(restored)
         then(local, channel.rank)
         local.close()
-        expected = contents(channel.rank, iteration).live
+        expected = contents(channel.rank % 2, iteration).live
         for tensor, other in zip(live, expected, strict=True):
             assert torch.equal(tensor.local, other.local), tensor.spec.name
         return iteration
 
-    iterations = all_ranks(2, run, store=tcp_store)
+    of_host = [tuple(range(sum(ranks[:host]), sum(ranks[: host + 1]))) for host in range(len(ranks))]
+    iterations = all_ranks(sum(ranks), run, store=tcp_store)
     assert len(set(iterations)) == 1
     return iterations[0]
 

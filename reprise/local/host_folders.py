@@ -186,9 +186,10 @@ class HostFolders:
             needed, free = sum(sizes.values()), self.folder.files.free_bytes(path)
             if free is not None and free < needed:
                 raise OSError(errno.ENOSPC, f"{free} B free, {needed} B needed")
+        name = self._key("links")
         with self._agreed(path):
             if self.leads:
-                self._move(checkpoint, transfers, parts)
+                self._move(checkpoint, transfers, parts, name)
         sent_bytes = Counter[str]()
         for transfer in transfers:
             sent_bytes[self.hosts.names[transfer.source]] += transfer.total_bytes
@@ -204,7 +205,9 @@ class HostFolders:
         data = [self._channel.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in ranks]
         return union([pieces, *map(json.loads, data)])
 
-    def _move(self, checkpoint: Checkpoint, transfers: Sequence[Transfer], lacking: Mapping[int, PieceNumbers]) -> None:
+    def _move(
+        self, checkpoint: Checkpoint, transfers: Sequence[Transfer], lacking: Mapping[int, PieceNumbers], name: str
+    ) -> None:
         """Send and receive, and note in `host.json` what is there now.
 
         Every host works through the transfers in the same order, with a thread to send and another to receive: the
@@ -212,18 +215,17 @@ class HostFolders:
 
         Args:
             lacking: by part, the pieces for this host.
+            name: of the links, new on this channel.
 
         Raises:
             TrainerError: if another host is gone, or bytes differ from their digests.
             OSError: if the disk fails.
         """
-        self._messages += 1
 
         def link(transfer: Transfer) -> closing[Link]:
             source, target, part, _ = transfer
-            name = f"{self._nonce}/fetch-{self._messages}/{source}-{target}-{part}"
-            sends = source == self._host
-            return closing(Link(self._channel, name, sends=sends, timeout_s=self._timeout_s))
+            path, sends = f"{name}/{source}-{target}-{part}", source == self._host
+            return closing(Link(self._channel, path, sends=sends, timeout_s=self._timeout_s))
 
         def send() -> None:
             for transfer in transfers:

@@ -102,7 +102,7 @@ def assign(needs: Sequence[Mapping[int, int]], folders: Mapping[int, Parts]) -> 
     transfers = list[Transfer]()
     for target, sizes in enumerate(needs):
         for part, size in sizes.items():
-            sources = [number for number, parts in folders.items() if part in parts.whole and number != target]
+            sources = [number for number, parts in folders.items() if part in parts.whole]
             source = min(sources, key=lambda number: (load[number], number))
             load[source] += size
             transfers.append(Transfer(source, target, part, size))

@@ -59,6 +59,8 @@ def test_what_is_not_copied_elsewhere_stays() -> None:
     assert set(found.pinned) == {2}
     found.committed(None, json.dumps([False, 1, 4]).encode())  # type: ignore[arg-type]
     assert set(found.pinned) == {4}
+    found._current = 6
+    assert set(found.pinned) == {4, 6}
 
 
 def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from reprise.errors import UnreadableError
+from reprise.format.lineage import Branch, Lineage
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint, read_places
+from reprise.local_checkpointer import LocalCheckpointer
 from reprise.storage.files import Files
-from tests.local_folders import load_on_hosts, save_on_two_hosts, save_shared
+from tests.local_folders import RUN, load_on_hosts, save_on_two_hosts, save_shared
+from tests.local_folders import flip as flip_block
+from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import flip
 
 pytestmark = pytest.mark.usefixtures("on_loopback")
@@ -74,3 +79,41 @@ def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Pa
         name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
         flip(folder / "iter_0000002" / name, offset)
     assert load_on_hosts(folders, shared=shared if is_shared else None) == 1 + is_shared
+
+
+def test_a_new_host_of_two_ranks_takes_what_both_read(saved: Path, tmp_path: Path) -> None:
+    """It holds less than a copy then, and counts for none."""
+    folders, copies = copied(saved, tmp_path / "hosts"), dict[int, list[int]]()
+    shutil.rmtree(folders[0])
+    folders[0].mkdir()
+
+    def note(local: LocalCheckpointer, rank: int) -> None:
+        local.folders.survey()
+        copies[rank] = local.folders.copied(1)
+
+    assert load_on_hosts(folders, ranks=(2, 1), then=note) == 2
+    assert copies == {0: [2], 1: [], 2: [1, 2]}
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = copied(saved, tmp_path / "hosts")
+    shutil.rmtree(folders[1] / "iter_0000002")
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "free_bytes", lambda *_: 10)
+        with refused(UnreadableError, "10 B free"):
+            load_on_hosts(folders)
+    assert load_on_hosts(folders) == 2
+
+
+def test_iterations_of_a_branch_given_up_are_not_taken(saved: Path, tmp_path: Path) -> None:
+    folders = copied(saved, tmp_path / "hosts")
+    assert load_on_hosts(folders, lineage=Lineage((*RUN.branches, Branch("b", 1)))) == 1
+
+
+def test_two_damaged_parts_each_come_from_the_other_host(saved: Path, tmp_path: Path) -> None:
+    folders = copied(saved, tmp_path / "hosts")
+    for host, folder in enumerate(folders):
+        flip_block(folder / "iter_0000002", of_host=host)
+    assert load_on_hosts(folders) == 2
