@@ -98,3 +98,12 @@ def test_the_history_of_lbfgs_is_carried_into_a_fresh_optimizer(
     expected, found = (repr(sorted(o.state_dict()["state"].get(0, {}).items())) for o in (optimizer, fresh))
     assert found == expected
     assert [step(net, optimizer) for _ in range(4)] == [step(again, fresh) for _ in range(4)]
+
+
+def test_a_tied_weight_is_no_state_of_an_optimizer(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.head = nn.Module()
+    net.head.weight = net.weight  # stored as the alias head.weight, which reads as state of the parameter weight
+    optimizer = torch.optim.SGD(net.parameters())
+    load(save(tmp_path, net, optimizer, iteration=1), net, optimizer)
+    assert not optimizer.state

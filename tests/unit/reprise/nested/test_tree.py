@@ -307,3 +307,10 @@ def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
 def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], place: str) -> None:
     with refused(CheckpointError, f"({place})"):
         save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})
+
+
+def test_an_object_takes_values_that_were_saved_without_one(tmp_path: Path) -> None:
+    saved = {"list": [torch.ones(2), 3], "pair": (torch.zeros(1), "x"), "deep": {"n": 4}}
+    save(tmp_path, made()[0], iteration=1, state={"it": saved})
+    load(tmp_path, made()[0], state={"it": (target := Loader())})
+    assert_same(target.state, saved)
