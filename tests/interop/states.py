@@ -259,7 +259,8 @@ def write_universal(
     flat = {"step": torch.tensor(float(SAVED)), "exp_avg": torch.zeros(7)}
     whole = {"optimizer_state_dict": {"state": {0: flat}}} if stage == 3 else {}
     torch.save({"loss_scaler": LossScaler(), "param_groups": groups, **whole}, zero / "optimizer_state.pt")
-    saved = {"module": {}, "global_steps": SAVED, "global_samples": 12 * SAVED, "ds_version": "0.19.8"}
+    module = {f"{prefix}{name}": torch.empty(0) if stage == 3 else state.read(name) for name in names}
+    saved = {"module": module, "global_steps": SAVED, "global_samples": 12 * SAVED, "ds_version": "0.19.8"}
     torch.save(saved, tag / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt")
     (folder / "latest_universal").write_text(tag.name)
     return folder

@@ -63,11 +63,16 @@ def grow(path: Path) -> None:
     torch.save({"param": torch.zeros(96, 24)}, path / "exp_avg.pt")
 
 
+def dealt_out(path: Path) -> None:
+    torch.save({"param": torch.zeros(24, 96)}, path / "fp32.pt")
+
+
 NAME = "transformer.h.1.mlp.c_fc.weight"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another name": (move, "another.weight"),
     "another shape": (grow, "[24, 96]"),
     "one moment": (lambda path: (path / "exp_avg_sq.pt").unlink(), NAME),
+    "numbers of another parameter": (dealt_out, "round_robin_gradients"),
     "a step below 0": (lambda path: torch.save(-1, path / "step.pt"), "-1"),
     "no step": (lambda path: (path / "step.pt").unlink(), "step.pt"),
 }
@@ -95,7 +100,8 @@ BF16 = {"bf16": {"enabled": True}}
 # Family, ZeRO's stage and settings, and others of DeepSpeed.
 JOBS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "1": ("gpt2", {"stage": 1, "parameter_alignment": True}, {}),
-    "2-llama3": ("llama3", {"stage": 2, "round_robin_gradients": True}, {}),
+    "2-llama3": ("llama3", {"stage": 2}, {}),
+    "2-dealt-out": ("llama3", {"stage": 2, "round_robin_gradients": True}, {}),
     "2-bf16": ("gpt2", {"stage": 2}, BF16),
     "3": ("gpt2", {"stage": 3, "sub_group_size": 3000}, {}),
     "3-bf16-llama3": ("llama3", {"stage": 3}, BF16),
@@ -163,6 +169,9 @@ def test_the_loss_after_an_import_is_deepspeeds_own(theirs: dict[str, Path], tmp
     program += ["--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
     subprocess.run(program, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True, timeout=300)
     command = ["import", "deepspeed", str(folder / "ds"), str(tmp_path / "run/checkpoints"), "--trust-pickle"]
+    if name == "2-dealt-out":  # the program of DeepSpeed 0.19.8 mixes the parameters up
+        assert convert.main([*command, *overrides]) == 2
+        return
     assert convert.main([*command, *overrides]) == 0
     run_ok(tmp_path / "run", overrides)
     expected = json.loads((folder / "losses.json").read_text())[SAVED:]

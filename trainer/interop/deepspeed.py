@@ -23,6 +23,7 @@ from reprise.files import is_dir, is_file, is_file_name, matching
 from reprise.json_file import integer, shown
 from reprise.reading import no_folder
 from trainer.config.derived import batch_schedule_of
+from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, known_form, listed, one_step, require_trust
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
@@ -45,6 +46,7 @@ class _Universal:
     Args:
         names: DeepSpeed's name of each of our tensors, by our name.
         trained: our names of those with moments.
+        module: the model's own weights by DeepSpeed's names, in its dtype; none at stage 3.
         step: of the parameters without a `step.pt`; None if nothing tells it.
     """
 
@@ -52,7 +54,8 @@ class _Universal:
     model: ModelConfig
     names: Mapping[str, str]
     trained: frozenset[str]
-    step: float | None
+    module: Mapping[str, torch.Tensor]
+    step: float | None = None
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor; a frozen parameter has zero moments and step 0."""
@@ -86,7 +89,17 @@ class _Universal:
                 found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
                 fix=_FIX,
             )
-        return tensor.detach().view(shape)
+        values, own = tensor.detach().view(shape), self.module.get(self.names[name])
+        if kind == _WEIGHTS and own is not None and not torch.equal(values.to(own.dtype), own):
+            require_finite(values, where=name)  # NaN is never equal to itself
+            raise CheckpointError(
+                "The optimizer's copy of a parameter differs from the model's",
+                where=file,
+                fix="Where round_robin_gradients was set, ds_to_universal.py gives parameters the numbers of others: "
+                "load the checkpoint in DeepSpeed without it, and save it again. Otherwise the files are of several "
+                "saves.",
+            )
+        return values
 
 
 _FIX = (
@@ -112,13 +125,14 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
     saved = _model_file(folder)
+    module = {name: own for name, own in (saved.get("module") or {}).items() if is_plain(own) and own.numel()}
     kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
     model = model_beside(folder.parent, len(kinds), options.config.model)
     names = _names(kinds, model, where=folder)
     trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
     frozen = sorted(names.keys() - trained)
     if options.weights_only:
-        return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, None).read)
+        return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, module).read)
     if not trained:
         raise MismatchError(
             "A universal checkpoint has no moments of Adam",
@@ -132,7 +146,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         listed = ", ".join(frozen[:_MOST_NAMED])
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {listed}")
     _warn_of_position(saved.get("global_samples"), iteration, options)
-    return StateSource(model, iteration, True, _Universal(folder, model, names, trained, step).read)
+    return StateSource(model, iteration, True, _Universal(folder, model, names, trained, module, step).read)
 
 
 def _tag(path: Path) -> Path:

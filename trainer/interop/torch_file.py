@@ -185,19 +185,17 @@ _RECORDS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing."
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle in which classes of `_RECORDS` are plain objects, and which has no other class."""
+    """Reads a pickle in which classes of `_RECORDS` are plain objects, and which has no other class.
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        # A pickle can set attributes of a class, which would outlast the read.
-        self._record = type("Record", (PlainObject,), {"__slots__": ()})
+    A pickle can set attributes of a class, which would outlast the read, but not where a class has `__setstate__`.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         member = getattr(torch, name, None) if module == "torch" else None
         if member is torch.Size or isinstance(member, torch.dtype):
             return member
         if module.startswith(_RECORDS) or (module, name) == ("builtins", "getattr"):
-            return self._record
+            return PlainObject
         raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no part of DCP's metadata")
 
 
@@ -209,7 +207,7 @@ def unpickle_records(data: bytes) -> Any:
         PickleProblem: if it is damaged.
     """
     try:
-        return _Reader(data).load()
+        return _Reader(io.BytesIO(data)).load()
     except PickleProblem:
         raise
     except _DAMAGE as error:
