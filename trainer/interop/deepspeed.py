@@ -89,8 +89,8 @@ class _Universal:
                 found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
                 fix=_FIX,
             )
-        values, own = tensor.detach().view(shape), self.module.get(self.names[name])
-        if kind == _WEIGHTS and own is not None and not torch.equal(values.to(own.dtype), own):
+        values, weight = tensor.detach().view(shape), self.module.get(self.names[name])
+        if kind == _WEIGHTS and weight is not None and not torch.equal(values.to(weight.dtype), weight):
             require_finite(values, where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's copy of a parameter differs from the model's",
@@ -125,7 +125,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
     saved = _model_file(folder)
-    module = {name: own for name, own in (saved.get("module") or {}).items() if is_plain(own) and own.numel()}
+    module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
     kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
     model = model_beside(folder.parent, len(kinds), options.config.model)
     names = _names(kinds, model, where=folder)
