@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError, TrainerError
 from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.live_tensors import LiveTensor
 from tests.harness import built, compose, curve, filled, run_ok, tensor_files
-from tests.interop.states import ALONE, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
+from tests.interop.states import ALONE, changed, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.llmc import fill, open_file
@@ -114,6 +114,15 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
         begin(path, "checkpoint.ckpt_step=3")
 
 
+def test_a_run_does_not_begin_with_infinity(tmp_path: Path) -> None:
+    state, name = random_state(compose(OURS["gpt2"]).model), "transformer.h.1.mlp.c_fc.weight"
+    tensor = state.read(name).clone()
+    tensor[13, 7] = -torch.inf
+    path = write_llmc(tmp_path / "model.bin", changed(state, **{name.replace(".", "__"): tensor}))
+    with refused(TrainerError, "model.bin", name, "[13, 7]: -inf"):
+        begin(path)
+
+
 FOREIGN = {
     "tokens": (struct.pack("<256i", 20240520, 1, *[0] * 254), "data.train"),
     "safetensors": (struct.pack("<Q", 9) + json.dumps({"a": 1}).encode(), "safetensors"),
@@ -146,6 +155,14 @@ def test_headers_and_sizes_that_cannot_be_are_refused(tmp_path: Path, family: st
             path.write_bytes(content[: 4 * member] + struct.pack("<i", number) + content[4 * member + 4 :])
             with pytest.raises(CheckpointError, match=f"={number}"):
                 opened("llmc", path, ALONE)
+
+
+def test_a_table_has_a_row_for_each_token(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.bin", "gpt2")
+    content = path.read_bytes()
+    path.write_bytes(content[:12] + struct.pack("<i", 400) + content[16:])
+    with refused(CheckpointError, "padded_vocab_size=384", "vocab_size=400"):
+        opened("llmc", path, ALONE)
 
 
 def test_a_file_that_claims_a_size_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
