@@ -31,7 +31,7 @@ def test_sides_take_turns_and_ratios_are_of_the_same_round() -> None:
     text = "\n".join(report(rows, "theirs"))
     assert "| 4 (2.000) |" in text
     assert "late is left out: begins with 60 s" in text
-    assert "broken is left out: KeyError" in text
+    assert text.count("broken is left out: KeyError") == 1
 
 
 @pytest.mark.slow
