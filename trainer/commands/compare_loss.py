@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from reprise.errors import DataError, TrainerError
@@ -66,16 +66,26 @@ def _compare_folders(options: argparse.Namespace) -> int:
             fix="Name two folders, or the logs themselves.",
         )
     test = options.tests[0]
-    pairs = _pair_logs(options.base, test)
+    of_base, of_test = _logs(Path(options.base)), _logs(Path(test))
+    if not of_base.keys() & of_test.keys():
+        raise DataError(
+            "Two folders have no log of the same name",
+            where=f"{options.base} and {test}",
+            expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS_FILE}",
+            found=f"{len(of_base)} and {len(of_test)} logs",
+        )
     comparisons = dict[str, Comparison]()
-    for name, sides in pairs.both.items():
-        of_base, of_test = _read([str(log) for log in sides], options)
-        comparisons[name] = _compare(of_base, of_test, options)
-    alone = [(name, options.base) for name in pairs.only_in_base] + [(name, test) for name in pairs.only_in_test]
+    for name in sorted(of_base.keys() & of_test.keys()):
+        curves = _read([str(of_base[name]), str(of_test[name])], options)
+        comparisons[name] = _compare(curves[0], curves[1], options)
+    lacking = {
+        "only_in_base": sorted(of_base.keys() - of_test.keys()),
+        "only_in_test": sorted(of_test.keys() - of_base.keys()),
+    }
+    alone = [(n, folder) for names, folder in zip(lacking.values(), (options.base, test), strict=True) for n in names]
     equal = sum(comparison.equal for comparison in comparisons.values())
     if options.json:
         logs = [summarize(comparison, name) for name, comparison in comparisons.items()]
-        lacking = {"only_in_base": pairs.only_in_base, "only_in_test": pairs.only_in_test}
         print(dumps({"logs": logs, **lacking, "equal": equal == len(comparisons) and not alone}))
     else:
         for name, comparison in comparisons.items():
@@ -164,47 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class _LogPairs:
-    """The logs of two folders.
-
-    Args:
-        both: by file name, the base's log and the test's.
-        only_in_base: names of logs missing in the test's folder.
-        only_in_test: names of logs missing in the base's folder.
-    """
-
-    both: Mapping[str, tuple[Path, Path]]
-    only_in_base: tuple[str, ...] = ()
-    only_in_test: tuple[str, ...] = ()
-
-
 def _is_log_folder(path: str | Path) -> bool:
     """Return whether a path is a folder of logs, and not the folder of a run."""
     folder = Path(path)
     return is_dir(folder) and not any(exists(folder / name) for name in (METRICS_FILE, LLMC_LOG))
-
-
-def _pair_logs(base: str | Path, test: str | Path) -> _LogPairs:
-    """Pair the logs (`.log`, `.txt`, `.jsonl`) of two folders.
-
-    Raises:
-        DataError: the folders have no log of the same name.
-    """
-    base_logs, test_logs = _logs(Path(base)), _logs(Path(test))
-    names = sorted(base_logs.keys() & test_logs.keys())
-    if not names:
-        raise DataError(
-            "Two folders have no log of the same name",
-            where=f"{base} and {test}",
-            expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS_FILE}",
-            found=f"{len(base_logs)} and {len(test_logs)} logs",
-        )
-    return _LogPairs(
-        {name: (base_logs[name], test_logs[name]) for name in names},
-        tuple(sorted(base_logs.keys() - test_logs.keys())),
-        tuple(sorted(test_logs.keys() - base_logs.keys())),
-    )
 
 
 def _dtype_in_name(path: str | Path) -> str | None:

@@ -260,7 +260,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         comparison: the result of `compare`.
         max_rows: maximum number of listed values, and of ranges of missing iterations.
     """
-    lines = [_about("base", comparison.base), _about("test", comparison.test)]
+    lines = [f"base       {described(comparison.base)}", f"test       {described(comparison.test)}"]
     lines += [f"losses     {line}" for line in meanings({"base": comparison.base, "test": comparison.test})]
     lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
     rule = (
@@ -317,10 +317,11 @@ def _differ(base: Reading, test: Reading) -> bool:
     return base.exact == test.exact or not (math.isfinite(base.value) and math.isfinite(test.value))
 
 
-def _about(side: str, curve: Curve) -> str:
+def described(curve: Curve) -> str:
+    """Return the file, the iterations and the dtype of a curve in words."""
     first, last = curve.points[0].iteration, curve.points[-1].iteration
     dtype = curve.dtype or "dtype unknown, taken as float32"
-    return f"{side}       {curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
+    return f"{curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
 
 
 def _hint(comparison: Comparison) -> str:

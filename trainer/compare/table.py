@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.errors import count_of
 from reprise.json_file import finite
-from trainer.compare.curves import Comparison, meaning_of, meanings
+from trainer.compare.curves import Comparison, described, meaning_of, meanings
 from trainer.compare.points import Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
 from trainer.compare.text_table import format_table
@@ -86,9 +85,7 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
     width = max(len(name) for name in names)
     lines = [
-        f"{side}  {name.ljust(width)}  {curve.source}: {count_of(len(curve.points), 'iteration')}, "
-        f"{curve.points[0].iteration} to {curve.points[-1].iteration}, "
-        f"{curve.dtype or 'dtype unknown, taken as float32'}"
+        f"{side}  {name.ljust(width)}  {described(curve)}"
         for side, name, curve in zip(["base", *["test"] * len(comparisons)], names, curves, strict=True)
     ]
     lines += [f"losses  {line}" for line in meanings(dict(zip(names, curves, strict=True)))]
