@@ -398,3 +398,13 @@ def test_validation_losses_are_compared_where_both_have_them() -> None:
     assert "evaluated  at 2 iterations in both: 1 validation losses differ" in report(
         compare(base, far, tolerance=None)
     )
+
+
+def test_differences_of_all_quantities_are_in_order_of_iteration() -> None:
+    rows = [record(3, 1.0), record(1, 1.0, grad_norm_hex="0x1p0"), record(2, 1.0)]
+    rows.append('{"iteration": 2, "event": "evaluation", "valid_loss_hex": "0x1p0"}')
+    base, test = ("\n".join([*rows, ""]).replace(*words) for words in (("", ""), ("0x1p0", "0x1p1")))
+    test = test.replace(record(3, 1.0), record(3, 1.5))
+    differences = compare(*(parse_metrics(text, source="m") for text in (base, test)), tolerance=None).differences
+    assert [(d.iteration, d.quantity) for d in differences] == [(1, "grad_norm"), (2, "valid_loss"), (3, "loss")]
+    assert [d.size for d in differences] == [1.0, 1.0, 0.5]

@@ -396,3 +396,10 @@ def test_the_last_save_is_told_from_the_last_iteration(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"iteration": 3}\n{"iteration": 3, "event": "weights_save"}\n{"iteration": 3, "event": "save"}')
     assert last_saved_iteration(path) == 2
+
+
+def test_the_last_iteration_may_have_an_event_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_recorded_iteration(path) is None
+    path.write_text('{"iteration": 9}\n{"iteration": 2}\n{"iteration": 3, "event": "save"}\n{"iteration": 4')
+    assert last_recorded_iteration(path) == 3
