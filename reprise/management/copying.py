@@ -80,10 +80,9 @@ class _Copy:
                 "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
             )
         self._manifest = read_content(source / MANIFEST, self._checkpoint.files)
-        sizes = {name: entry.total_bytes for name, entry in self._checkpoint.manifest.files.items()}
+        self._files = CheckpointFiles.parse(self._manifest, where=source / MANIFEST)
         if self._checkpoint.is_lightened and exists(source / OPTIMIZER_DROPPED):
-            sizes[OPTIMIZER_DROPPED] = 0
-        self._files = CheckpointFiles(self._manifest, self._checkpoint.digest, sizes)
+            self._files = self._files.without_optimizer()
         self._copied = 0
         self._name = shown_name(source)
 

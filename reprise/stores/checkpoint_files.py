@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from reprise import json_file
-from reprise.format.names import MANIFEST_FORMAT
+from reprise.format.names import MANIFEST_FORMAT, OPTIMIZER_DROPPED
 from reprise.json_file import Json, integer
 
 
@@ -36,6 +36,11 @@ class CheckpointFiles:
         """
         sizes = json_file.unsealed(manifest, _sizes, kind="manifest", form=MANIFEST_FORMAT, where=where)
         return CheckpointFiles(manifest, xxhash.xxh3_64_hexdigest(manifest), sizes)
+
+    def without_optimizer(self) -> CheckpointFiles:
+        """Return the content once the optimizer's state was dropped: a marker explains what is missing."""
+        sizes = {name: size for name, size in self.sizes.items() if not name.startswith("optimizer/")}
+        return replace(self, sizes={**sizes, OPTIMIZER_DROPPED: 0})
 
     @property
     def total_bytes(self) -> int:

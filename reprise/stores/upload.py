@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.format.names import MANIFEST
-from reprise.paths import open_regular, read_regular
+from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
+from reprise.paths import exists, open_regular, read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, shares
 from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
 from reprise.stores.url import StoreUrl, is_store_url
@@ -46,12 +46,20 @@ class Upload:
         self._client, self._folder, self._host, self._hosts = client, folder, host, hosts
         self._source = StoreUrl.parse(source) if is_store_url(source) else Path(source)
         self.files = CheckpointFiles.parse(self._read_manifest(), where=source)
+        if self._is_lightened():
+            self.files = self.files.without_optimizer()
         self._mark = f"{MARK}{self.files.digest}"
 
     def _read_manifest(self) -> bytes:
         if isinstance(self._source, Path):
             return read_regular(self._source / MANIFEST)
         return StoreClient(self._source.root).read_whole(self._source.child(MANIFEST).key)
+
+    def _is_lightened(self) -> bool:
+        """Return whether the optimizer's state was dropped: its folder goes after the marker is there."""
+        if isinstance(self._source, Path):
+            return exists(self._source / OPTIMIZER_DROPPED) and not exists(self._source / "optimizer")
+        return OPTIMIZER_DROPPED in list_folder(StoreClient(self._source.root), self._source)
 
     def begin(self) -> list[str] | None:
         """Make the folder ready; return this host's absent files, the largest first, or None if it has the checkpoint.

@@ -91,11 +91,15 @@ def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -
 
 
 def test_a_lightened_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
+    """Into a folder, into a store, from there into another store, and back."""
     folder = full_run(tmp_path)
     reprise.drop_optimizer(folder, before=30)
-    reprise.copy(folder, tmp_path / "copy")
-    for path in (folder / "iter_0000010", folder / "iter_0000030"):
-        assert all_files(tmp_path / "copy" / path.name) == all_files(path)
+    stores = [f"file://{tmp_path / name}" for name in ("store", "another")]
+    for source, target in itertools.pairwise([folder, *stores, tmp_path / "copy"]):
+        reprise.copy(source, target)
+    reprise.copy(folder, tmp_path / "plain")
+    for name, root in itertools.product(("iter_0000010", "iter_0000030"), ("store", "another", "copy", "plain")):
+        assert all_files(tmp_path / root / name) == all_files(folder / name)
 
 
 def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:
