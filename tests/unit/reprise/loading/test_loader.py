@@ -31,7 +31,7 @@ from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
 from reprise.json_file import Json
-from reprise.loading import loader
+from reprise.loading import blocks, loader
 from reprise.loading.choose import LoadSource
 from reprise.loading.loader import LoadReport, check_tensors, fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
@@ -118,6 +118,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     place = layout.places["t"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK_BYTES", 16)
+        patch.setattr(blocks, "BLOCK_BYTES", 16)
         patch.setattr(loader, "BLOCK_BYTES", 16)
         patch.setattr(tiles, "BLOCK_BYTES", 16)
         written = []
@@ -125,8 +126,8 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
             part = Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
             data = array[part.slices].tobytes()
             for lo, hi in itertools.pairwise(sorted({0, min(share, len(data)), len(data)})):
-                blocks = [data[at : min(at + 16, hi)] for at in range(lo, hi, 16)]
-                digests = b"".join(bytes.fromhex(manifest.digest_of(block)) for block in blocks)
+                parts = [data[at : min(at + 16, hi)] for at in range(lo, hi, 16)]
+                digests = b"".join(bytes.fromhex(manifest.digest_of(block)) for block in parts)
                 written.append(WrittenPiece("t", part, lo, hi, digests))
         found = manifest.Manifest("a", {}, tile(layout, written), {})
         (tmp_path / place.file).write_bytes(bytes(place.offset) + array.tobytes())
