@@ -8,6 +8,7 @@ ahead of the position alone, so no sample comes twice, and no gap is made again.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -64,7 +65,8 @@ class PositionMap:
 
     def end(self, count: int) -> int:
         """Return the position behind the last of so many samples; a gap that begins there lies ahead."""
-        return int(self.positions(np.array([count - 1]))[0]) + 1 if count else 0
+        borders, totals = self.steps()
+        return count + totals[bisect_right(borders, count - 1)] if count else 0
 
     def before(self, position: int) -> PositionMap:
         """Return the map with the gaps before a position alone."""
