@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from reprise.checkpointer import Checkpointer
@@ -103,6 +103,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]]
 
 @settings(examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_tensors(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 3), st.booleans())
+@example(((12,), [(0, 12)], [20], Box((0,), (12,))), torch.float32, 1, False)  # a piece begins in the second block
 def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     tmp_path: Path,
     case: tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box],

@@ -75,6 +75,18 @@ def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
     assert reprise.drop_optimizer(folder, before=30) == ()
 
 
+def test_a_lost_lock_ends_it_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = full_run(tmp_path)
+
+    def lose(lock: FolderLock) -> None:
+        raise LockError("Another job writes to this checkpoint folder")
+
+    monkeypatch.setattr(FolderLock, "check", lose)
+    with pytest.raises(LockError):
+        reprise.drop_optimizer(folder, before=30)
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+
+
 def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -> None:
     path = full_run(tmp_path) / "iter_0000010"
     (path / "optimizer_dropped").touch()
