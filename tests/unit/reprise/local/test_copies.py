@@ -61,6 +61,9 @@ def test_what_is_not_copied_elsewhere_stays() -> None:
     assert set(found.pinned) == {4}
     found._current = 6
     assert set(found.pinned) == {4, 6}
+    found.found([2, 4, 6])
+    found.rewound(4)
+    assert json.loads(found.status(2))[2] == [4]
 
 
 def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -154,6 +157,7 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
             assert report.error is None, str(report.error)
             checkpointer.await_copies()
             channel.agree(f"{iteration} is copied or not", None)
+        assert channel.rank or checkpointer._copies._copied == {2}
         checkpointer.close()
 
     monkeypatch.setattr(link, "read_blocks", read)

@@ -82,7 +82,6 @@ def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Pa
 
 
 def test_a_new_host_of_two_ranks_takes_what_both_read(saved: Path, tmp_path: Path) -> None:
-    """It holds less than a copy then, and counts for none."""
     folders, copies = copied(saved, tmp_path / "hosts"), dict[int, list[int]]()
     shutil.rmtree(folders[0])
     folders[0].mkdir()
@@ -93,6 +92,8 @@ def test_a_new_host_of_two_ranks_takes_what_both_read(saved: Path, tmp_path: Pat
 
     assert load_on_hosts(folders, ranks=(2, 1), then=note) == 2
     assert copies == {0: [2], 1: [], 2: [1, 2]}
+    load_on_hosts(save_on_two_hosts(tmp_path / "apart", 1), then=note)
+    assert copies[0] == copies[1] == []
 
 
 def test_a_full_disk_is_named_and_costs_no_checkpoint(
