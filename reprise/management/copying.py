@@ -18,7 +18,7 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.location import files_of, is_stored, location
-from reprise.stores.store import Store
+from reprise.stores.store import ask
 from reprise.stores.url import StoreUrl
 
 _COPY_BYTES = 8 << 20
@@ -120,13 +120,12 @@ class _Copy:
         url, source = StoreUrl.parse(str(self._target)), str(self._source)
         if not is_stored(self._source):
             _verify(self._checkpoint)
-        store = Store(url.root)
-        names = store.ask("begin", url.key, source)
+        names = ask(url, "begin", source)
         if names is not None:
             for name in names:
-                store.ask("send", url.key, source, name)
+                ask(url, "send", source, name)
                 self._add(self._files.sizes[name])
-            store.ask("commit", url.key, source)
+            ask(url, "commit", source)
         if is_stored(self._source):  # what came over the network twice is read once more
             _verify(open_checkpoint(self._target, files_of(self._target)))
 

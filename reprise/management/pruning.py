@@ -20,7 +20,7 @@ from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
 from reprise.storage.lock import FolderLock
 from reprise.stores.location import is_stored, location
 from reprise.stores.path import StorePath, store_path
-from reprise.stores.store import Store
+from reprise.stores.store import ask
 from reprise.stores.url import StoreUrl
 
 
@@ -111,14 +111,14 @@ def prune(
 
 def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> PruneReport:
     url = StoreUrl.parse(str(path))
-    store, folders = Store(url.root), dict[int, tuple[str, int]]()
-    for name in store.ask("names", url.key)[0]:
+    folders = dict[int, tuple[str, int]]()
+    for name in ask(url, "names")[0]:
         iteration, sizes = iteration_of(Path(name)), {file: size for file, size, _ in (path / name).objects()}
         if iteration is not None and MANIFEST in sizes:
             folders[iteration] = name, sum(sizes.values())
     iterations = retention.expired(folders)
     for iteration in () if dry_run else iterations:
-        store.ask("remove", url.child(folders[iteration][0]).key)
+        ask(url.child(folders[iteration][0]), "remove")
     expired = tuple(ExpiredCheckpoint(path / folders[n][0], n, folders[n][1]) for n in iterations)
     return PruneReport(expired, tuple(sorted(folders.keys() - set(iterations))), dry_run)
 

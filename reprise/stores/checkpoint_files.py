@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -24,7 +23,7 @@ class CheckpointFiles:
 
     manifest: bytes
     digest: str
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
 
     @staticmethod
     def parse(manifest: bytes, *, where: object) -> CheckpointFiles:
@@ -48,18 +47,18 @@ class CheckpointFiles:
         return sum(self.sizes.values()) + len(self.manifest)
 
 
-def shares(sizes: Mapping[str, int], hosts: int) -> list[list[str]]:
-    """Divide files among hosts, equal on all: each, from the largest on, goes to the host with the fewest bytes.
+def share(sizes: dict[str, int], host: int, hosts: int) -> dict[str, int]:
+    """Return the files of a host: each file, from the largest on, goes to the host with the fewest bytes.
 
     With five files of one size, or more, for each host, no host has more than 1.2 times the mean.
     """
-    parts: list[list[str]] = [[] for _ in range(hosts)]
-    loads = [0] * hosts
+    files, loads = dict[str, int](), [0] * hosts
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        host = loads.index(min(loads))
-        parts[host].append(name)
-        loads[host] += sizes[name]
-    return parts
+        number = loads.index(min(loads))
+        loads[number] += sizes[name]
+        if number == host:
+            files[name] = sizes[name]
+    return files
 
 
 def _sizes(table: Json) -> dict[str, int]:

@@ -12,8 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import astuple
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,7 +42,6 @@ class Server:
                 connected, _ = listener.accept()
             except TimeoutError:
                 continue
-            connected.settimeout(None)
             if is_of_this_user(connected):
                 with self._lock:
                     self._links += 1
@@ -51,14 +49,13 @@ class Server:
 
     def _serve(self, connected: socket.socket) -> None:
         try:
-            _, [descriptor], _, _ = socket.recv_fds(connected, 16, 1)
-            memory, connection = memoryview(mmap.mmap(descriptor, 0)), Connection(connected.detach())
-            os.close(descriptor)
+            memory = mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0)
+            connection = Connection(connected.detach())
             while True:
-                call, *arguments = json.loads(connection.recv_bytes())
+                call, *details = json.loads(connection.recv_bytes())
                 if call == "mirror":
-                    _mirror(connection, arguments[0])
-                connection.send_bytes(json.dumps(self._answer(call, arguments, memory)).encode())
+                    _mirror(connection, **details[0])
+                connection.send_bytes(json.dumps(self._answer(call, details, memoryview(memory))).encode())
         except (OSError, EOFError, ValueError):  # the other side is gone
             pass
         finally:
@@ -67,65 +64,55 @@ class Server:
                 if not self._links:
                     os._exit(0)  # a request may be under way
 
-    def _answer(self, call: str, arguments: list[Any], memory: memoryview) -> list[Any]:
+    def _answer(self, call: str, details: list[Any], memory: memoryview) -> list[Any]:
         try:
-            return [self._result(call, *arguments, memory=memory)]
+            return [self._result(call, *details, memory=memory)]
         except OSError as error:
             return ["error", error.errno, error.strerror, str(error.filename)]
         except TrainerError as error:
-            parts = (error.where, error.expected, error.found, error.fix)
-            return ["problem", error.what, *(None if part is None else str(part) for part in parts)]
+            parts = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
+            return ["problem", error.what, {name: None if part is None else str(part) for name, part in parts.items()}]
         except Exception:  # noqa: BLE001 - the process that asked raises it
-            return ["problem", "A store could not be read", None, None, traceback.format_exc(), None]
+            return ["problem", "A store could not be read", {"found": traceback.format_exc()}]
 
-    def _result(self, call: str, root: str, key: str, *arguments: Any, memory: memoryview) -> Any:
-        client = self._client(root)
-        match call, arguments:
-            case "fill", (etag, offset, size, request, spills):
-
-                def fetch(start: int, count: int) -> memoryview:
-                    return client.read(key, start, count, etag)
-
-                self._cache.fill((root, key, etag), memory[:size], offset, request, fetch, spills=spills)
-                return None
-            case "fetched", ():
+    def _result(self, call: str, root: str, key: str, *details: Any, memory: memoryview) -> Any:
+        client, url = self._client(root), StoreUrl(root, key)
+        match call:
+            case "fill":
+                etag, offset, size, request, spills = details
+                fetch = partial(client.read, key, etag=etag)
+                return self._cache.fill((url, etag), memory[:size], offset, request, fetch, spills=spills)
+            case "fetched":
                 return self._cache.fetched_bytes
-            case "head", ():
-                return astuple(client.head(key))
-            case "names", ():
-                folders, objects = client.names(key)
-                return folders, [entry.key.rpartition("/")[2] for entry in objects]
-            case "objects", ():
-                return [astuple(entry) for entry in client.objects(key)]
-            case "begin", (source,):
-                return retried(lambda: Upload(client, StoreUrl(root, key), source).begin())
-            case "send", (source, name):
-                return retried(lambda: Upload(client, StoreUrl(root, key), source).send(name))
-            case "commit", (source,):
-                return Upload(client, StoreUrl(root, key), source).commit()
-            case "remove", ():
-                return remove(client, StoreUrl(root, key))
-            case "probe", ():
-                return [astuple(finding) for finding in probe(StoreUrl(root, key), client)]
+            case "head" | "names":
+                return getattr(client, call)(key)
+            case "objects":
+                return list(client.objects(key))
+            case "begin" | "send" | "commit":
+                source, *names = details
+                return retried(lambda: getattr(Upload(client, url, source), call)(*names))
+            case "remove":
+                return remove(client, url)
+            case "probe":
+                return list(probe(url, client))
             case _:
                 raise ValueError(call)
 
 
-def _mirror(connection: Connection, options: dict[str, Any]) -> None:
+def _mirror(connection: Connection, **options: Any) -> None:
     """Mirror a run, and follow the orders of the process that has asked for it until it closes the connection."""
-    from reprise.stores import mirror
+    from reprise.stores.mirror import MirrorOptions, Orders, run
 
-    orders = mirror.Orders()
+    orders = Orders()
 
-    def run() -> None:
-        connection.send_bytes(json.dumps(mirror.run(mirror.MirrorOptions(**options), orders)).encode())
+    def answer() -> None:
+        connection.send_bytes(json.dumps(run(MirrorOptions(**options), orders)).encode())
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=answer, daemon=True).start()
     while True:
-        orders.is_finishing |= json.loads(connection.recv_bytes()) == "finish"
+        orders.is_finishing |= json.loads(connection.recv_bytes()) == ["finish"]
         orders.wake.set()
 
 
 if __name__ == "__main__":
     Server().run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
-    os._exit(0)

@@ -11,13 +11,11 @@ import importlib.util
 import math
 import os
 import re
-import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import obstore
 from obstore import exceptions, store
@@ -35,7 +33,6 @@ SLOWEST_BYTES_PER_S = 256 << 10
 SETUP_S = 30
 CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
 RETRY_S = 120
-_REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REFUSES = "the store refuses the credentials"
 _REGION = "the bucket lies in another region: set AWS_REGION"
@@ -54,8 +51,7 @@ _REFUSALS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """An object of a store.
 
     Args:
@@ -121,63 +117,33 @@ class StoreClient:
             for batch in obstore.list(self._store(), prefix=prefix or None):
                 yield from map(_stored, batch)
 
-    def names(self, prefix: str) -> tuple[list[str], list[StoredObject]]:
-        """Return the names of the folders directly below a folder, and the objects there."""
+    def names(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Return the names of the folders and the objects directly below a folder."""
         with _translated(self.root, prefix):
             page = obstore.list_with_delimiter(self._store(), prefix=prefix or None)
-            folders = [str(name).rstrip("/").rpartition("/")[2] for name in page["common_prefixes"]]
-            return sorted(folders), [_stored(entry) for entry in page["objects"]]
+        paths = page["common_prefixes"], [entry["path"] for entry in page["objects"]]
+        folders, objects = ([str(path).rstrip("/").rpartition("/")[2] for path in group] for group in paths)
+        return sorted(folders), objects
 
-    def put(self, key: str, data: bytes) -> str | None:
-        """Write a small object in one request; return the etag of its version."""
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Write an object, a large file in parts of one grid: the object appears when its last part is there.
+
+        A file takes `PARTS_AT_ONCE` parts of memory, and the part that is read.
+        """
+        size = len(data) if isinstance(data, bytes) else os.stat(data).st_size
+        part, waits = part_bytes(size), list(CONFLICT_WAITS_S)
         with _translated(self.root, key):
-            for wait_s in CONFLICT_WAITS_S:
-                # Of a write without a condition, this is a 409: another request for the object was under way.
-                with contextlib.suppress(exceptions.AlreadyExistsError):
-                    return obstore.put(self._store(len(data)), key, data, use_multipart=False)["e_tag"]
-                time.sleep(wait_s)
-            return obstore.put(self._store(len(data)), key, data, use_multipart=False)["e_tag"]
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Write a small object if there is none of its name; return whether this call has written it.
-
-        Each writer needs `data` of its own: a retried request finds its own object, and only the content
-        tells it from the object of another.
-        """
-        try:
-            obstore.put(self._store(len(data)), key, data, mode="create")
-        except exceptions.AlreadyExistsError:
-            return self.read_whole(key) == data
-        except (exceptions.BaseError, OSError) as error:
-            if isinstance(error, FileExistsError):
-                return self.read_whole(key) == data
-            raise _os_error(error, self.root, key) from error
-        return True
-
-    def honors_create(self, prefix: str) -> bool:
-        """Return whether the store refuses a second `create`, by trying it with an object of its own."""
-        key = f"{prefix}/.probe-{secrets.token_hex(8)}".lstrip("/")
-        try:
-            self.create(key, b"first")
-            return not self.create(key, b"second")
-        finally:
-            self.delete([key])
-
-    def put_file(self, key: str, path: Path) -> str | None:
-        """Write a file of this host in parts of one grid; return the etag of its version.
-
-        Takes `PARTS_AT_ONCE` parts of memory, and the part that is read. The object appears when its last part is
-        there.
-        """
-        size = os.stat(path).st_size
-        if size <= PART_BYTES:
-            return self.put(key, path.read_bytes())
-        part = part_bytes(size)
-        with _translated(self.root, key):  # obstore reads the file itself: a part less of memory than through Python
-            result = obstore.put(
-                self._store(part), key, path, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE
-            )
-        return result["e_tag"]
+            while True:
+                try:
+                    obstore.put(
+                        self._store(part), key, data,
+                        use_multipart=size > PART_BYTES, chunk_size=part, max_concurrency=PARTS_AT_ONCE,
+                    )  # fmt: skip
+                    return
+                except exceptions.AlreadyExistsError:  # a 409: another request for the object was under way
+                    if not waits:
+                        raise
+                    time.sleep(waits.pop(0))
 
     def put_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> None:
         """Write an object of a size whose bytes come in parts."""
@@ -186,17 +152,25 @@ class StoreClient:
             writer = obstore.open_writer(self._store(part), key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
             for body in parts:
                 writer.write(body)
-            writer.close()  # an error leaves no object
+            writer.close()  # an error before leaves no object
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object if there is none of its name; return whether it has this content then.
+
+        A retried request finds its own object, and only the content tells it from the object of another.
+        """
+        with _translated(self.root, key):
+            try:
+                obstore.put(self._store(), key, data, mode="create")
+                return True
+            except (exceptions.AlreadyExistsError, FileExistsError):
+                return self.read_whole(key) == data
+
+    def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; an absent object is fine."""
         for key in keys:
-            try:
+            with contextlib.suppress(FileNotFoundError), _translated(self.root, key):
                 obstore.delete(self._store(), key)
-            except (FileNotFoundError, exceptions.NotFoundError):
-                continue
-            except exceptions.BaseError as error:
-                raise _os_error(error, self.root, key) from error
 
     def _store(self, request_bytes: int = 0) -> Any:
         """Return a store of obstore whose limit of time suits requests of a size."""
@@ -261,22 +235,17 @@ def _translated(root: str, key: str) -> Iterator[None]:
 def _os_error(error: Exception, root: str, key: str) -> OSError:
     answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", str(error))
     code, message = answer.groups("") if answer else ("", "")
+    text = ": ".join(filter(None, [code, message])) or " ".join(str(error).split("\n", 1)[0].split())[:300]
     if code in _REFUSALS:
-        return _error(errno.EACCES, f"{_REFUSALS[code]} ({code}{message and ': '}{message})", root, key)
+        return _error(errno.EACCES, f"{_REFUSALS[code]} ({text})", root, key)
     if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
         return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
     if isinstance(error, exceptions.PreconditionError):
         return _error(errno.ESTALE, "the object was replaced while it was read", root, key)
-    text = f"{code}: {message}" if code else _first_line(error)
-    if isinstance(error, _REFUSED):
+    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
         return _error(errno.EACCES, f"{_REFUSES}: {text}", root, key)
     return _error(errno.EIO, text, root, key)
 
 
 def _error(number: int, text: str, root: str, key: str) -> OSError:
     return OSError(number, text, str(StoreUrl(root, key)))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip()[:300] if lines else type(error).__name__

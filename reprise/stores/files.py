@@ -5,39 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
-from reprise.stores.path import StorePath, status_of
+from reprise.stores.path import StorePath, status_of, url_of
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Span, requests_of
-from reprise.stores.store import CONNECTIONS, child, end_child
+from reprise.stores.store import CONNECTIONS, ask, child, end_child
 
-
-@dataclass(frozen=True, slots=True)
-class _OpenObject:
-    """An object as it was when it was opened; reads are of that version."""
-
-    path: StorePath
-    size: int
-    etag: str | None
-    planned: Sequence[Span]  # the requests to come, in ascending order and apart
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        at, end, store = offset, offset + buffer.nbytes, self.path.store
-        while at < end:
-            start, stop = self._request_at(at, end)
-            next_at = min(end, stop)
-            store.read(self.path.url.key, self.etag, buffer[at - offset : next_at - offset], at, (start, stop))
-            at = next_at
-
-    def _request_at(self, at: int, end: int) -> Span:
-        index = bisect.bisect_right(self.planned, at, key=lambda request: request[0])
-        if index and at < self.planned[index - 1][1]:
-            return self.planned[index - 1]
-        return at, min(self.size, at + SLOT_BYTES, max(end, at + WINDOW_BYTES))
+_Object = tuple[Path, int, str | None]  # with the size and the version that it had when it was opened
 
 
 class StoreFiles(Files):
@@ -52,9 +29,9 @@ class StoreFiles(Files):
 
     def __init__(self, load: str | None = None) -> None:
         self._load = load
-        self._planned: dict[Path, list[Span]] = {}
+        self._planned: dict[Path, list[Span]] = {}  # the requests to come, in ascending order and apart
         self._numbers = itertools.count()
-        self._open: dict[int, _OpenObject] = {}
+        self._open: dict[int, _Object] = {}
         self._versions: dict[Path, tuple[int, str | None]] = {}  # that all reads of a load are of
 
     def size(self, path: Path) -> int:
@@ -70,17 +47,26 @@ class StoreFiles(Files):
 
     def open_for_reading(self, path: Path) -> int:
         """Open the present version of an object; the number returned is no descriptor of the system."""
-        assert isinstance(path, StorePath)
-        size, etag = self._version(path)
         number = next(self._numbers)
-        self._open[number] = _OpenObject(path, size, etag, self._planned.get(path, ()))
+        self._open[number] = path, *self._version(path)
         return number
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        file = self._open[descriptor]
-        part = buffer.cast("B")[: max(0, file.size - offset)]
-        file.fill(part, offset)
-        return part.nbytes
+        path, size, etag = self._open[descriptor]
+        part, at, end, store = buffer.cast("B"), offset, min(size, offset + buffer.nbytes), child()
+        while at < end:
+            start, stop = self._request_at(path, at, end, size)
+            into = part[at - offset : min(end, stop) - offset]
+            store.ask("fill", url_of(path), etag, at, into.nbytes, (start, stop), bool(store.name), into=into)
+            at += into.nbytes
+        return max(0, end - offset)
+
+    def _request_at(self, path: Path, at: int, end: int, size: int) -> Span:
+        planned = self._planned.get(path, ())
+        index = bisect.bisect_right(planned, at, key=lambda request: request[0])
+        if index and at < planned[index - 1][1]:
+            return planned[index - 1]
+        return at, min(size, at + SLOT_BYTES, max(end, at + WINDOW_BYTES))
 
     def close(self, descriptor: int) -> None:
         """Close an object opened by `open_for_reading`."""
@@ -88,8 +74,8 @@ class StoreFiles(Files):
 
     def reopen(self, descriptor: int, path: Path) -> None:
         """Take the present version of an object in place of a replaced version."""
-        self._versions.pop(path, None)
-        self._open[descriptor] = self._open.pop(self.open_for_reading(path))
+        self.look(path)
+        self._open[descriptor] = path, *self._version(path)
 
     def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
         """Plan requests for reads, which neighbors share."""
@@ -113,8 +99,8 @@ class StoreFiles(Files):
 
     def _version(self, path: Path) -> tuple[int, str | None]:
         """Return the size in bytes and the version of an object."""
-        assert isinstance(path, StorePath)
         if path not in self._versions:
             child(self._load)
-            self._versions[path] = path.store.head(path.url.key)[:2]
+            _, *version, _ = ask(url_of(path), "head")
+            self._versions[path] = version[0], version[1]
         return self._versions[path]

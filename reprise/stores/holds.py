@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise.format.names import MANIFEST
 from reprise.storage.holds import Hold
 from reprise.stores.location import is_stored
-
-if TYPE_CHECKING:
-    from reprise.stores.path import StorePath
 
 ManifestVersion = tuple[object, ...]
 
@@ -27,11 +23,11 @@ class StoredCheckpoint:
     """
 
     path: Path
-    version: ManifestVersion
+    version: ManifestVersion | None
 
     def is_in_place(self) -> bool:
         """Return whether the checkpoint is still the one of this version."""
-        return manifest_version(self.path) == self.version
+        return self.version is not None and manifest_version(self.path) == self.version
 
     def release(self) -> None:
         """Do nothing: there is no hold."""
@@ -43,10 +39,7 @@ def take_hold(path: Path) -> Hold | StoredCheckpoint | None:
     Raises:
         OSError: if the hold cannot be written.
     """
-    if not is_stored(path):
-        return Hold.take(path)
-    version = manifest_version(path)
-    return None if version is None else StoredCheckpoint(path, version)
+    return StoredCheckpoint(path, manifest_version(path)) if is_stored(path) else Hold.take(path)
 
 
 def manifest_version(path: Path) -> ManifestVersion | None:
@@ -57,14 +50,13 @@ def manifest_version(path: Path) -> ManifestVersion | None:
     """
     try:
         if is_stored(path):
-            return _stored_version(path)  # type: ignore[arg-type]
+            from reprise.stores.path import url_of
+            from reprise.stores.store import ask
+
+            return tuple(ask(url_of(path / MANIFEST), "head"))
         status = os.stat(path / MANIFEST)
     except OSError as error:
         if is_stored(path) and not isinstance(error, FileNotFoundError):
             raise
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _stored_version(path: StorePath) -> ManifestVersion:
-    return path.store.head(path.url.child(MANIFEST).key)

@@ -187,14 +187,13 @@ class MirrorPass:
             if self._host == 0 and name in self._known.committed:
                 self._remove(name)  # saved again since
             upload = Upload(self._client, self._url.child(name), str(path), host=self._host, hosts=self._hosts)
-            if self._host:
-                if upload.help():
-                    self._ended[name] = digest
-                return
             absent = upload.begin()
             for file in absent or ():
                 upload.send(file)
-            if absent is not None and not upload.commit():
+            is_through = upload.commit() if absent is not None else self._host == 0
+            if self._host and is_through:
+                self._ended[name] = digest
+            if self._host or not is_through:
                 return
         except (SourceChangedError, FileNotFoundError):
             self._leftovers.add(name)

@@ -43,7 +43,7 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     link = child.link()
     try:
         options = {"run": str(run.absolute()), "url": url, "keep": keep, "interval": interval, "once": once}
-        link.send(["mirror", options])
+        link.send("mirror", options)
         answer = link.answer(None)
         return _IMPOSSIBLE if answer is None else int(answer)
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ class MirrorProcess:
 
     def _start(self) -> ChildLink:
         link = self._child.link()
-        link.send(["mirror", self._options])
+        link.send("mirror", self._options)
         os.set_blocking(link.connection.fileno(), False)
         return link
 

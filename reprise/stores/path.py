@@ -7,12 +7,12 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PosixPath
+from pathlib import Path, PosixPath
 from typing import Any
 
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import is_iteration_name
-from reprise.stores.store import CONNECTIONS, Store
+from reprise.stores.store import CONNECTIONS, ask
 from reprise.stores.url import StoreUrl
 
 
@@ -37,11 +37,6 @@ class StorePath(PosixPath):
         bucket = [] if scheme == "file:" else names[:1]
         return StoreUrl(f"{scheme}//{''.join(bucket)}", "/".join(names[len(bucket) :]))
 
-    @property
-    def store(self) -> Store:
-        """Return its store."""
-        return Store(self.url.root)
-
     def __str__(self) -> str:
         """Return the URL; nothing for the last of `parents`, which has no part."""
         return str(self.url) if self.parts else ""
@@ -64,22 +59,18 @@ class StorePath(PosixPath):
 
     def is_file(self) -> bool:
         """Return whether there is an object of this name."""
-        if self.listed is not None:
-            return True
         try:
-            self.store.head(self.url.key)
+            self.lstat()
         except FileNotFoundError:
             return False
         return True
 
     def is_dir(self) -> bool:
         """Return whether there are objects below this name; below an iteration's, the manifest."""
-        if self.is_listed_folder:
-            return True
-        if is_iteration_name(self.name):
+        if is_iteration_name(self.name) and not self.is_listed_folder:
             return (self / MANIFEST).is_file()
         try:
-            return any(self.store.ask("names", self.url.key))
+            return self.is_listed_folder or any(ask(self.url, "names"))
         except FileNotFoundError:  # no such bucket
             return False
 
@@ -89,7 +80,7 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and the objects directly below, and no iteration without a manifest."""
-        folders, objects = self.store.ask("names", self.url.key)
+        folders, objects = ask(self.url, "names")
         paths = [self / name for name in folders]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             for path, is_there in zip(paths, threads.map(StorePath.is_dir, paths), strict=True):
@@ -107,7 +98,7 @@ class StorePath(PosixPath):
     def objects(self) -> Iterator[tuple[str, int, float]]:
         """Yield name, size and time of each object below, in one listing of the store."""
         start = len(self.url.key) + 1 if self.url.key else 0
-        for key, size, _, modified_at in self.store.ask("objects", self.url.key):
+        for key, size, _, modified_at in ask(self.url, "objects"):
             yield key[start:], size, modified_at
 
     def lstat(self) -> os.stat_result:
@@ -116,7 +107,7 @@ class StorePath(PosixPath):
         Raises:
             OSError: if there is none, or the store cannot be read.
         """
-        return status_of(*(self.listed or self.store.head(self.url.key)[::2]))
+        return status_of(*(self.listed or ask(self.url, "head")[1::2]))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the same as `lstat`."""
@@ -126,6 +117,12 @@ class StorePath(PosixPath):
 def status_of(size: int, modified_at: float) -> os.stat_result:
     """Return size and time of an object in the form of a file's."""
     return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
+
+
+def url_of(path: Path) -> StoreUrl:
+    """Return the URL of a path in a store."""
+    assert isinstance(path, StorePath)
+    return path.url
 
 
 def store_path(text: str) -> StorePath:

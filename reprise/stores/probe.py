@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from reprise.stores.store import Store
+from reprise.stores.store import ask
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ _READ_BYTES = 8 << 20
 _REQUESTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFinding:
+class StoreFinding(NamedTuple):
     """The result of one try: `is_fine` is None where the store is usable but lacks something."""
 
     what: str
@@ -38,8 +37,7 @@ def probe_store(text: str) -> list[StoreFinding]:
     Raises:
         ConfigError: if the URL is malformed, or obstore is not installed.
     """
-    url = StoreUrl.parse(text)
-    return [StoreFinding(*row) for row in Store(url.root).ask("probe", url.key)]
+    return [StoreFinding(*row) for row in ask(StoreUrl.parse(text), "probe")]
 
 
 def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Iterator[StoreFinding]:
@@ -49,56 +47,39 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
         size: of the object to write and read, in bytes.
     """
     folder = url.child(f".doctor-{secrets.token_hex(4)}")
+    key, what = folder.child("data").key, "objects can be written"
     try:
-        for what, look in (
-            ("objects can be written", _write),
-            ("and read", _read),
-            ("latency", _latency),
-            ("conditional creation", _creation),
-        ):
-            try:
-                is_fine, text = look(client, folder, size)
-            except OSError as error:
-                yield StoreFinding(what, False, f"{error.strerror}")
-                return
-            yield StoreFinding(what, is_fine, text)
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(os.urandom(1 << 20) * (size >> 20))
+            file.flush()
+            [seconds] = _seconds(lambda _: client.put(key, Path(file.name)))
+        yield StoreFinding(what, True, f"{size / 1e6 / seconds:.0f} MB/s")
+        what = "and read"
+        starts = range(0, size, _READ_BYTES)
+        seconds = sum(_seconds(lambda start: client.read(key, start, min(_READ_BYTES, size - start)), starts))
+        yield StoreFinding(what, True, f"{size / 1e6 / seconds:.0f} MB/s, one request at a time")
+        what = "latency"
+        times = _seconds(lambda _: client.head(key), range(_REQUESTS))
+        text = f"{1e3 * statistics.median(times):.1f} ms, at most {1e3 * max(times):.1f} ms"
+        yield StoreFinding(what, True, text)
+        what = "conditional creation"
+        if client.create(folder.child("once").key, b"first") and client.create(folder.child("once").key, b"second"):
+            text = "not honored: of two programs that create an object, each believes to be first"
+            yield StoreFinding(what, None, text)
+        else:
+            yield StoreFinding(what, True, "a second creation of an object is refused")
+    except OSError as error:
+        yield StoreFinding(what, False, f"{error.strerror}")
     finally:
-        try:
+        with contextlib.suppress(OSError):
             client.delete([entry.key for entry in client.objects(folder.key)])
-        except OSError as error:
-            yield StoreFinding("what was written is deleted", False, f"{error.strerror}")
 
 
-def _write(client: StoreClient, folder: StoreUrl, size: int) -> tuple[bool | None, str]:
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "data"
-        path.write_bytes(os.urandom(1 << 20) * (size >> 20))
+def _seconds(call: Callable[[int], object], values: range = range(1)) -> list[float]:
+    """Return how long a call takes with each of some values."""
+    times = []
+    for value in values:
         start = time.perf_counter()
-        client.put_file(folder.child("data").key, path)
-    return True, _speed(size, time.perf_counter() - start)
-
-
-def _read(client: StoreClient, folder: StoreUrl, size: int) -> tuple[bool | None, str]:
-    start = time.perf_counter()
-    for offset in range(0, size, _READ_BYTES):
-        client.read(folder.child("data").key, offset, min(_READ_BYTES, size - offset))
-    return True, f"{_speed(size, time.perf_counter() - start)}, one request at a time"
-
-
-def _latency(client: StoreClient, folder: StoreUrl, size: int) -> tuple[bool | None, str]:
-    seconds = []
-    for _ in range(_REQUESTS):
-        start = time.perf_counter()
-        client.head(folder.child("data").key)
-        seconds.append(time.perf_counter() - start)
-    return True, f"{1e3 * statistics.median(seconds):.1f} ms, at most {1e3 * max(seconds):.1f} ms"
-
-
-def _creation(client: StoreClient, folder: StoreUrl, size: int) -> tuple[bool | None, str]:
-    if client.honors_create(folder.key):
-        return True, "a second creation of an object is refused"
-    return None, "not honored: of two programs that create an object, each believes to be first"
-
-
-def _speed(size: int, seconds: float) -> str:
-    return f"{size / 1e6 / seconds:.0f} MB/s"
+        call(value)
+        times.append(time.perf_counter() - start)
+    return times

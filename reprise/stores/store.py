@@ -22,7 +22,8 @@ from typing import Any
 
 from reprise.errors import CheckpointError
 from reprise.stores.extra import require_extra
-from reprise.stores.ranges import SLOT_BYTES, Span
+from reprise.stores.ranges import SLOT_BYTES
+from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class ChildLink:
         os.close(memory)
         self.connection = Connection(connected.detach())
 
-    def send(self, request: object) -> None:
+    def send(self, *request: object) -> None:
         """Send a request.
 
         Raises:
@@ -54,10 +55,10 @@ class ChildLink:
 
     def answer(self, wait_s: float | None = _ANSWER_S) -> Any:
         """Return the answer; None where the child is gone, or silent for too long."""
-        try:
-            return json.loads(self.connection.recv_bytes()) if self.connection.poll(wait_s) else None
-        except (OSError, EOFError):
-            return None
+        with contextlib.suppress(OSError, EOFError):
+            if self.connection.poll(wait_s):
+                return json.loads(self.connection.recv_bytes())
+        return None
 
 
 class Child:
@@ -75,11 +76,7 @@ class Child:
         self.process: subprocess.Popen[bytes] | None = None
 
     def link(self) -> ChildLink:
-        """Return a new connection.
-
-        Raises:
-            OSError: if the child has ended too often.
-        """
+        """Return a new connection."""
         while True:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
@@ -92,22 +89,19 @@ class Child:
                 except OSError:  # another rank starts it
                     continue
                 listener.listen(4096)
-                self._start(listener)
+                if self.process is not None:
+                    self.end()
+                    _log.warning("the process that reads stores has ended and is started again")
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "reprise.stores.child", str(listener.fileno()), str(os.getpid())],
+                    pass_fds=[listener.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, **self._variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # an interrupt of the terminal is for the program
+                )
 
-    def _start(self, listener: socket.socket) -> None:
-        if self.process is not None:
-            self.end()
-            _log.warning("the process that reads stores has ended and is started again")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "reprise.stores.child", str(listener.fileno()), str(os.getpid())],
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, **self._variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # an interrupt of the terminal is for the program
-        )
-
-    def ask(self, call: str, *arguments: object, into: memoryview | None = None) -> Any:
+    def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
         """Return the answer to a request, whose bytes of an object go into a buffer.
 
         Raises:
@@ -117,7 +111,7 @@ class Child:
         for _ in range(MOST_TRIES):
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
-                link.send([call, *arguments])
+                link.send(call, url.root, url.key, *details)
                 answer = link.answer()
                 if answer is not None and into is not None:
                     into[:] = memoryview(link.memory)[: into.nbytes]
@@ -131,14 +125,14 @@ class Child:
             match answer:
                 case ["error", number, text, where]:
                     raise OSError(number, text, where)
-                case ["problem", what, where, expected, found, fix]:
-                    raise CheckpointError(what, where=where, expected=expected, found=found, fix=fix)
+                case ["problem", what, parts]:
+                    raise CheckpointError(what, **parts)
                 case [result]:
                     return result
                 case _:
                     if self.process is not None:
                         self.process.kill()  # if it has not ended, it hangs
-        raise OSError(errno.EIO, f"the process that reads stores has ended {MOST_TRIES} times", str(arguments[0]))
+        raise OSError(errno.EIO, f"the process that reads stores has ended {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
         """Close this process's ends of the connections, which a fork has copied."""
@@ -146,7 +140,7 @@ class Child:
             self._idle.pop().connection.close()
 
     def end(self) -> None:
-        """End the child, unless another rank still uses it."""
+        """Leave the child, which ends once no rank uses it."""
         self.forget()
         if self.process is not None:
             try:
@@ -154,27 +148,6 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-
-
-class Store:
-    """One store, by its root as in `StoreUrl.root`. Threads may call it at once."""
-
-    def __init__(self, root: str) -> None:
-        require_extra(root)
-        self.root = root
-
-    def ask(self, call: str, key: str, *arguments: object) -> Any:
-        """Return the answer to a request; see `Child.ask`."""
-        return child().ask(call, self.root, key, *arguments)
-
-    def head(self, key: str) -> tuple[int, str | None, float]:
-        """Return the size of an object in bytes, its version, and when it was written, in Unix time."""
-        size, etag, modified_at = self.ask("head", key)[1:]
-        return size, etag, modified_at
-
-    def read(self, key: str, etag: str | None, buffer: memoryview, offset: int, request: Span) -> None:
-        """Fill a buffer of at most `SLOT_BYTES` from an offset of an object, by a request for a range around it."""
-        child().ask("fill", self.root, key, etag, offset, buffer.nbytes, request, bool(child().name), into=buffer)
 
 
 _child: Child | None = None
@@ -187,6 +160,16 @@ def child(load: str | None = None) -> Child:
         end_child()
         _child = Child(load or "")
     return _child
+
+
+def ask(url: StoreUrl, call: str, *details: object) -> Any:
+    """Return the answer to a request about a place in a store; see `Child.ask`.
+
+    Raises:
+        ConfigError: if obstore is not installed.
+    """
+    require_extra(url)
+    return child().ask(call, url, *details)
 
 
 def end_child() -> None:

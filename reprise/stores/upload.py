@@ -10,20 +10,21 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
 from reprise.paths import exists, open_regular, read_regular
-from reprise.stores.checkpoint_files import CheckpointFiles, shares
+from reprise.stores.checkpoint_files import CheckpointFiles, share
 from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
 from reprise.stores.url import StoreUrl, is_store_url
 
 MARK = ".upload-"
 _TRIES, _FIRST_PAUSE_S = 6, 0.25
 T = TypeVar("T")
+Objects = dict[str, StoredObject]
 
 
 class SourceChangedError(CheckpointError):
@@ -62,38 +63,30 @@ class Upload:
         return OPTIMIZER_DROPPED in list_folder(StoreClient(self._source.root), self._source)
 
     def begin(self) -> list[str] | None:
-        """Make the folder ready; return this host's absent files, the largest first, or None if it has the checkpoint.
+        """Return this host's absent files, the largest first; None if the first host has not begun, or has committed.
 
         Raises:
             CheckpointError: if the folder has another checkpoint, or objects that no upload has left.
         """
         objects = list_folder(self._client, self._folder)
+        marks = [name for name in objects if name.startswith(MARK)]
+        if self._host and (MANIFEST in objects or self._mark not in marks):
+            return None
         if MANIFEST in objects:
             if self._client.read_whole(objects[MANIFEST].key) != self.files.manifest:
                 raise self._refusal("another checkpoint")
-            self._client.delete([entry.key for name, entry in objects.items() if name.startswith(MARK)])
+            self._client.delete(objects[name].key for name in marks)
             return None
-        if objects and not any(name.startswith(MARK) for name in objects):
+        if objects and not marks:
             raise self._refusal(f"{min(objects)}, which no upload has left")
-        if self._mark not in objects:
+        if self._mark not in marks:
             clear(self._client, objects)
             self._client.put(self._folder.child(self._mark).key, b"")
             objects.clear()
-        return self._absent(objects, shares(self.files.sizes, self._hosts)[0])
+        return self._absent(objects, share(self.files.sizes, self._host, self._hosts))
 
-    def help(self) -> bool:
-        """Upload the share of a host other than the first, once the first has begun; return whether it has."""
-        objects = list_folder(self._client, self._folder)
-        if self._mark not in objects or MANIFEST in objects:
-            return False
-        for name in self._absent(objects, shares(self.files.sizes, self._hosts)[self._host]):
-            self.send(name)
-        self._client.put(self._folder.child(f"{self._mark}.{self._host}").key, b"")
-        return True
-
-    def _absent(self, objects: dict[str, StoredObject], names: Collection[str]) -> list[str]:
-        sizes = self.files.sizes
-        absent = [name for name in names if name not in objects or objects[name].size != sizes[name]]
+    def _absent(self, objects: Objects, sizes: dict[str, int]) -> list[str]:
+        absent = [name for name, size in sizes.items() if name not in objects or objects[name].size != size]
         return sorted(absent, key=lambda name: (-sizes[name], name))
 
     def send(self, name: str) -> None:
@@ -109,12 +102,11 @@ class Upload:
             if (actual := _size_of(path)) != size:
                 self._require_same()
                 raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
-            self._client.put_file(key, path)
+            self._client.put(key, path)
         else:
             source, origin = StoreClient(self._source.root), self._source.child(name).key
             starts = range(0, size, PART_BYTES)
-            parts = (source.read(origin, at, min(PART_BYTES, size - at)) for at in starts)
-            self._client.put_parts(key, size, parts)
+            self._client.put_parts(key, size, (source.read(origin, at, min(PART_BYTES, size - at)) for at in starts))
         try:
             self._require_same()
         except SourceChangedError:
@@ -131,12 +123,15 @@ class Upload:
             raise SourceChangedError("A checkpoint was replaced or deleted during its upload", where=self._source)
 
     def commit(self) -> bool:
-        """Write the manifest; return False as long as other hosts upload.
+        """Write the manifest once all hosts are through, or on another than the first tell it; return whether it is.
 
         Raises:
             SourceChangedError: as `send`.
             OSError: if a file is missing that was there.
         """
+        if self._host:
+            self._client.put(self._folder.child(f"{self._mark}.{self._host}").key, b"")
+            return True
         objects = list_folder(self._client, self._folder)
         if any(f"{self._mark}.{host}" not in objects for host in range(1, self._hosts)):
             return False
@@ -145,7 +140,7 @@ class Upload:
             raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(name)))
         if not self._client.create(self._folder.child(MANIFEST).key, self.files.manifest):
             raise self._refusal("another checkpoint")
-        self._client.delete([entry.key for name, entry in objects.items() if name.startswith(MARK)])
+        self._client.delete(entry.key for name, entry in objects.items() if name.startswith(MARK))
         return True
 
     def _refusal(self, found: str) -> CheckpointError:
@@ -169,16 +164,16 @@ def _size_of(path: Path) -> int | None:
         os.close(descriptor)
 
 
-def list_folder(client: StoreClient, folder: StoreUrl) -> dict[str, StoredObject]:
+def list_folder(client: StoreClient, folder: StoreUrl) -> Objects:
     """Return the objects below a folder by their names in it."""
     start = len(folder.key) + 1
     return {entry.key[start:]: entry for entry in client.objects(folder.key)}
 
 
-def clear(client: StoreClient, objects: dict[str, StoredObject]) -> None:
+def clear(client: StoreClient, objects: Objects) -> None:
     """Delete the objects of a folder, its manifest first and the marks last."""
     order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(MARK)))
-    client.delete([objects[name].key for name in order])
+    client.delete(objects[name].key for name in order)
 
 
 def remove(client: StoreClient, folder: StoreUrl) -> None:
@@ -196,11 +191,11 @@ def retried(call: Callable[[], T]) -> T:
     Raises:
         OSError: from the last try, or at once for refused credentials and absent objects.
     """
-    for number in range(_TRIES - 1):
+    for number in range(_TRIES):
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO or number == _TRIES - 1:
                 raise
             time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))
-    return call()
+    raise AssertionError

@@ -56,7 +56,7 @@ class KillableClient(StoreClient):
 
     def __init__(self, root: str, killer: Killer) -> None:
         super().__init__(root)
-        for name in ("head", "read", "names", "put", "create", "put_file", "put_parts"):
+        for name in ("head", "read", "names", "put", "create", "put_parts"):
             setattr(self, name, killer.around(getattr(super(), name)))
         list_all, delete_one = super().objects, killer.around(super().delete)
         self.objects = killer.around(lambda prefix: iter(list(list_all(prefix))))  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ client.put("memory/first", b"what a first request takes stays")
 before = kib("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 for number in range(3):
-    client.put_file(f"memory/{number}", path)
+    client.put(f"memory/{number}", path)
 print((kib("VmHWM") - before) * 1024 / PART_BYTES)
 """
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from reprise.stores.client import StoreClient
 client, path, size = StoreClient(sys.argv[1]), Path(sys.argv[2]), (20 << 20) + 5
 path.write_bytes(os.urandom(size))
-client.put_file("large/object", path)
+client.put("large/object", path)
 parts = [client.read("large/object", at, min(8 << 20, size - at)) for at in range(0, size, 8 << 20)]
 assert b"".join(parts) == path.read_bytes()
 assert client.head("large/object").size == size

@@ -19,7 +19,8 @@ from reprise.loading.reader import open_checkpoint, read_places
 from reprise.stores.files import StoreFiles
 from reprise.stores.location import location
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, RangeCache, Span, requests_of
-from reprise.stores.store import child, end_child
+from reprise.stores.store import ask, end_child
+from reprise.stores.url import StoreUrl
 from reprise.tensors.dtypes import torch_dtype
 from tests.fakes import SHARDINGS
 from tests.profiles import slow
@@ -139,6 +140,6 @@ def test_a_load_reads_little_more_than_it_needs(source: str, target: str, most: 
 
     loads = [load(rank) for rank in ranks]
     total_bytes = sum(file.stat().st_size for file in (tmp_path / "iter_0000010").rglob("*") if file.is_file())
-    fetched_bytes = child().ask("fetched", "file://", "")
+    fetched_bytes = ask(StoreUrl("file://", ""), "fetched")
     loads[0].end()
     assert total_bytes * 0.99 < fetched_bytes <= total_bytes * most

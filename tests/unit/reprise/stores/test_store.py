@@ -22,7 +22,8 @@ from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
 from reprise.stores.location import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
-from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, Store, child, end_child
+from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
+from reprise.stores.url import StoreUrl
 from tests.messages import refused
 
 FORKS = 20
@@ -94,10 +95,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    store = Store("file://")
-    store.ask("names", "")
+    ask(StoreUrl("file://", ""), "names")
     os.kill(process_id(), signal.SIGSTOP)
-    thread = threading.Thread(target=store.ask, args=("names", ""))
+    thread = threading.Thread(target=ask, args=(StoreUrl("file://", ""), "names"))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -125,7 +125,8 @@ def test_the_child_ends_with_the_last_of_its_programs() -> None:
     program = (
         "import os, signal, sys\n"
         "from reprise.stores.store import child\n"
-        "child('shared').ask('names', 'file://', '')\n"
+        "from reprise.stores.url import StoreUrl\n"
+        "child('shared').ask('names', StoreUrl('file://', ''))\n"
         "process = child().process\n"
         "print(process and process.pid, flush=True)\n"
         "sys.stdin.read()\n"
@@ -151,12 +152,12 @@ def test_a_killed_child_is_started_again_a_few_times(
     end_child()
     send, kills = ChildLink.send, MOST_TRIES - 1
 
-    def killed(link: ChildLink, request: object) -> None:
+    def killed(link: ChildLink, *request: object) -> None:
         nonlocal kills
         kills -= 1
         if kills >= 0:
             os.kill(process_id(), signal.SIGKILL)
-        send(link, request)
+        send(link, *request)
 
     monkeypatch.setattr(ChildLink, "send", killed)
     assert location(url_of(run) + "/iter_0000001").is_dir()
@@ -168,14 +169,14 @@ def test_a_killed_child_is_started_again_a_few_times(
 
 
 def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, loaded, kills = Store.read, model(9), [1, 2]
+    asked, loaded, kills = Child.ask, model(9), [1, 2]
 
-    def killed(store: Store, *arguments: Any) -> None:
-        if kills.pop() if kills else False:
+    def killed(child: Child, call: str, *arguments: Any, **into: Any) -> Any:
+        if call == "fill" and kills and kills.pop():
             os.kill(process_id(), signal.SIGKILL)
-        read(store, *arguments)
+        return asked(child, call, *arguments, **into)
 
-    monkeypatch.setattr(Store, "read", killed)
+    monkeypatch.setattr(Child, "ask", killed)
     assert reprise.load(url_of(run), loaded)["epoch"] == 2
     assert is_model(loaded, 2)
 
@@ -192,8 +193,8 @@ def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ChildLink, "answer", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
-        Store("file://").head(keys[0])
-    assert {Store("file://").head(keys[1])[0] for _ in range(2 * CONNECTIONS)} == {1}
+        ask(StoreUrl("file://", keys[0]), "head")
+    assert {ask(StoreUrl("file://", keys[1]), "head")[1] for _ in range(2 * CONNECTIONS)} == {1}
     end_child()
 
 
@@ -207,11 +208,11 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
     (run / "iter_0000001" / "hold").touch()
     (run / "iter_0000002" / MANIFEST).rename(run / "manifest-of-2")  # its deletion or upload is under way
     reprise.save(run / "weights", model(), iteration=3)
-    requests, ask = list[str](), Child.ask
+    requests, asked = list[str](), Child.ask
 
     def counted(child: Child, call: str, *arguments: Any, **into: Any) -> Any:
         requests.append(call)
-        return ask(child, call, *arguments, **into)
+        return asked(child, call, *arguments, **into)
 
     monkeypatch.setattr(Child, "ask", counted)
     held, light = reprise.list(url_of(run), check=0)
