@@ -77,11 +77,15 @@ def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
 
 def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
     """Yield what the lists, tuples and dicts of a nested value hold, each with its keys."""
-    if isinstance(value, (dict, list, tuple)):
-        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(member, (*keys, key if isinstance(key, str) else repr(key)))
-    else:
+    if not isinstance(value, (dict, list, tuple)):
         yield keys, value
+        return
+    for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+        inner = (*keys, key if isinstance(key, str) else repr(key))
+        if isinstance(member, (dict, list, tuple)):
+            yield from leaves(member, inner)
+        else:  # no generator for each of many numbers
+            yield inner, member
 
 
 def references(value: object) -> Iterator[TensorReference]:
