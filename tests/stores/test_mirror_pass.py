@@ -19,7 +19,7 @@ from reprise.format.mirror_record import MIRROR, MirrorRule, from_bytes, read_re
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror import MirrorOptions, Orders, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
-from reprise.stores.upload import MARK
+from reprise.stores.upload import MARK, remove
 from reprise.stores.url import StoreUrl
 from tests.profiles import slow
 from tests.stores.saving import RUN, assert_whole, committed, content, give_up, lose, save
@@ -159,6 +159,17 @@ def test_the_store_keeps_its_own_number_of_checkpoints(site: Site) -> None:
     site.puts.clear()
     site.mirror(keep=2)  # 5 is still in the folder, and older than both
     assert site.puts == []
+
+
+def test_a_deletion_takes_the_manifest_first(site: Site) -> None:
+    save(site.folder, [5])
+    site.mirror()
+    client, deleted = StoreClient(site.url.root), list[str]()
+    client.delete = deleted.extend  # type: ignore[method-assign]
+    remove(client, site.url.child(iteration_name(5)))
+    assert deleted[0].endswith(MANIFEST)
+    assert MARK in deleted[-1]
+    assert len(deleted) > 5
 
 
 def test_every_nth_checkpoint_goes_and_the_last_at_the_end(site: Site) -> None:
