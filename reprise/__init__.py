@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reprise.management.summary import CheckpointStatus, CheckpointSummary
     from reprise.management.verification import VerifiedCheckpoint, verify
     from reprise.nested.loaded import LoadedState
-    from reprise.random_state import RandomState
+    from reprise.nested.random_state import RandomState
     from reprise.state_dict import load_state_dict, save_state_dict
 
     list = list_checkpoints
@@ -99,23 +99,23 @@ __all__ = [
 ]
 
 _NAMES = {
-    "api": ("load", "save"),
-    "async_saver": ("AsyncSaver",),
-    "loading.newest": ("latest",),
-    "management.comparison": ("CheckpointDifference", "FieldDifference", "TensorDifference", "diff"),
-    "management.contents": ("CheckpointContents", "FileSummary", "TensorSummary", "show"),
-    "management.copying": ("CopiedCheckpoint", "copy"),
-    "management.gathering": ("GatherReport", "GatherSource", "gather"),
-    "management.host_share": ("HostPieces", "HostShare"),
-    "management.lightening": ("LightenedCheckpoint", "drop_optimizer"),
-    "management.listing": ("list_checkpoints",),
-    "management.pruning": ("ExpiredCheckpoint", "PruneReport", "prune"),
-    "management.summary": ("CheckpointStatus", "CheckpointSummary"),
-    "management.verification": ("VerifiedCheckpoint", "verify"),
-    "management.progress": ("ProgressCallback",),
-    "nested.loaded": ("LoadedState",),
-    "random_state": ("RandomState",),
-    "state_dict": ("load_state_dict", "save_state_dict"),
+    "api": "load save",
+    "async_saver": "AsyncSaver",
+    "loading.newest": "latest",
+    "management.comparison": "CheckpointDifference FieldDifference TensorDifference diff",
+    "management.contents": "CheckpointContents FileSummary TensorSummary show",
+    "management.copying": "CopiedCheckpoint copy",
+    "management.gathering": "GatherReport GatherSource gather",
+    "management.host_share": "HostPieces HostShare",
+    "management.lightening": "LightenedCheckpoint drop_optimizer",
+    "management.listing": "list_checkpoints",
+    "management.pruning": "ExpiredCheckpoint PruneReport prune",
+    "management.summary": "CheckpointStatus CheckpointSummary",
+    "management.verification": "VerifiedCheckpoint verify",
+    "management.progress": "ProgressCallback",
+    "nested.loaded": "LoadedState",
+    "nested.random_state": "RandomState",
+    "state_dict": "load_state_dict save_state_dict",
 }
 # The trainer, whose modules lie beneath, needs none of most.
 _attribute = importer(__name__, _NAMES)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.group import CALL_TIMEOUT_S, open_call
 from reprise.loading.reader import Checkpoint
 from reprise.nested.calls import fill, save_now
 from reprise.nested.loaded import LoadedState, Strictness
+from reprise.nested.optimizer_state import check_optimizer
 from reprise.nested.own_state import check_ranks, own_state
 from reprise.nested.tree import Tree, tree_of
-from reprise.optimizer_state import check_optimizer
+from reprise.ranks.group import CALL_TIMEOUT_S, open_call
 
 
 def save(

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from reprise import program_end
-from reprise.checkpointer import Checkpointer
-from reprise.commit.joint_call import JointCall, end_waits
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
 from reprise.nested.held import LastTensors
 from reprise.nested.own_state import own_state
+from reprise.nested.save_arguments import check_limits, check_numbers, check_patterns, check_vacant, target_folder
 from reprise.nested.tree import Tree, tree_of, tree_of_dict
-from reprise.policy import Retention, SavePolicy
-from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_vacant, target_folder
+from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
+from reprise.ranks.joint_call import JointCall, end_waits
+from reprise.saving import program_end
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def importer(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+def importer(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a module (PEP 562), which imports a name and keeps it in the module.
 
     A type checker would take any name for one of a module with a `__getattr__`: assign it under `if not TYPE_CHECKING`.
 
     Args:
         module: its full name, `__name__`.
-        names: of each module, by its name below `reprise`.
+        names: those of each module, separated by spaces, by its name below `reprise`.
     """
-    places = {name: f"reprise.{place}" for place, members in names.items() for name in members}
+    places = {name: f"reprise.{place}" for place, members in names.items() for name in members.split()}
 
     def attribute(name: str) -> object:
         if name not in places:

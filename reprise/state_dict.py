@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.group import CALL_TIMEOUT_S, open_call
 from reprise.nested.calls import fill, save_now
 from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.tree import Tree, tree_of_dict
+from reprise.ranks.group import CALL_TIMEOUT_S, open_call
 from reprise.tensors.live import free_gathered_parameters
 
 

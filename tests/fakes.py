@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from reprise.channel import StoreChannel, single_rank_channel
-from reprise.files import Files
+from reprise.format import StoredDtype, TensorKind, TensorSpec
 from reprise.format.box import Split, box_of_splits
-from reprise.json_file import Json
-from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype, torch_dtype
-from reprise.live_tensors import Contents, LiveTensor
+from reprise.ranks import StoreChannel, single_rank_channel
 from reprise.saving.snapshot import Snapshot
+from reprise.storage import Files, Json
 from reprise.storage.worker import Job
+from reprise.tensors import Contents, LiveTensor, stored_dtype, torch_dtype
 from trainer.data.data_file import DataFile, TokenArray
 from trainer.data.token_file import HEADER_BYTES, TokenFile
 from trainer.metrics.run_log import IterationRecord

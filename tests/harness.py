@@ -33,8 +33,7 @@ from omegaconf import DictConfig
 import trainer.__main__
 import trainer.config.compose
 import trainer.training.loop
-from reprise.files import FILE_SYSTEM
-from reprise.folder import iteration_name
+from reprise.storage import FILE_SYSTEM, iteration_name
 from scripts.faults.ranks import become_rank, free_port
 from tests.composed import answer_with, composed
 from trainer.config.schema import Config

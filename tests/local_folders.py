@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from reprise.channel import StoreChannel
-from reprise.files import Files
-from reprise.folder import FORMAT, STATE
-from reprise.layout import StoredDtype, TensorKind, TensorSpec, torch_dtype
-from reprise.live_tensors import Contents
+from reprise.format import FORMAT, FRESH, LINEAGE, STATE, Branch, Lineage, StoredDtype, TensorKind, TensorSpec
+from reprise.loading import Checkpoint, LoadSource, Restorer, open_checkpoint, read_places
 from reprise.loading.blocks import blocks_of
-from reprise.reading import FRESH, LINEAGE, Branch, Checkpoint, Lineage, LoadSource, open_checkpoint, read_places
-from reprise.savers import Checkpointer, LocalCheckpointer, LocalPolicy, Restorer, SavePolicy
+from reprise.local import LocalCheckpointer, LocalPolicy
+from reprise.ranks import StoreChannel
+from reprise.saving import Checkpointer, SavePolicy
+from reprise.storage import Files
+from reprise.tensors import Contents, torch_dtype
 from tests.fakes import Axis, Sharding, all_ranks, tcp_store
 
 _CLONE_FS = 0x200  # linux/sched.h

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
 from trainer.publish.publisher import Publisher

@@ -19,7 +19,7 @@ import trainer.config.compose  # noqa: F401 (registers the schema)
 import trainer.config.options as command
 from models.families import parameter_count
 from reprise.errors import ConfigError
-from reprise.savers import SavePolicy
+from reprise.saving import SavePolicy
 from tests.harness import DEADLINE_S
 from tests.messages import refused
 from trainer.config.checkpoint import CheckpointSection

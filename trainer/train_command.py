@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError, LockError
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from trainer.config.checks import (
     loose_threads,
     share_lines,

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from reprise.commit import commit_state
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitState, Event
 from reprise.format.layout import Layout
+from reprise.ranks.channel import StoreChannel
 from reprise.storage.folder import CheckpointFolder
 
 

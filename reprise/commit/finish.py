@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from reprise import json_file
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError
 from reprise.format import manifest
 from reprise.format.layout import TensorKind, model_index
 from reprise.format.manifest import FileEntry, Manifest, TensorEntry
 from reprise.format.names import INDEX, MANIFEST
+from reprise.storage import json_file
 from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
 

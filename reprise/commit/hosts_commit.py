@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, Copying, SharedCommitState
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event
-from reprise.commit.file_exchange import FileExchange
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import Answer, DecisionMessage
 from reprise.commit.protocol import Steps, TwoPhaseCommit
@@ -21,6 +19,8 @@ from reprise.errors import CheckpointError
 from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
 from reprise.format.names import HOST, MANIFEST
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.file_exchange import FileExchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import Self
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Outcome
 from reprise.commit.report import Offer, RankReport
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import manifest
 from reprise.format.names import MANIFEST
+from reprise.ranks.channel import StoreChannel
 
 _log = logging.getLogger(__name__)
 

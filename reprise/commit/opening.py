@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from reprise.commit import disagreement
 from reprise.commit.attempt import Attempt, key_of
-from reprise.commit.channel import StoreChannel
 from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import JointPlan, KnownPlans
 from reprise.commit.messages import OpeningMessage, put_opening, text_of
 from reprise.commit.report import Offer
 from reprise.errors import CheckpointError
+from reprise.ranks.channel import StoreChannel
 
 
 class Opening:

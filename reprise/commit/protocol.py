@@ -8,7 +8,6 @@ from typing import Protocol
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import JointPlan, KnownPlans
@@ -17,6 +16,7 @@ from reprise.commit.opening import Opening
 from reprise.commit.report import Offer, RankReport
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.manifest import TensorEntry, Written
+from reprise.ranks.channel import StoreChannel
 
 # What a rank does on its disk: any error of it fails the attempt, also one of a message.
 _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)

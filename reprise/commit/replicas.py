@@ -11,11 +11,11 @@ import torch
 import xxhash
 
 from reprise.commit import disagreement
-from reprise.commit.channel import StoreChannel
 from reprise.commit.disagreement import Disagreement
 from reprise.commit.inventory import Inventory, SharedDigests
 from reprise.commit.report import GroupDigest
 from reprise.errors import TrainerError
+from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
 from reprise.tensors.live import LiveTensor
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
-from reprise.json_file import integer
-from reprise.paths import exists, lexists, read_regular
+from reprise.storage import json_file
+from reprise.storage.json_file import integer
+from reprise.storage.paths import exists, lexists, read_regular
 
 FORMAT = "reprise-host/1"
 # A folder that lacks pieces has the configuration of its model or adapters under another name: transformers and PEFT

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeGuard
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image, image
 from reprise.format.dtype import StoredDtype
 from reprise.format.names import ADAPTERS
-from reprise.json_file import Json
+from reprise.storage import json_file
+from reprise.storage.json_file import Json
 
 PAGE_BYTES = 4096
 DEFAULT_FILE_BYTES = 2 << 30

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.json_file import Json, integer
+from reprise.storage import json_file
+from reprise.storage.json_file import Json, integer
 
 LINEAGE = "run"  # the member of trainer_state.json
 FORMAT = "reprise-run/1"

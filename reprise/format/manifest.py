@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise import json_file
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import MOST_ELEMENTS, is_shape
 from reprise.format.names import MANIFEST_FORMAT
-from reprise.json_file import integer
+from reprise.storage import json_file
+from reprise.storage.json_file import integer
 
 Integers = npt.NDArray[np.int64]
 FORMAT = MANIFEST_FORMAT

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import xxhash
 
-from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.lineage import Lineage
 from reprise.format.names import MANIFEST
-from reprise.json_file import Json
-from reprise.paths import read_regular
+from reprise.storage import json_file
 from reprise.storage.folder import WEIGHTS, iteration_name, iteration_of
+from reprise.storage.json_file import Json
+from reprise.storage.paths import read_regular
 
 MIRROR = "mirror.json"
 FORMAT = "reprise-mirror/1"

@@ -1,1 +1,42 @@
 """Loading: choose, open, read and verify."""
+
+from typing import TYPE_CHECKING
+
+from reprise.lazy import importer
+
+if TYPE_CHECKING:
+    from reprise.loading.choose import Chooser as Chooser
+    from reprise.loading.choose import LoadSource as LoadSource
+    from reprise.loading.choose import LoadTerms as LoadTerms
+    from reprise.loading.choose import no_folder as no_folder
+    from reprise.loading.loader import LoadReport as LoadReport
+    from reprise.loading.loader import Target as Target
+    from reprise.loading.loader import check_tensors as check_tensors
+    from reprise.loading.loader import fill as fill
+    from reprise.loading.reader import Checkpoint as Checkpoint
+    from reprise.loading.reader import Gatherer as Gatherer
+    from reprise.loading.reader import OpenFile as OpenFile
+    from reprise.loading.reader import find_accessory as find_accessory
+    from reprise.loading.reader import open_checkpoint as open_checkpoint
+    from reprise.loading.reader import open_tensor_file as open_tensor_file
+    from reprise.loading.reader import read_content as read_content
+    from reprise.loading.reader import read_file as read_file
+    from reprise.loading.reader import read_header as read_header
+    from reprise.loading.reader import read_places as read_places
+    from reprise.loading.restorer import Restored as Restored
+    from reprise.loading.restorer import Restorer as Restorer
+    from reprise.loading.verify import verify_share as verify_share
+
+_NAMES = {
+    "loading.choose": "Chooser LoadSource LoadTerms no_folder",
+    "loading.loader": "LoadReport Target check_tensors fill",
+    "loading.reader": (
+        "Checkpoint Gatherer OpenFile find_accessory open_checkpoint open_tensor_file read_content read_file "
+        "read_header read_places"
+    ),
+    "loading.restorer": "Restored Restorer",
+    "loading.verify": "verify_share",
+}
+
+if not TYPE_CHECKING:
+    __getattr__ = importer(__name__, _NAMES)

@@ -13,15 +13,10 @@ from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
 from reprise.loading.blocks import check_first_blocks
-from reprise.loading.reader import (
-    Checkpoint,
-    misleading_files,
-    open_checkpoint,
-    read_places,
-)
-from reprise.paths import exists, is_dir
+from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
+from reprise.storage.paths import exists, is_dir
 from reprise.storage.patience import OLDER, Patience, unreadable
 
 _log = logging.getLogger(__name__)

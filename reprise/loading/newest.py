@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
-from reprise.paths import exists, is_dir, lexists
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.stores.location import files_of, location
+from reprise.storage.paths import exists, is_dir, lexists
+from reprise.stores.locations import files_of, location
 
 
 def latest(folder: str | Path) -> Path | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format import host_file, manifest
 from reprise.format.box import Image
@@ -21,10 +20,11 @@ from reprise.format.host_file import HostFile
 from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
 from reprise.format.manifest import Manifest, digest_of
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, OPTIMIZER_DROPPED, STATE
-from reprise.json_file import Json
-from reprise.paths import exists, is_file, matching
+from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import iteration_of, named_iteration
+from reprise.storage.json_file import Json
+from reprise.storage.paths import exists, is_file, matching
 from reprise.storage.patience import failed_read, is_damage, unreadable
 
 Bytes = npt.NDArray[np.uint8]

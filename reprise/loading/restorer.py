@@ -10,8 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from reprise.commit import replicas
-from reprise.commit.channel import StoreChannel
-from reprise.commit.error_message import as_problem
 from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
@@ -21,10 +19,12 @@ from reprise.loading.loader import LoadReport, fill, touched_pieces
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
 from reprise.storage.patience import Patience, PatientFiles, await_sight
 from reprise.storage.progress_line import ProgressLine
-from reprise.stores.location import files_of, location
+from reprise.stores.locations import files_of, location
 from reprise.tensors.live import LiveTensor
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from reprise.format.names import MANIFEST
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.storage.files import Files
 from reprise.storage.shared_folder import look_again, on_this_host
-from reprise.stores.location import is_stored
+from reprise.stores.locations import is_stored
 
 
 def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:

@@ -1,1 +1,18 @@
 """Local checkpoints: a folder on each host, copies on its neighbors, and loads of each range from where it lies."""
+
+from typing import TYPE_CHECKING
+
+from reprise.lazy import importer
+
+if TYPE_CHECKING:
+    from reprise.local.host_folders import HostFolders as HostFolders
+    from reprise.local.local_checkpointer import LocalCheckpointer as LocalCheckpointer
+    from reprise.local.local_checkpointer import LocalPolicy as LocalPolicy
+
+_NAMES = {
+    "local.host_folders": "HostFolders",
+    "local.local_checkpointer": "LocalCheckpointer LocalPolicy",
+}
+
+if not TYPE_CHECKING:
+    __getattr__ = importer(__name__, _NAMES)

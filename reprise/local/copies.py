@@ -15,11 +15,11 @@ from contextlib import closing
 from functools import partial
 
 from reprise.commit.attempt import Attempt, Hosts
-from reprise.commit.channel import StoreChannel
 from reprise.errors import TrainerError
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.local.link import Link
 from reprise.local.pieces import PieceWriter
+from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import Job, Worker
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from reprise.atomic import replace_file
 from reprise.commit.attempt import Hosts
-from reprise.commit.channel import StoreChannel
-from reprise.commit.file_exchange import FileExchange
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
@@ -29,8 +26,11 @@ from reprise.local.link import Link
 from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
 from reprise.local.pieces import PieceWriter, damaged_pieces
 from reprise.local.skeleton import make_skeleton, skeleton_of
-from reprise.paths import exists
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.file_exchange import FileExchange
+from reprise.storage.atomic import replace_file
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.paths import exists
 from reprise.storage.shared_folder import on_this_host
 from reprise.storage.worker import Worker
 

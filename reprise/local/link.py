@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reprise.commit.channel import StoreChannel
 from reprise.errors import LaunchError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.reader import Bytes, Checkpoint
 from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
+from reprise.ranks.channel import StoreChannel
 
 _TAG = 0
 

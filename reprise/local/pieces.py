@@ -10,20 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from reprise.atomic import replace_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import PieceNumbers, path_of, union
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.reader import (
-    Bytes,
-    Checkpoint,
-    Gatherer,
-    OpenFile,
-    open_tensor_file,
-    read_places,
-)
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file, read_places
+from reprise.storage.atomic import replace_file
 from reprise.storage.files import MOST_OPEN
 
 _log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from reprise.format.layout import Place
-from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
 from reprise.management.paths import open_newest
 from reprise.management.progress import ProgressCallback, ignore_progress
+from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import torch_dtype
 
 ITEMS = 1 << 20  # compared at once

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.json_file import Json
 from reprise.loading.reader import read_places
 from reprise.management.host_share import HostShare, share_of
 from reprise.management.paths import open_newest
+from reprise.storage.json_file import Json
 
 
 @dataclass(frozen=True, slots=True)

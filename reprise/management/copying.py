@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.atomic import make_folders, sync_folders
 from reprise.errors import CheckpointError
 from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_content, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.paths import exists
+from reprise.storage.atomic import make_folders, sync_folders
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
+from reprise.storage.paths import exists
 from reprise.stores.checkpoint_files import CheckpointFiles
-from reprise.stores.location import files_of, is_stored, location
+from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.store import ask
 from reprise.stores.url import StoreUrl
 

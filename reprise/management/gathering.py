@@ -21,10 +21,10 @@ from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.paths import TERMS
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.paths import exists, is_dir
 from reprise.storage.files import FILE_SYSTEM, cannot_write
 from reprise.storage.folder import CheckpointFolder, FolderTerms, is_iteration_name
 from reprise.storage.lock import FolderLock
+from reprise.storage.paths import exists, is_dir
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.management.listing import is_whole
 from reprise.management.paths import TERMS, checkpoint_folder
 from reprise.management.pruning import lock_of
-from reprise.paths import read_regular
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms
 from reprise.storage.lock import FolderLock
-from reprise.stores.location import is_stored, location
+from reprise.storage.paths import read_regular
+from reprise.stores.locations import is_stored, location
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,27 +9,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.loading.blocks import check_first_blocks
-from reprise.loading.reader import (
-    Checkpoint,
-    check_state,
-    misleading_files,
-    open_checkpoint,
-    read_content,
-    read_places,
-)
+from reprise.loading.reader import Checkpoint, check_state, misleading_files, open_checkpoint, read_content, read_places
 from reprise.management.host_share import missing_everywhere, share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
-from reprise.paths import exists, is_file, is_symlink
+from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, is_iteration_name, iteration_of, named_iteration, shown_name
 from reprise.storage.holds import HOLD, is_held
-from reprise.stores.location import files_of, is_stored, location
+from reprise.storage.paths import exists, is_file, is_symlink
+from reprise.stores.locations import files_of, is_stored, location
 
 CHECKED = 100  # newest checkpoints of a folder, by default
 Tree = Mapping[str, os.stat_result]  # of a checkpoint, by the names of its files

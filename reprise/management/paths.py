@@ -7,10 +7,10 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.paths import is_dir, is_symlink
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
-from reprise.stores.location import files_of, location
+from reprise.storage.paths import is_dir, is_symlink
+from reprise.stores.locations import files_of, location
 
 TERMS = FolderTerms()  # of a caller that gives the folder as an argument
 

@@ -13,12 +13,12 @@ from reprise.format.names import HOST, MANIFEST
 from reprise.loading.choose import committed_in
 from reprise.management.listing import is_whole, size_of
 from reprise.management.paths import TERMS, checkpoint_folder
-from reprise.paths import exists
-from reprise.policy import Retention
+from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
 from reprise.storage.lock import FolderLock
-from reprise.stores.location import is_stored, location
+from reprise.storage.paths import exists
+from reprise.stores.locations import is_stored, location
 from reprise.stores.path import StorePath, store_path
 from reprise.stores.store import ask
 from reprise.stores.url import StoreUrl

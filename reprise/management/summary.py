@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from reprise.errors import TrainerError, UnreadableError
-from reprise.json_file import Json
 from reprise.management.host_share import HostShare
+from reprise.storage.json_file import Json
 
 
 class CheckpointStatus(StrEnum):

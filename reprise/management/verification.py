@@ -15,7 +15,7 @@ from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.management.summary import CheckpointStatus
 from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
-from reprise.stores.location import files_of, location
+from reprise.stores.locations import files_of, location
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reprise.commit.channel import StoreChannel
-from reprise.commit.joint_call import JointCall
 from reprise.nested.documents import NestedValues, join_values
 from reprise.nested.table import JointTable, Table, digest_of, join
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.joint_call import JointCall
 
 _DIGEST_BYTES = 16
 _NONE = bytes(_DIGEST_BYTES)

@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
-from reprise.commit.joint_call import JointCall
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.newest import has_no_checkpoint
@@ -20,9 +17,7 @@ from reprise.nested.documents import NestedValues, read_values
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
-from reprise.nested.tree import Tree
-from reprise.policy import Retention, SavePolicy
-from reprise.save_arguments import (
+from reprise.nested.save_arguments import (
     check_iteration,
     check_numbers,
     check_patterns,
@@ -30,9 +25,14 @@ from reprise.save_arguments import (
     require_path,
     target_folder,
 )
+from reprise.nested.tree import Tree
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.joint_call import JointCall
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
-from reprise.stores.location import location
+from reprise.stores.locations import location
 from reprise.tensors.live import Contents
 from reprise.tensors.modes import own_modes
 

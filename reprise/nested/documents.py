@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
-from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.typed_values import DICTS, ByLeaf, TensorReference, decode, decode_number, references
+from reprise.storage import json_file
+from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
 _MOST_SHOWN = 200  # characters of a value in a message

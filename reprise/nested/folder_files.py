@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
 from reprise.format.names import HOST, INDEX, MANIFEST, STATE
 from reprise.nested.typed_values import is_unicode
+from reprise.storage import json_file
 from reprise.storage.holds import HOLD
 
 _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.json_file import Json
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
 from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
+from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
 # State of a parameter's own shape, by which a wrong order of parameters is noticed.

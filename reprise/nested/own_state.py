@@ -8,8 +8,8 @@ from typing import Any
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.documents import read_values
+from reprise.nested.random_state import RandomState
 from reprise.nested.stored_names import PER_RANK, Keys, keys_of_pointer
-from reprise.random_state import RandomState
 
 OwnState = tuple[int, list[dict[str, Any]]]  # a rank, and dicts with what it has
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from reprise.format.layout import TensorKind
-from reprise.paths import exists
+from reprise.storage.paths import exists
 from reprise.tensors.live import canonical_name
 
 _WRAPPER = "module."  # of DistributedDataParallel, in the names of its parameters

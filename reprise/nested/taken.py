@@ -12,16 +12,16 @@ import torch
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.format.names import STATE
-from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import StoredState
 from reprise.nested.loaded import Strictness
 from reprise.nested.modules import Receiver
+from reprise.nested.optimizer_state import zeros_for
 from reprise.nested.optimizers import SavedGroups
 from reprise.nested.stored_names import Keys, keys_of_pointer, pointer, stored_name
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import ByLeaf, TensorReference, leaves, put_back, references
-from reprise.optimizer_state import zeros_for
+from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate

@@ -12,7 +12,6 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
-from reprise.json_file import Json
 from reprise.nested.documents import NestedValues
 from reprise.nested.folder_files import folder_files
 from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
@@ -20,6 +19,7 @@ from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_opt
 from reprise.nested.pretrained import form_of
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of_pointer, pointer, stored_name
 from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
+from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, materialized, resolve
 from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
 

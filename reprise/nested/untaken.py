@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from reprise.json_file import Json
 from reprise.loading.reader import Checkpoint
 from reprise.nested.documents import StoredState
 from reprise.nested.own_state import is_random_state
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of_pointer
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import leaves
+from reprise.storage.json_file import Json
 
 _log = logging.getLogger(__name__)
 _FLAGS = (bool, str, type(None))

@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.commit.attempt import Attempt
-from reprise.commit.channel import StoreChannel
 from reprise.commit.messages import stripes_key
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout
+from reprise.ranks.channel import StoreChannel
 from reprise.saving.plan import Piece
 from reprise.storage.files import allocate
 from reprise.tensors.memory import populate

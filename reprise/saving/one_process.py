@@ -12,12 +12,12 @@ from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
-from reprise.json_file import Document
-from reprise.paths import exists
-from reprise.policy import Retention
 from reprise.saving.owned_folder import require_room
+from reprise.saving.policy import Retention
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.json_file import Document
 from reprise.storage.lock import FolderLock
+from reprise.storage.paths import exists
 
 WriteTensors = Callable[[Path], Sequence[WrittenPiece]]
 

@@ -14,17 +14,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reprise import json_file
-from reprise.atomic import temporary_of
 from reprise.commit import messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError, count_of
 from reprise.format.host_file import attempt_of, path_of
 from reprise.format.layout import Layout
 from reprise.format.names import HOST, INTERIM, STATE
-from reprise.policy import Retention
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.policy import Retention
+from reprise.storage import json_file
+from reprise.storage.atomic import temporary_of
 from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name, named_iteration
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_mark

@@ -13,7 +13,6 @@ import torch
 
 from reprise.commit import finish, messages
 from reprise.commit.attempt import Attempt, SharedCommitState
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
 from reprise.commit.inventory import Inventory
@@ -23,10 +22,11 @@ from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
-from reprise.policy import Retention
+from reprise.ranks.channel import StoreChannel
 from reprise.saving.column_sharing import LocalRanks, Sharing
 from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
+from reprise.saving.policy import Retention
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held

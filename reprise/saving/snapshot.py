@@ -16,8 +16,8 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import PAGE_BYTES
-from reprise.policy import SavePolicy
 from reprise.saving.plan import Chunk, ChunkPart, Plan, make_plan
+from reprise.saving.policy import SavePolicy
 from reprise.storage.worker import Worker, run_together
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Bytes, Memory

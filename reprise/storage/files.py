@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from reprise.atomic import FileCalls
 from reprise.errors import CheckpointError
-from reprise.paths import is_dir, lexists
+from reprise.storage.atomic import FileCalls
+from reprise.storage.paths import is_dir, lexists
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")

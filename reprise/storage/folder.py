@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from reprise.atomic import temporary_of
 from reprise.errors import CheckpointError
-from reprise.paths import is_dir, is_file, is_symlink, matching, read_regular
+from reprise.storage.atomic import temporary_of
 from reprise.storage.files import Files, cannot_write
 from reprise.storage.holds import is_held
+from reprise.storage.paths import is_dir, is_file, is_symlink, matching, read_regular
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from reprise.paths import read_regular
+from reprise.storage.paths import read_regular
 from reprise.storage.worker import Job, ending_with
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from reprise.atomic import make_folders
 from reprise.errors import LockError
-from reprise.paths import exists
 from reprise.storage import lease
+from reprise.storage.atomic import make_folders
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
 from reprise.storage.lease import Lease, leases, record_in
+from reprise.storage.paths import exists
 from reprise.storage.worker import Job
 
 _log = logging.getLogger(__name__)

@@ -1,1 +1,29 @@
 """Object stores: checkpoints behind a URL, read and written by processes of their own, which alone load obstore."""
+
+from typing import TYPE_CHECKING
+
+from reprise.lazy import importer
+
+if TYPE_CHECKING:
+    from reprise.stores.holds import ManifestVersion as ManifestVersion
+    from reprise.stores.holds import manifest_version as manifest_version
+    from reprise.stores.holds import take_hold as take_hold
+    from reprise.stores.locations import files_of as files_of
+    from reprise.stores.locations import is_stored as is_stored
+    from reprise.stores.locations import location as location
+    from reprise.stores.mirror_process import MirrorProcess as MirrorProcess
+    from reprise.stores.mirror_process import mirror_rule as mirror_rule
+    from reprise.stores.mirror_process import mirror_run as mirror_run
+    from reprise.stores.probe import probe_store as probe_store
+    from reprise.stores.url import is_store_url as is_store_url
+
+_NAMES = {
+    "stores.holds": "ManifestVersion manifest_version take_hold",
+    "stores.locations": "files_of is_stored location",
+    "stores.mirror_process": "MirrorProcess mirror_rule mirror_run",
+    "stores.probe": "probe_store",
+    "stores.url": "is_store_url",
+}
+
+if not TYPE_CHECKING:
+    __getattr__ = importer(__name__, _NAMES)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from reprise import json_file
 from reprise.format.names import MANIFEST_FORMAT, OPTIMIZER_DROPPED
-from reprise.json_file import Json, integer
+from reprise.storage import json_file
+from reprise.storage.json_file import Json, integer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import obstore
 from obstore import exceptions, store
 
-from reprise.paths import exists
+from reprise.storage.paths import exists
 from reprise.stores.url import StoreUrl
 
 # The grid of an upload: parts of 8 MiB, or larger where a file would have more than MOST_PARTS of them. S3 and R2 take

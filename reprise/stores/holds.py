@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reprise.format.names import MANIFEST
 from reprise.storage.holds import Hold
-from reprise.stores.location import is_stored
+from reprise.stores.locations import is_stored
 
 ManifestVersion = tuple[object, ...]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
-from reprise.paths import is_dir
 from reprise.storage.lock import FolderLock
+from reprise.storage.paths import is_dir
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.upload import retried

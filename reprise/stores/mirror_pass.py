@@ -16,8 +16,6 @@ from pathlib import Path
 
 import xxhash
 
-from reprise import json_file
-from reprise.atomic import replace_file
 from reprise.errors import CheckpointError
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.mirror_record import (
@@ -30,10 +28,12 @@ from reprise.format.mirror_record import (
     read_record,
 )
 from reprise.format.names import HOST, MANIFEST, STATE, STILL_MIRRORED
-from reprise.paths import exists, read_regular
+from reprise.storage import json_file
+from reprise.storage.atomic import replace_file
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.storage.lock import is_locked
+from reprise.storage.paths import exists, read_regular
 from reprise.stores.client import StoreClient
 from reprise.stores.upload import MARK, SourceChangedError, Upload, list_folder, remove
 from reprise.stores.url import StoreUrl

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
-from reprise.paths import exists, open_regular, read_regular
+from reprise.storage.paths import exists, open_regular, read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, share
 from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
 from reprise.stores.url import StoreUrl, is_store_url

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.paths import download_command
+from reprise.storage.paths import download_command
 
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)

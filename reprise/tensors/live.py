@@ -18,7 +18,7 @@ from torch import nn
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Split, box_of_splits, intersect, relative, whole
 from reprise.format.layout import TensorKind, TensorSpec
-from reprise.json_file import Document
+from reprise.storage.json_file import Document
 from reprise.tensors.dtypes import stored_dtype
 
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]

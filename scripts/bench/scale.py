@@ -24,19 +24,19 @@ from statistics import fmean
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from reprise.channel import StoreChannel, find_hosts
-from reprise.commit import finish, messages
+from reprise.commit import find_hosts, finish, messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
 from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import OpeningMessage
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import LaunchError, TrainerError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder
+from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.format.box import Box
 from reprise.format.manifest import DIGEST_BYTES, TensorEntry, Written, WrittenPiece, block_count
-from reprise.layout import Layout, StoredDtype, TensorKind, TensorSpec, build_layout, pieces_of
+from reprise.ranks import StoreChannel
+from reprise.saving import pieces_of
+from reprise.storage import CheckpointFolder, Files
 from scripts.bench.harness import Figures, table
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of

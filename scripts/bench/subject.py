@@ -10,10 +10,9 @@ import torch
 import xxhash
 
 from models import families
-from reprise.folder import STATE
-from reprise.json_file import Json
-from reprise.layout import TensorKind
-from reprise.live_tensors import Contents, LiveTensor
+from reprise.format import STATE, TensorKind
+from reprise.storage import Json
+from reprise.tensors import Contents, LiveTensor
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config

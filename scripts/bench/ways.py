@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from reprise import AsyncSaver, load_state_dict
-from reprise.reading import LoadSource
-from reprise.savers import Checkpointer, Restorer, Retention, SavePolicy
+from reprise.loading import LoadSource, Restorer
+from reprise.saving import Checkpointer, Retention, SavePolicy
 from scripts.bench.probe import sync_all, sync_folder
 from scripts.bench.subject import Subject
 

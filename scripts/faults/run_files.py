@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reprise.files import Files
-from reprise.folder import MANIFEST, STATE
-from reprise.layout import Place
+from reprise.format import LINEAGE, MANIFEST, STATE, Place
+from reprise.loading import Checkpoint, open_checkpoint, read_places
 from reprise.loading.blocks import blocks_of
-from reprise.reading import LINEAGE, Checkpoint, open_checkpoint, read_places
+from reprise.storage import Files
 from trainer.config.saved import RUN_CONFIG
 
 TEMPORARY = (".partial", ".deleting", ".replaced", ".new")

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, iteration_name
+from reprise.storage import CheckpointFolder, Files, iteration_name
 from scripts.faults.run_files import contents_of, curve_of, differences, differing_pieces, leftovers, rows_of
 from trainer.commands.arguments import local_path
 

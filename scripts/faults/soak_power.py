@@ -32,9 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder
-from reprise.reading import open_checkpoint, read_places, verify_share
+from reprise.loading import open_checkpoint, read_places, verify_share
+from reprise.storage import CheckpointFolder, Files
 from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem

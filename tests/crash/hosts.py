@@ -24,8 +24,8 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from reprise.files import Files
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files
 from scripts.faults.run_files import held_ranges
 from tests.harness import tensor_files
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import trainer.start.fill
-from reprise.channel import StoreChannel
-from reprise.folder import WEIGHTS, iteration_of
-from reprise.storage import files
+from reprise.ranks import StoreChannel
+from reprise.storage import WEIGHTS, files, iteration_of
 from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, around_iterations, started
 from trainer.run.build import Run

@@ -28,10 +28,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reprise.files import Files
-from reprise.folder import MANIFEST, WEIGHTS, CheckpointFolder, iteration_name
+from reprise.format import MANIFEST
 from reprise.format.host_file import attempt_of
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import WEIGHTS, CheckpointFolder, Files, iteration_name
 from scripts.faults.run_files import held_ranges
 from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN

@@ -28,9 +28,9 @@ import trainer.run.build
 import trainer.run.inputs
 import trainer.training.loop
 import trainer.training.step
-from reprise.files import Files
+from reprise.loading import Checkpoint
 from reprise.local.link import Link
-from reprise.reading import Checkpoint
+from reprise.storage import Files
 from tests.crash.hosts import run_trainer
 from tests.harness import Running, started
 from tests.positions import methods_with

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reprise.folder import iteration_name
+from reprise.storage import iteration_name
 from tests.harness import checkpoint, curve, tensor_files
 
 

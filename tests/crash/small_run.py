@@ -23,23 +23,13 @@ from torch.distributed import TCPStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from reprise import AsyncSaver, load_state_dict
-from reprise.channel import StoreChannel, single_rank_channel
-from reprise.files import Files
-from reprise.folder import FORMAT, STATE, CheckpointFolder
-from reprise.json_file import Document
-from reprise.layout import build_layout
-from reprise.live_tensors import Contents, Grid, live_tensors, zeros_like_files
-from reprise.reading import LoadSource
-from reprise.savers import (
-    Checkpointer,
-    LocalCheckpointer,
-    LocalPolicy,
-    Restorer,
-    Retention,
-    SavePolicy,
-    WeightsCheckpointer,
-    WeightsPolicy,
-)
+from reprise.format import FORMAT, STATE, build_layout
+from reprise.loading import LoadSource, Restorer
+from reprise.local import LocalCheckpointer, LocalPolicy
+from reprise.ranks import StoreChannel, single_rank_channel
+from reprise.saving import Checkpointer, Retention, SavePolicy, WeightsCheckpointer, WeightsPolicy
+from reprise.storage import CheckpointFolder, Document, Files
+from reprise.tensors import Contents, Grid, live_tensors, zeros_like_files
 from reprise.tensors.live import canonical_name, parameter_names
 from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer

@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
-from reprise.files import Files
-from reprise.folder import ACCESSORIES
-from reprise.layout import TensorKind, whole
-from reprise.live_tensors import LiveTensor
-from reprise.reading import Checkpoint, LoadSource, check_tensors, find_accessory, open_checkpoint, read_places
-from reprise.savers import Restorer
+from reprise.format import ACCESSORIES, TensorKind, whole
+from reprise.loading import (
+    Checkpoint,
+    LoadSource,
+    Restorer,
+    check_tensors,
+    find_accessory,
+    open_checkpoint,
+    read_places,
+)
+from reprise.ranks import single_rank_channel
+from reprise.storage import Files
+from reprise.tensors import LiveTensor
 from tests.harness import TINY, compose, launch, run_ok
 from tests.profiles import scaled, slow
 from trainer.config.optimizer import OptimizerName

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 
 import trainer.commands.follow
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, iteration_name
-from reprise.json_file import Json
+from reprise.storage import CheckpointFolder, Files, Json, iteration_name
 from reprise.storage.holds import EXPIRY_S, is_held
 from tests.crash.killing import AFTER, BEFORE, TORN, Killer
 from tests.crash.outcomes import saved

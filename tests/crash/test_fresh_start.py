@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.folder import iteration_name
+from reprise.storage import iteration_name
 from tests.crash.killing import AFTER, BEFORE, trained_until_killed
 from tests.crash.outcomes import rows
 from tests.harness import TINY, checkpoint, curve, launch, run_ok, tensor_files

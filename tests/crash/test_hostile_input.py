@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise import json_file, load
+from reprise import load
 from reprise.errors import TrainerError
-from reprise.folder import INDEX, MANIFEST, STATE
-from reprise.format import manifest
+from reprise.format import INDEX, MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, digest_of
+from reprise.storage import json_file
 from scripts.faults.fuzz.mutate import mutate
 from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.harness import TINY, launch, run_ok

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reprise.folder import HOLD, TRACKER
+from reprise.storage import HOLD, TRACKER
 from tests.crash import troubles
 from tests.crash.outcomes import saved
 from tests.harness import TINY, Ended, checkpoint, curve

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.folder import TRACKER, iteration_name
+from reprise.storage import TRACKER, iteration_name
 from tests.crash.hosts import require_mounts
 from tests.crash.matrix import Case, Trial, drawn, scenarios, trial_of
 from tests.profiles import SEED, day

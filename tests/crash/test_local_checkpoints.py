@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, iteration_name
+from reprise.loading import open_checkpoint, read_places
 from reprise.loading.blocks import blocks_of
-from reprise.reading import open_checkpoint, read_places
+from reprise.storage import CheckpointFolder, Files, iteration_name
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.crash.outcomes import assert_ends_as, saved

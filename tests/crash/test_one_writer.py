@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from reprise.files import Files
-from reprise.folder import TRACKER
-from reprise.storage import lock
+from reprise.storage import TRACKER, Files, lock
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing

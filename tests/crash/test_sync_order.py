@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reprise.folder import iteration_of
+from reprise.storage import iteration_of
 from tests.crash.hosts import run_trainer
 from tests.crash.tracing import Tracer
 from tests.harness import TINY, call_on_ranks

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import Files
-from reprise.folder import iteration_name
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files, iteration_name
 from tests.crash.hosts import FIRST_HOST, Link, Mount
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.crash.outcomes import assert_ends_as

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from reprise.files import Files
-from reprise.storage import patience
+from reprise.storage import Files, patience
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
 from tests.profiles import nightly

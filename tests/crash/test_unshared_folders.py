@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import reprise
 from reprise.errors import CheckpointError
-from reprise.files import Files
-from reprise.folder import MANIFEST, STATE
+from reprise.format import MANIFEST, STATE
 from reprise.format.manifest import digest_of
-from reprise.reading import open_checkpoint, read_places, verify_share
+from reprise.loading import open_checkpoint, read_places, verify_share
+from reprise.storage import Files
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.crash.outcomes import assert_ends_as

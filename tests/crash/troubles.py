@@ -27,9 +27,8 @@ import torch
 import trainer.run.build
 import trainer.training.loop
 import trainer.training.step
-from reprise.files import Files
-from reprise.folder import iteration_of
-from reprise.live_tensors import local_of, parameter_names
+from reprise.storage import Files, iteration_of
+from reprise.tensors import local_of, parameter_names
 from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with

@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from reprise import AsyncSaver, load, save
-from reprise.channel import single_rank_channel
 from reprise.commit.replicas import ReplicaDigests, checksum
 from reprise.errors import CheckpointError
-from reprise.files import Files
-from reprise.folder import STATE
-from reprise.live_tensors import Contents, Grid, live_tensors, map_memory, memory_of
+from reprise.format import STATE
 from reprise.nested.tree import tree_of
-from reprise.savers import Checkpointer, Retention, SavePolicy
-from reprise.saving import snapshot
+from reprise.ranks import single_rank_channel
+from reprise.saving import Checkpointer, Retention, SavePolicy, snapshot
 from reprise.saving.snapshot import Snapshot
+from reprise.storage import Files
+from reprise.tensors import Contents, Grid, live_tensors, map_memory, memory_of
 from reprise.tensors.memory import Arena, _copy_stream, pin
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state

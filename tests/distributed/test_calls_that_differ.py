@@ -12,11 +12,10 @@ from torch import nn
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
-from reprise.folder import FolderLock
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors
 from reprise.saving.snapshot import Staging
-from reprise.storage import shared_folder
+from reprise.storage import FolderLock, shared_folder
 from reprise.storage.worker import Worker
 from tests.distributed.programs import Outcome, refused, run_programs
 

@@ -12,7 +12,7 @@ import torch
 
 import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
-from reprise.reading import LoadSource
+from reprise.loading import LoadSource
 from tests.harness import TINY, built, call_on_ranks, compose, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.run.build import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reprise.format.manifest import digest_of
-from reprise.live_tensors import is_dtensor, memory_of
+from reprise.tensors import is_dtensor, memory_of
 from tests.harness import TINY, built, call_on_ranks, compose, curve, filled, run_ok, tensor_files
 from trainer.launch import process_group as launch
 from trainer.training.loop import train

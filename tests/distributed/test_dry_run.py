@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.layout import TensorKind, build_layout
+from reprise.format import TensorKind, build_layout
 from reprise.saving.plan import plan
 from tests.harness import TINY, built, call_on_ranks, compose, launch
 from trainer.config.derived import topology_of
@@ -43,7 +43,7 @@ def _count(arguments: list[str]) -> None:
 
 
 def _locals(model: object) -> list:  # type: ignore[type-arg]
-    from reprise.live_tensors import local_of
+    from reprise.tensors import local_of
 
     return [local_of(p) for p in model.parameters()]  # type: ignore[attr-defined]
 

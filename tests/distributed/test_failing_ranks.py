@@ -12,7 +12,7 @@ import pytest
 import trainer.__main__
 import trainer.run.build
 import trainer.training.loop
-from reprise.files import Files
+from reprise.storage import Files
 from tests.harness import TINY, call_on_ranks, run_ok
 from trainer.run.state import TrainerState
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from reprise import CheckpointError, PartialLoadError, load_state_dict, save_state_dict
-from reprise.savers import Restorer
+from reprise.loading import Restorer
 from tests.crash.interrupts import interrupt
 from tests.distributed.programs import process_group
 from tests.harness import call_on_ranks

@@ -13,13 +13,11 @@ from unittest.mock import patch
 
 import torch
 
-from reprise.channel import StoreChannel
-from reprise.folder import STATE
-from reprise.json_file import Json
-from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype, torch_dtype
-from reprise.live_tensors import Contents
-from reprise.savers import Checkpointer, SavePolicy
-from reprise.saving import plan
+from reprise.format import STATE, StoredDtype, TensorKind, TensorSpec
+from reprise.ranks import StoreChannel
+from reprise.saving import Checkpointer, SavePolicy, plan
+from reprise.storage import Json
+from reprise.tensors import Contents, stored_dtype, torch_dtype
 from tests.fakes import Axis, Sharding, all_ranks
 
 ITERATION = 7

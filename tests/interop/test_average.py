@@ -17,14 +17,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import FILE_SYSTEM
-from reprise.folder import FORMAT, STATE
-from reprise.layout import StoredDtype, TensorKind, TensorSpec, stored_dtype
-from reprise.live_tensors import Contents
-from reprise.reading import open_checkpoint
-from reprise.savers import Checkpointer, SavePolicy
+from reprise.format import FORMAT, STATE, StoredDtype, TensorKind, TensorSpec
+from reprise.loading import open_checkpoint
+from reprise.ranks import StoreChannel, single_rank_channel
+from reprise.saving import Checkpointer, SavePolicy
+from reprise.storage import FILE_SYSTEM
+from reprise.tensors import Contents, stored_dtype
 from tests.fakes import Axis, Sharding, all_ranks
 from tests.harness import all_files, built, compose, filled, tensor_files
 from tests.interop.states import overrides_of, state_of

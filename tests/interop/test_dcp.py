@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import FILE_SYSTEM
+from reprise.ranks import single_rank_channel
+from reprise.storage import FILE_SYSTEM
 from tests.harness import call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop import states
 from tests.interop.dcp_producers import (

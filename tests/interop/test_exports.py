@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import Files
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files
 from tests.harness import all_files, compose, tensor_files
 from tests.interop import states
 from tests.interop.states import ALONE, ENDS, assert_carried, opened, overrides_of, state_of

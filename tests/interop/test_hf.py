@@ -25,11 +25,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.files import Files
-from reprise.layout import Box
-from reprise.live_tensors import LiveTensor
+from reprise.format import Box
+from reprise.ranks import single_rank_channel
+from reprise.storage import Files
+from reprise.tensors import LiveTensor
 from tests.harness import TINY, built, compose, filled, launch, run_ok
 from tests.interop import states
 from tests.messages import refused

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.files import Files
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.ranks import single_rank_channel
+from reprise.storage import Files
 from tests.harness import TINY, built, compose, filled, run_ok
 from tests.interop import states
 from tests.interop.states import changed, random_state, save_dcp, weights_of, write_dcp

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.families import stored_tensors
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError, TrainerError
-from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
-from reprise.live_tensors import LiveTensor
+from reprise.format import Box, StoredDtype, TensorKind, TensorSpec
+from reprise.ranks import single_rank_channel
+from reprise.tensors import LiveTensor
 from tests.harness import built, compose, curve, filled, run_ok, tensor_files
 from tests.interop.states import ALONE, changed, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
 from tests.messages import refused

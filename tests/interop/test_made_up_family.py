@@ -16,8 +16,8 @@ import pytest
 from models import families, llama3_spec
 from models.config import Family
 from reprise.errors import MismatchError
-from reprise.files import Files
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files
 from tests.interop.states import ALONE, cases, opened, random_state, state_of
 from tests.interop.test_contract import LAYOUTS
 from tests.messages import refused

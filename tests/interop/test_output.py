@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from reprise.errors import CheckpointError, LockError, TrainerError
-from reprise.files import Files
-from reprise.folder import FolderLock
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files, FolderLock
 from tests.harness import TINY, all_files, compose, curve, run_ok, tensor_files
 from tests.messages import refused
 from trainer.commands import checkpoint as look

@@ -14,8 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError, TrainerError
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, built, compose, filled, run_ok
 from tests.messages import refused
 from trainer.commands import checkpoint as look

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, pipeline
 
-from reprise.channel import single_rank_channel
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, built, compose, filled, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reprise.files import Files
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import Files
 from tests import ROOT
 from tests.interop import states
 from tests.local_folders import save_on_two_hosts

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from reprise.files import Files
-from reprise.folder import TRACKER, CheckpointFolder
+from reprise.storage import TRACKER, CheckpointFolder, Files
 from tests.crash.moments import DEADLINE_S, await_true, standing
 from tests.harness import Ended, launch, state_of, tensor_files
 

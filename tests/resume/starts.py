@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from reprise.channel import single_rank_channel
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, built, compose, filled
 from trainer.config.checks import validate
 from trainer.launch.process_group import Cluster

@@ -13,7 +13,7 @@ import torch
 import models.gpt2
 import trainer.__main__
 import trainer.training.loop
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
 from trainer.config.compose import compose_command, over_saved, resolve

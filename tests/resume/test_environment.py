@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.folder import STATE
+from reprise.format import STATE
 from scripts.faults.ranks import free_port, rank_variables
 from tests.harness import DEADLINE_S, TINY, checkpoint, curve, run_ok
 from tests.resume.starts import REFERENCE

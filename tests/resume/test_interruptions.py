@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import Files
-from reprise.folder import CheckpointFolder
+from reprise.storage import CheckpointFolder, Files
 from tests.crash.moments import DEADLINE_S, standing
 from tests.harness import TINY, run_ok, state_of, tensor_files
 from tests.resume.differential import rows_of

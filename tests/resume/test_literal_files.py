@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.harness import checkpoint
 from tests.unit.reprise.format.test_document import reseal, rewrite
 from trainer.config.compose import compose_command, over_saved, resolve

@@ -18,8 +18,7 @@ import pytest
 
 import reprise
 from reprise.errors import MismatchError, TrainerError
-from reprise.folder import MANIFEST, STATE
-from reprise.format import manifest
+from reprise.format import MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, digest_of
 from tests.harness import ALL_CORES, TINY, all_files, checkpoint, curve, launch, run_ok
 from tests.messages import refused

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import TrainerError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder
+from reprise.storage import CheckpointFolder, Files
 from tests.harness import TINY, checkpoint, curve, run_ok
 from tests.messages import refused
 from tests.resume.starts import start

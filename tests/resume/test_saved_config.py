@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, checkpoint, curve, run_ok, state_of, tensor_files
 from tests.messages import refused
 from tests.resume.starts import REFERENCE, start

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from reprise.channel import single_rank_channel
-from reprise.folder import FORMAT, MANIFEST, STATE, iteration_name
+from reprise.format import FORMAT, MANIFEST, STATE
 from reprise.format.lineage import FRESH, Branch, Lineage
-from reprise.savers import Checkpointer, SavePolicy
+from reprise.ranks import single_rank_channel
+from reprise.saving import Checkpointer, SavePolicy
+from reprise.storage import iteration_name
 from reprise.stores.upload import MARK
 from tests.fakes import lone_contents
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from reprise import prune
-from reprise.files import location
-from reprise.folder import STILL_MIRRORED
+from reprise.format import STILL_MIRRORED
 from reprise.format.lineage import Branch, Lineage
+from reprise.stores import location
 from reprise.stores.store import end_child
 from tests.stores.saving import RUN, committed, content, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of

@@ -12,9 +12,9 @@ import pytest
 
 from reprise import copy
 from reprise.errors import CheckpointError
-from reprise.folder import iteration_name
 from reprise.format.lineage import Branch, Lineage
 from reprise.format.mirror_record import MirrorRule
+from reprise.storage import iteration_name
 from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, iteration_name
+from reprise.storage import CheckpointFolder, Files, iteration_name
 from scripts.faults.run_files import TEMPORARY, contents_of
 from scripts.faults.soak_kill import MODEL
 from tests.crash.hosts import run_trainer

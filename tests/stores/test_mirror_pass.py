@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from reprise.errors import CheckpointError
-from reprise.folder import HOST, MANIFEST, iteration_name
+from reprise.format import HOST, MANIFEST
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, from_bytes, read_record
+from reprise.storage import iteration_name
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror import MirrorOptions, Orders, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import ConfigError
-from reprise.folder import iteration_name
 from reprise.format.mirror_record import MIRROR
+from reprise.storage import iteration_name
 from reprise.stores.mirror import MirrorOptions, Orders, mirror
 from tests.crash.outcomes import saved
 from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files

@@ -12,7 +12,7 @@ from typing import Any
 import boto3
 import pytest
 
-from reprise.folder import iteration_name
+from reprise.storage import iteration_name
 from reprise.stores.client import PARTS_AT_ONCE
 from reprise.stores.mirror_process import TOKIO_THREADS
 from tests.stores.moto_server import BUCKET, KEYS, environment, moto_server

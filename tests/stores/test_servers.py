@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.folder import iteration_name
+from reprise.storage import iteration_name
 from tests import ROOT
 from tests.crash.outcomes import assert_ends_as
 from tests.harness import TINY

@@ -75,7 +75,7 @@ def test_the_whole_library_imports_little_besides_torch() -> None:
 _INSPECT = """
 import sys
 import reprise.management.gathering, reprise.stores.mirror
-from reprise.savers import mirror_run
+from reprise.stores import mirror_run
 from trainer.commands.checkpoint import main
 
 run, copies = sys.argv[1:]
@@ -106,9 +106,9 @@ OF_OTHER_RUNS = {
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "reprise.api",
-    "reprise.local_checkpointer",
+    "reprise.local.local_checkpointer",
     "reprise.state_dict",
-    "reprise.weights_checkpointer",
+    "reprise.saving.weights_checkpointer",
     "transformers",
 }
 

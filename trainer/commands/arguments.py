@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.files import is_dir, is_store_url, is_url, location, url_problem
+from reprise.storage import is_dir, is_url, url_problem
+from reprise.stores import is_store_url, location
 
 
 def positive(text: str) -> int:

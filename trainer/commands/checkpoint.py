@@ -21,9 +21,7 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM, exists, is_url
-from reprise.folder import HOLD, FolderTerms, shown_name
-from reprise.json_file import dumps
+from reprise.storage import FILE_SYSTEM, HOLD, FolderTerms, dumps, exists, is_url, shown_name
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
@@ -335,7 +333,7 @@ def copy(options: argparse.Namespace) -> int:
 
 def mirror(options: argparse.Namespace) -> int:
     """Upload the checkpoints of a run into a store as they are saved."""
-    from reprise.savers import mirror_run
+    from reprise.stores import mirror_run
 
     return mirror_run(options.run, options.url, keep=options.keep, interval=options.interval, once=options.once)
 

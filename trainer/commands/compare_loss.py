@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reprise.errors import DataError, TrainerError
-from reprise.files import exists, is_dir, is_file
-from reprise.json_file import dumps
+from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import TOLERANCES, Comparison, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import evaluation_table, read_all_evaluations

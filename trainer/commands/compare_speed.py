@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from reprise.errors import TrainerError
-from reprise.json_file import dumps
+from reprise.storage import dumps
 from trainer.commands.arguments import natural, share
 from trainer.compare.speed import (
     SKIPPED,

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from reprise.errors import DataError, TrainerError
-from reprise.files import FILE_SYSTEM
-from reprise.json_file import dumps
+from reprise.storage import FILE_SYSTEM, dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
 from trainer.steps.replay import replay
 from trainer.steps.search import compare_steps, report_lines

@@ -16,8 +16,8 @@ import torch
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import TrainerError
-from reprise.files import files_of
-from reprise.reading import Checkpoint, Chooser, LoadSource, open_checkpoint
+from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
+from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
 from trainer.config.compose import compose
 from trainer.config.overrides import text_value

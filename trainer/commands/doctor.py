@@ -14,8 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.files import is_store_url
-from reprise.savers import probe_store
+from reprise.stores import is_store_url, probe_store
 from trainer.commands.arguments import local_path
 from trainer.doctor.hosts import look_at_hosts
 from trainer.doctor.looks import BAD, FINE, WORSE, Finding, folder, machine

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from reprise.errors import TrainerError
-from reprise.files import is_stored
+from reprise.stores import is_stored
 from trainer.commands.arguments import amount, any_path, natural, positive
 from trainer.follow.follower import IMPOSSIBLE, PLACE, Choice, follow_run
 from trainer.follow.runner import Commands

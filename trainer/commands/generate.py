@@ -16,9 +16,10 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
-from reprise.files import exists, files_of
-from reprise.folder import MANIFEST
-from reprise.reading import find_accessory, open_checkpoint
+from reprise.format import MANIFEST
+from reprise.loading import find_accessory, open_checkpoint
+from reprise.storage import exists
+from reprise.stores import files_of
 from trainer.commands.arguments import amount, any_path, local_path, natural, positive
 from trainer.data.text import BYTES, TOKENIZER, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
 from reprise.errors import DataError, LockError, TrainerError, count_of
-from reprise.files import FILE_SYSTEM, exists
+from reprise.storage import FILE_SYSTEM, exists
 from trainer.commands.arguments import amount, existing_folder
 from trainer.config.logging import TRACKERS
 from trainer.metrics.jsonl_sink import METRICS

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, replace_file
+from reprise.storage import FILE_SYSTEM, replace_file
 from trainer.commands.arguments import local_path
 from trainer.compare.table import name_runs
 from trainer.report.build import report_sections

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.files import exists, is_dir, matching
-from reprise.json_file import Json, integer
+from reprise.storage import Json, exists, integer, is_dir, matching
 from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
 from trainer.metrics.log_file import VALID_LOSS, read_log, read_records

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sized
 
 from reprise.errors import DataError, count_of
-from reprise.json_file import MAX_INTEGER
+from reprise.storage import MAX_INTEGER
 from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
 from trainer.compare.points import Curve, Point, Points, Reading
 from trainer.metrics.log_file import JsonLines

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 from reprise.errors import DataError
-from reprise.files import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
+from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import first_object, parse_log, require_points
 from trainer.compare.points import QUANTITIES, Curve, Points, Reading

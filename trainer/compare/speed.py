@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from reprise.errors import DataError
-from reprise.json_file import finite_number
+from reprise.storage import finite_number
 from trainer.compare.read import METRICS_FILE, read_run
 from trainer.compare.text_table import format_table
 from trainer.metrics.log_file import ABSENT, Floats, Integers, MetricsLog

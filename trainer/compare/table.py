@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.json_file import finite
+from reprise.storage import finite
 from trainer.compare.curves import Comparison, described, meaning_of, meanings
 from trainer.compare.points import Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE

@@ -33,7 +33,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from reprise.errors import ConfigError
-from reprise.files import SMALL_BYTES, Files, location, read_regular
+from reprise.storage import SMALL_BYTES, Files, read_regular
+from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys, null_mappings
 from trainer.config.overrides import escape, is_other_text, readable

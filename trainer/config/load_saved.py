@@ -7,9 +7,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import TrainerError, UnreadableError
-from reprise.files import (
+from reprise.format import MANIFEST
+from reprise.loading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_content, read_file
+from reprise.storage import (
+    CheckpointFolder,
     Files,
     Patience,
     PatientFiles,
@@ -17,13 +19,11 @@ from reprise.files import (
     cannot_write,
     exists,
     failed_read,
-    files_of,
     is_file,
-    is_stored,
-    location,
+    is_iteration_name,
+    json_file,
 )
-from reprise.folder import MANIFEST, CheckpointFolder, is_iteration_name
-from reprise.reading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_content, read_file
+from reprise.stores import files_of, is_stored, location
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value

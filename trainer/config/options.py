@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from reprise.files import is_dir, matching
+from reprise.storage import is_dir, matching
 from trainer.config.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"

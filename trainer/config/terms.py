@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reprise.folder import FolderTerms
-from reprise.reading import LoadTerms
+from reprise.loading import LoadTerms
+from reprise.storage import FolderTerms
 
 # How a run saves on hosts that share no folder.
 WAY_OUT = (

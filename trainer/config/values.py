@@ -11,7 +11,8 @@ from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
-from reprise.files import is_store_url, is_url, location, url_problem
+from reprise.storage import is_url, url_problem
+from reprise.stores import is_store_url, location
 
 # Keys that name a file or a folder, or become a part of a path.
 _PATHS = (

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import FileCalls, atomic_output, open_regular
+from reprise.storage import FileCalls, atomic_output, open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 

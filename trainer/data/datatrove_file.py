@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import lexists, read_regular
+from reprise.storage import lexists, read_regular
 from trainer.data.data_file import DataFile, unreadable
 from trainer.data.document_index import DocumentIndex, damaged, other_size
 from trainer.data.token_file import TokenFile

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import FileCalls, atomic_output, read_regular
+from reprise.storage import FileCalls, atomic_output, read_regular
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise.files import read_regular
+from reprise.storage import read_regular
 from trainer.data.digest_file import check_unchanged, identity, in_cache, write_cached
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.files import is_file
+from reprise.storage import is_file
 from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, other_size
 from trainer.data.sources import find_files

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from reprise.json_file import integer
+from reprise.storage import integer
 
 SKIPPED = "skipped"  # the member of trainer_state.json
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")

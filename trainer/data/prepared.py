@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reprise.errors import DataError, count_of
-from reprise.files import FileCalls, atomic_output, is_dir, lexists
+from reprise.storage import FileCalls, atomic_output, is_dir, lexists
 from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS, Cuts

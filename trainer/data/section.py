@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from reprise.files import is_url, url_problem
+from reprise.storage import is_url, url_problem
 
 MOST_SOURCES = 4096  # of a blend
 _MOST_DIGITS = 400  # of a weight, which a float has at most

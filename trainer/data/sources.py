@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from reprise.errors import DataError
-from reprise.files import is_dir, is_file, is_symlink
+from reprise.storage import is_dir, is_file, is_symlink
 from trainer.data.data_file import unreadable
 from trainer.data.token_file import listed
 

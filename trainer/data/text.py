@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.files import exists, files_of, is_stored, read_regular
+from reprise.storage import exists, read_regular
+from reprise.stores import files_of, is_stored
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.cuts import CHARACTERS, Cuts, cuts_of
 from trainer.data.data_file import TokenArray, unreadable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.files import is_file
+from reprise.storage import is_file
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
 from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG, read_tokenizer

@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 
-from reprise.channel import Hosts, find_hosts
+from reprise.commit import Hosts, find_hosts
 from reprise.errors import count_of
-from reprise.files import FILE_SYSTEM, why_unseen
-from reprise.folder import CheckpointFolder
+from reprise.storage import FILE_SYSTEM, CheckpointFolder, why_unseen
 from trainer.config.terms import WAY_OUT
 from trainer.doctor.looks import BAD, FINE, Finding, folder, machine, missing_folders, remove
 from trainer.launch.process_group import Cluster

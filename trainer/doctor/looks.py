@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, Files, describe_free_space, exists
-from reprise.folder import FolderLock
-from reprise.live_tensors import map_memory
-from reprise.savers import SharedMemory
+from reprise.saving import SharedMemory
+from reprise.storage import FILE_SYSTEM, Files, FolderLock, describe_free_space, exists
+from reprise.tensors import map_memory
 from trainer.launch.device import device_name
 from trainer.record.environment import kernel_record
 

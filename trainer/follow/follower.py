@@ -12,23 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, exists, files_of, is_dir, is_file, is_store_url, is_stored, read_regular
-from reprise.folder import (
-    STATE,
-    STILL_MIRRORED,
+from reprise.format import STATE, STILL_MIRRORED, saved_lineage
+from reprise.loading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content
+from reprise.storage import (
+    FILE_SYSTEM,
     WEIGHTS,
     CheckpointFolder,
     FolderLock,
-    ManifestVersion,
+    Json,
+    dumps,
+    exists,
+    is_dir,
+    is_file,
     is_locked,
-    manifest_version,
+    json_file,
+    read_regular,
     shown_name,
-    take_hold,
 )
-from reprise.json_file import Json, dumps
-from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content, saved_lineage
+from reprise.stores import ManifestVersion, files_of, is_store_url, is_stored, manifest_version, take_hold
 from trainer.compare.evaluations import FOLLOW
 from trainer.compare.read import METRICS_FILE
 from trainer.config.saved import RUN_CONFIG

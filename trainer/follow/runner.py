@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
-from reprise import json_file
 from reprise.errors import ConfigError
-from reprise.json_file import Json, finite_number
+from reprise.storage import Json, finite_number, json_file
 
 _MOST_LINE_BYTES = 1 << 20  # of a JSON object in a command's output
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, prctl(2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reprise.live_tensors import free_gathered_parameters
+from reprise.tensors import free_gathered_parameters
 from trainer.generate.sampling import Sampling, choose, generate
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext

@@ -10,13 +10,21 @@ from pathlib import Path
 
 import torch
 
-from reprise import savers
+from reprise import saving
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.files import Files, is_dir
-from reprise.folder import INDEX, INTERIM, STATE, WEIGHTS, CheckpointFolder
-from reprise.json_file import Document, Json
-from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, WrittenPiece, build_layout
-from reprise.reading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_file, read_places
+from reprise.format import (
+    DEFAULT_FILE_BYTES,
+    INDEX,
+    INTERIM,
+    STATE,
+    StoredDtype,
+    TensorKind,
+    TensorSpec,
+    WrittenPiece,
+    build_layout,
+)
+from reprise.loading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_file, read_places
+from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, Json, is_dir
 from trainer.interop.source import tensor_reader
 from trainer.interop.tensor_files import write_tensor_files
 
@@ -116,7 +124,7 @@ def merge(run: Path, out: Path, *, first: int, last: int, rule: str, files: File
     aliases = {name: stored for name, stored in newest.manifest.aliases.items() if stored in layout.places}
     folder = CheckpointFolder(out, files)
     documents = _documents(parts, shares, rule)
-    path = savers.write_checkpoint(folder, newest.iteration, layout, write, documents=documents, aliases=aliases)
+    path = saving.write_checkpoint(folder, newest.iteration, layout, write, documents=documents, aliases=aliases)
     return MergeReport(path, tuple(part.path for part in parts), tuple(shares))
 
 

@@ -19,9 +19,8 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.files import is_dir, is_file, is_file_name, matching
-from reprise.json_file import integer, shown
-from reprise.reading import no_folder
+from reprise.loading import no_folder
+from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, known_form, listed, one_step, require_trust

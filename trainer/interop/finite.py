@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from reprise.errors import CheckpointError
-from reprise.layout import Box, whole
+from reprise.format import Box, whole
 
 _ITEMS = 1 << 20  # looked at at once
 

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reprise.layout import Box, Place, absolute, extent, torch_dtype
-from reprise.reading import Gatherer, OpenFile
+from reprise.format import Box, Place, absolute, extent
+from reprise.loading import Gatherer, OpenFile
+from reprise.tensors import torch_dtype
 
 ITEMS = 1 << 20  # read and cast at once
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
-from reprise.files import FILE_SYSTEM, Files
-from reprise.json_file import shown, step_count
-from reprise.reading import Checkpoint
+from reprise.loading import Checkpoint
+from reprise.storage import FILE_SYSTEM, Files, shown, step_count
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
 

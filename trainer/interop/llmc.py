@@ -22,9 +22,9 @@ import torch
 from models.config import Family, ModelConfig, RopeScaling
 from models.families import problems as model_problems
 from reprise.errors import CheckpointError
-from reprise.files import open_regular
-from reprise.live_tensors import LiveTensor
-from reprise.reading import LoadReport
+from reprise.loading import LoadReport
+from reprise.storage import open_regular
+from reprise.tensors import LiveTensor
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.source import StateSource

@@ -15,9 +15,9 @@ from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base
 from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files, is_file
-from reprise.folder import STATE
-from reprise.reading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
+from reprise.format import STATE
+from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
+from reprise.storage import Files, is_file
 from trainer.interop import llmc
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import is_folder, open_folder, tensor_files

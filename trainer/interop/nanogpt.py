@@ -20,9 +20,8 @@ from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import is_dir
-from reprise.json_file import finite_number, integer, shown
-from reprise.live_tensors import canonical_name
+from reprise.storage import finite_number, integer, is_dir, shown
+from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions, known_form, listed, log_settings, one_step, require_trust
 from trainer.interop.source import StateSource

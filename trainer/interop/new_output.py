@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.files import Files, atomic_output, cannot_write, describe_free_space, is_dir, lexists
+from reprise.storage import Files, atomic_output, cannot_write, describe_free_space, is_dir, lexists
 
 
 @contextmanager

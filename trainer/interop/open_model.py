@@ -13,8 +13,8 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.files import FILE_SYSTEM, Files
-from reprise.reading import Chooser, LoadSource, open_checkpoint
+from reprise.loading import Chooser, LoadSource, open_checkpoint
+from reprise.storage import FILE_SYSTEM, Files
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.hf.load import folder_source
 from trainer.interop.merge import check_adapters, merged

@@ -11,12 +11,10 @@ import torch
 
 from models import families
 from models.families import problems as model_problems
-from reprise import savers
+from reprise import saving
 from reprise.errors import ConfigError, MismatchError
-from reprise.files import FILE_SYSTEM, Files
-from reprise.folder import STATE, CheckpointFolder
-from reprise.json_file import Document, Json
-from reprise.layout import WrittenPiece, build_layout
+from reprise.format import STATE, WrittenPiece, build_layout
+from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Files, Json
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -84,7 +82,7 @@ def write_checkpoint(
     def write(partial: Path) -> list[WrittenPiece]:
         return write_tensor_files(partial, files, layout, _finite_reader(source))
 
-    return savers.write_checkpoint(
+    return saving.write_checkpoint(
         CheckpointFolder(folder, files),
         source.iteration,
         layout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.files import is_dir, is_file, matching
+from reprise.storage import is_dir, is_file, matching
 
 _START = b"version https://git-lfs.github.com/"
 _MOST_BYTES = 1024  # of a pointer, by Git LFS's specification

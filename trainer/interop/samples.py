@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from reprise.files import open_regular
+from reprise.storage import open_regular
 
 # So many extents of a file are digested, each of so many bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10

@@ -10,10 +10,9 @@ import torch
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.folder import ADAPTERS
-from reprise.layout import torch_dtype, whole
-from reprise.live_tensors import LiveTensor
-from reprise.reading import Checkpoint, fill, find_accessory, read_places
+from reprise.format import ADAPTERS, whole
+from reprise.loading import Checkpoint, fill, find_accessory, read_places
+from reprise.tensors import LiveTensor, torch_dtype
 from trainer.data.tokenizer_beside import TOKENIZER_FILES
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_model

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from models import families
 from models.config import ModelConfig
+from reprise.commit import check_replicas
 from reprise.errors import MismatchError
-from reprise.files import Files, exists, on_this_host, unreadable
-from reprise.folder import MANIFEST, STATE
-from reprise.layout import Place
-from reprise.live_tensors import LiveTensor
-from reprise.reading import LoadReport, ProgressLine, check_replicas
+from reprise.format import MANIFEST, STATE, Place
+from reprise.loading import LoadReport
+from reprise.storage import Files, ProgressLine, exists, on_this_host, unreadable
+from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
 from trainer.interop.hf import load as hf

@@ -9,8 +9,9 @@ import torch
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError
-from reprise.files import Files
-from reprise.layout import BLOCK_BYTES, FileLayout, Layout, Place, WrittenPiece, digest_of, torch_dtype, whole
+from reprise.format import BLOCK_BYTES, FileLayout, Layout, Place, WrittenPiece, digest_of, whole
+from reprise.storage import Files
+from reprise.tensors import torch_dtype
 from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]

@@ -21,8 +21,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from reprise.errors import CheckpointError
-from reprise.files import failed_read, open_regular
-from reprise.json_file import shown
+from reprise.storage import failed_read, open_regular, shown
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 # What the readers of Python and torch raise for damaged files.

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import LaunchError
+from reprise.ranks import StoreChannel, single_rank_channel
 from trainer.launch.device import CPU, choose_device
 from trainer.launch.environment import Environment
 from trainer.launch.hangs import Activity

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.files import exists, replace_file
-from reprise.folder import CheckpointFolder
-from reprise.json_file import Json
+from reprise.storage import CheckpointFolder, Json, exists, json_file, replace_file
 
 RECORD = "launch.json"
 

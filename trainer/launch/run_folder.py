@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reprise.channel import StoreChannel
 from reprise.errors import TrainerError
-from reprise.files import cannot_write
-from reprise.folder import FolderLock
+from reprise.ranks import StoreChannel
+from reprise.storage import FolderLock, cannot_write
 from trainer.config.terms import RUN
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from reprise.channel import StoreChannel
 from reprise.errors import LaunchError, TrainerError
+from reprise.ranks import StoreChannel
 from trainer.launch.hangs import Activity, write_stacks
 
 # The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from reprise.files import Files, exists, open_regular, read_regular, replace_file, temporary_of
-from reprise.json_file import dumps
+from reprise.storage import Files, dumps, exists, open_regular, read_regular, replace_file, temporary_of
 from trainer.metrics.log_file import record_of, tail
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.metrics.jsonl_file import JsonlFile
 
 LAUNCHES = "launches.jsonl"

@@ -21,8 +21,7 @@ import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
-from reprise.files import open_regular
-from reprise.json_file import Json, integer
+from reprise.storage import Json, integer, open_regular
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reprise.files import FILE_SYSTEM, Files, make_folders
+from reprise.storage import FILE_SYSTEM, Files, make_folders
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reprise.files import make_folders
+from reprise.storage import make_folders
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)

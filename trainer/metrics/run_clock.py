@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from reprise.files import file_system_time
+from reprise.storage import file_system_time
 from trainer.launch.start_times import since_boot
 from trainer.metrics.jsonl_file import last_recorded_time
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from reprise.files import FILE_SYSTEM, Files, make_folders, replace_file
-from reprise.json_file import Json
-from reprise.savers import SaveReport
+from reprise.saving import SaveReport
+from reprise.storage import FILE_SYSTEM, Files, Json, make_folders, replace_file
 from trainer.compare.text_table import duration
 from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from reprise.files import Files
+from reprise.storage import Files
 from trainer.config.logging import SINKS
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from reprise.json_file import Json, finite_number
+from reprise.storage import Json, finite_number
 from trainer.data.position_map import PositionMap
 
 SPIKES = "spikes"  # the member of trainer_state.json

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from reprise.files import Files, matching, open_regular, temporary_of
+from reprise.storage import Files, matching, open_regular, temporary_of
 
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in
 # TensorFlow's lib/io/record_writer.h. Only the first checksum is looked at: TensorBoard's function for them is slow.

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from models.adapters import stored_name
 from models.config import ModelConfig
-from reprise.live_tensors import is_dtensor, local_of, parameter_names, with_memory
+from reprise.tensors import is_dtensor, local_of, parameter_names, with_memory
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim import exact_sum
 from trainer.optim.table import OPTIMIZERS, group_options, no_decay_names

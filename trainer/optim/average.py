@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from reprise.live_tensors import local_of
+from reprise.tensors import local_of
 from trainer.optim.adamw import stored_names, zeros_for
 from trainer.optim.table import AVERAGE
 

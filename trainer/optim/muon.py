@@ -16,7 +16,7 @@ from torch import nn
 
 from models.config import ModelConfig
 from models.families import block_matrices
-from reprise.live_tensors import Grid, is_dtensor, local_of, parameter_names, placed_box, with_memory
+from reprise.tensors import Grid, is_dtensor, local_of, parameter_names, placed_box, with_memory
 from trainer.config.optimizer import OptimizerSection
 from trainer.optim.adamw import AdamSettings, EagerOptimizer, build_adamw, zeros_for
 from trainer.optim.table import group_options

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reprise.live_tensors import local_of, with_memory
+from reprise.tensors import local_of, with_memory
 from trainer.optim.adamw import stored_names
 from trainer.optim.average import Pairs, finish_move, local_pairs, moves
 from trainer.optim.table import AVERAGE

@@ -13,7 +13,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
-from reprise.live_tensors import is_fsdp_module, local_of
+from reprise.tensors import is_fsdp_module, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.layers import OutputGradient
 from models.network import Model
-from reprise.live_tensors import is_dtensor, local_of, with_memory
+from reprise.tensors import is_dtensor, local_of, with_memory
 from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
 from trainer.parallel.halving import sum_all, sum_scatter
 from trainer.parallel.lanes import Lanes, PairwiseSum

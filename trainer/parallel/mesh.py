@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from reprise.live_tensors import Grid
+from reprise.tensors import Grid
 from trainer.parallel.topology import Topology
 
 

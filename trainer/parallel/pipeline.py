@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.config import Stage
 from models.families import aliases
 from models.network import Model
-from reprise.live_tensors import local_of
+from reprise.tensors import local_of
 from trainer.data.documents import WindowForm
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from reprise.live_tensors import is_dtensor
+from reprise.tensors import is_dtensor
 from trainer.parallel.shard_sums import ALIGNMENT, is_operand, operand
 
 # The least rows and columns of a matrix that products take in place. Kernels for vectors and narrow matrices add in

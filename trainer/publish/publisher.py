@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import DataError, LockError
-from reprise.files import Files, exists, make_folders, open_regular, read_regular, replace_file
-from reprise.json_file import Json
+from reprise.storage import Files, Json, exists, json_file, make_folders, open_regular, read_regular, replace_file
 from trainer.config.compose import read_resolved
 from trainer.config.saved import is_secret
 from trainer.metrics.jsonl_file import newest_side_file

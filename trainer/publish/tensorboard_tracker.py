@@ -14,7 +14,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as create_
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from reprise.files import matching
+from reprise.storage import matching
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 _EVENTS = "events.out.tfevents.{:010d}.reprise.{:04d}"

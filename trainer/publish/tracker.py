@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.config.logging import TRACKERS
 
 # The first part of a figure's name, by the event of its line, and the names that the other outputs use.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from reprise.errors import CheckpointError
-from reprise.json_file import Json, integer
+from reprise.storage import Json, integer
 from trainer.data.blend import Blend
 from trainer.data.documents import DocumentMarks
 from trainer.data.section import DataPosition, DataSection, SampleCut

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.config.schema import Config
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from reprise.errors import MismatchError
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.saved import PARALLEL_KEYS

@@ -13,7 +13,7 @@ from models.adapters import adapter_problems
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from reprise.errors import CheckpointError
-from reprise.json_file import Json, finite_number, integer
+from reprise.storage import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy
 
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.compare.speed import SKIPPED, Spread
 from trainer.compare.text_table import duration
 from trainer.record.resume_rules import flattened

@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import TrainerError
-from reprise.json_file import Json
+from reprise.storage import Json
 from trainer.report.thin import levels, smoothed
 
 # Of Okabe and Ito's colours, those that are told apart on white and on black.

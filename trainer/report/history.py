@@ -12,8 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
-from reprise.files import exists, is_dir, matching
-from reprise.json_file import Json
+from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.points import Reading
 from trainer.compare.read import METRICS_FILE
 from trainer.metrics.launch_log import LAUNCHES

@@ -13,8 +13,7 @@ import numpy
 import reprise
 from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
-from reprise.folder import is_locked
-from reprise.json_file import Json
+from reprise.storage import Json, is_locked
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
 from trainer.report.history import LATEST, History, LaunchSpan, sum_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from reprise.json_file import Json, dumps
+from reprise.storage import Json, dumps
 from trainer.report.charts import library
 
 _LONG = 40  # characters of a cell that may break into lines

@@ -13,9 +13,9 @@ import torch
 from models import families
 from models.adapters import model_documents
 from models.network import Model
-from reprise.json_file import Json
-from reprise.live_tensors import Grid
-from reprise.savers import Restorer
+from reprise.loading import Restorer
+from reprise.storage import Json
+from reprise.tensors import Grid
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
@@ -50,7 +50,7 @@ from trainer.schedules.lr import Schedule, resolve
 from trainer.schedules.progress import Progress
 
 if TYPE_CHECKING:
-    from reprise.savers import MirrorProcess
+    from reprise.stores import MirrorProcess
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
 from reprise.errors import count_of
-from reprise.layout import Box, Holding, Image, Layout, TensorSpec, build_layout, image, intersect, pieces_of, whole
-from reprise.live_tensors import Grid, placed_box
+from reprise.format import Box, Image, Layout, TensorSpec, build_layout, image, intersect, whole
+from reprise.saving import Holding, pieces_of
+from reprise.tensors import Grid, placed_box
 from trainer.compare.text_table import format_table
 from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names

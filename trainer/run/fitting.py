@@ -15,8 +15,8 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError, count_of
-from reprise.layout import Box, Place, TensorSpec, torch_dtype
-from reprise.live_tensors import LiveTensor
+from reprise.format import Box, Place, TensorSpec
+from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.random import fill_initial_values
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from models.adapters import saved_tensors
 from models.families import parameter_count
 from reprise.errors import ConfigError, OutOfMemoryError, TrainerError, count_of
-from reprise.files import exists
+from reprise.storage import exists
 from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from reprise.channel import find_hosts
+from reprise.commit import find_hosts
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import save_folder
 from trainer.launch.process_group import Cluster
 
 if TYPE_CHECKING:
-    from reprise.savers import MirrorProcess, MirrorRule
+    from reprise.format import MirrorRule
+    from reprise.stores import MirrorProcess
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _OF_WAIT_AFTER_SIGNAL = 0.1  # of `mirror_wait_s`: a job that is told to stop ha
 
 def rule_of(section: CheckpointSection) -> MirrorRule:
     """Return the checkpoints that the mirror of a configuration takes."""
-    from reprise.savers import mirror_rule
+    from reprise.stores import mirror_rule
 
     assert section.mirror is not None
     interval = section.mirror_interval * section.save_interval if section.mirror_interval > 1 else 0
@@ -43,7 +44,7 @@ def mirrored(
     Raises:
         ConfigError: on every rank, if obstore is not installed.
     """
-    from reprise.savers import MirrorProcess
+    from reprise.stores import MirrorProcess
 
     folder, rule = save_folder(section), rule_of(section)
     assert folder is not None

@@ -17,8 +17,8 @@ from models.config import Stage
 from models.layers import token_loss
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.layout import cut
-from reprise.live_tensors import Grid, local_of, memory_of, with_memory
+from reprise.format import cut
+from reprise.tensors import Grid, local_of, memory_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from models.config import Initial, InitialKind
-from reprise.live_tensors import LiveTensor
+from reprise.tensors import LiveTensor
 
 # Rows of a tensor that are drawn together; a rank draws only the blocks that overlap its box.
 ROWS_PER_BLOCK = 64

@@ -20,8 +20,8 @@ from typing import TypeVar
 
 import xxhash
 
-from reprise.channel import StoreChannel
 from reprise.errors import DataError
+from reprise.ranks import StoreChannel
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare, refuse_shared
 from trainer.data.datatrove_file import open_datatrove_file

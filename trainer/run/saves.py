@@ -16,12 +16,12 @@ import torch
 
 from models import families
 from reprise.errors import TrainerError
-from reprise.files import Files, is_dir, is_stored, location
-from reprise.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
-from reprise.folder import named_iteration as folder_iteration
-from reprise.json_file import Document
-from reprise.reading import Lineage, LoadSource
-from reprise.savers import Checkpointer, Restored, Retention, SavePolicy, SaveReport
+from reprise.format import Lineage
+from reprise.loading import LoadSource, Restored
+from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport
+from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, FolderTerms, is_dir, iteration_of
+from reprise.storage import named_iteration as folder_iteration
+from reprise.stores import is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import save_folder
@@ -30,7 +30,9 @@ from trainer.launch.process_group import Cluster
 from trainer.run.state import TrainerState
 
 if TYPE_CHECKING:
-    from reprise.savers import HostFolders, LocalCheckpointer, MirrorRule, WeightsCheckpointer
+    from reprise.format import MirrorRule
+    from reprise.local import HostFolders, LocalCheckpointer
+    from reprise.saving import WeightsCheckpointer
 
 
 class Moment(Enum):
@@ -365,7 +367,7 @@ def _is_readable_folder(path: Path) -> bool:
 
 
 def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, files: Files) -> LocalTarget:
-    from reprise.savers import LocalCheckpointer, LocalPolicy
+    from reprise.local import LocalCheckpointer, LocalPolicy
 
     local, saving = section.local, _save_policy(section, terms.LOCAL)
     shared, names = None if section.save is None else Path(section.save), saving.retention.named
@@ -380,7 +382,7 @@ def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, fi
 
 
 def _weights_target(config: Config, cluster: Cluster, files: Files) -> WeightsTarget:
-    from reprise.savers import WeightsCheckpointer, WeightsPolicy
+    from reprise.saving import WeightsCheckpointer, WeightsPolicy
 
     section = config.checkpoint
     policy = WeightsPolicy(

@@ -13,9 +13,9 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.json_file import Document
-from reprise.layout import StoredDtype, TensorKind, TensorSpec, build_layout
-from reprise.live_tensors import (
+from reprise.format import StoredDtype, TensorKind, TensorSpec, build_layout
+from reprise.storage import Document
+from reprise.tensors import (
     Contents,
     Grid,
     LiveTensor,

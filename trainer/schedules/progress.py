@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reprise.folder import FORMAT
-from reprise.json_file import Json, finite_number, integer
+from reprise.format import FORMAT
+from reprise.storage import Json, finite_number, integer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from models.adapters import base_of
 from reprise.errors import TrainerError
-from reprise.files import Patience, failed_read, files_of, location
-from reprise.json_file import Json
-from reprise.reading import Checkpoint, Chooser, LoadSource
+from reprise.loading import Checkpoint, Chooser, LoadSource
+from reprise.storage import Json, Patience, failed_read
+from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
@@ -25,7 +25,7 @@ from trainer.start.decide import Start, named_source
 from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of, weights_of
 
 if TYPE_CHECKING:
-    from reprise.savers import HostFolders
+    from reprise.local import HostFolders
 
 _log = logging.getLogger(__name__)
 

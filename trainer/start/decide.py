@@ -9,19 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import (
-    Patience,
-    cannot_write,
-    exists,
-    failed_read,
-    files_of,
-    is_file,
-    is_stored,
-    location,
-)
-from reprise.folder import ADAPTERS, MANIFEST, TRACKER, CheckpointFolder
-from reprise.json_file import Json
-from reprise.reading import FRESH, Lineage, LoadSource
+from reprise.format import ADAPTERS, FRESH, MANIFEST, Lineage
+from reprise.loading import LoadSource
+from reprise.storage import TRACKER, CheckpointFolder, Json, Patience, cannot_write, exists, failed_read, is_file
+from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems

@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from models import families
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.json_file import Json, integer
-from reprise.live_tensors import local_of
-from reprise.reading import Checkpoint, open_checkpoint, read_file
+from reprise.loading import Checkpoint, open_checkpoint, read_file
+from reprise.storage import Json, integer, json_file
+from reprise.tensors import local_of
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
 from trainer.config.saved import RUN_CONFIG, saved_config, with_schedule

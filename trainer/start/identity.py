@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise import json_file
-from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
-from reprise.files import Files, atomic_output, cannot_write, failed_read, is_damage, is_dir, is_file, read_regular
-from reprise.folder import CheckpointFolder
-from reprise.json_file import Json
-from reprise.reading import (
-    FRESH,
-    LINEAGE,
-    Branch,
-    Checkpoint,
-    Lineage,
-    Parent,
-    newest_lineage,
-    open_checkpoint,
-    saved_lineage,
+from reprise.format import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.loading import Checkpoint, open_checkpoint
+from reprise.ranks import StoreChannel
+from reprise.storage import (
+    CheckpointFolder,
+    Files,
+    Json,
+    atomic_output,
+    cannot_write,
+    failed_read,
+    is_damage,
+    is_dir,
+    is_file,
+    json_file,
+    read_regular,
 )
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
@@ -38,7 +38,7 @@ from trainer.run.build import Run
 from trainer.run.saves import Saves
 
 if TYPE_CHECKING:
-    from reprise.savers import HostFolders
+    from reprise.local import HostFolders
 
 _log = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from typing import ClassVar, Protocol
 from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
-from reprise.json_file import Json
-from reprise.layout import TensorKind, TensorSpec
-from reprise.live_tensors import LiveTensor
-from reprise.reading import Checkpoint, LoadReport, LoadSource, check_tensors, fill, read_places
-from reprise.savers import Restored
+from reprise.format import TensorKind, TensorSpec
+from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, fill, read_places
+from reprise.storage import Json
+from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.source import has_averages
 from trainer.interop.start import WeightsKind, load_pretrained

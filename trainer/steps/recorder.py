@@ -17,9 +17,9 @@ from torch import nn
 
 from models.layers import Embedding
 from models.network import Model
-from reprise.json_file import Json
-from reprise.layout import TensorKind
-from reprise.live_tensors import LiveTensor, local_of, memory_of
+from reprise.format import TensorKind
+from reprise.storage import Json
+from reprise.tensors import LiveTensor, local_of, memory_of
 from trainer.config.derived import topology_of
 from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext

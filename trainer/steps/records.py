@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprise.errors import DataError, count_of
-from reprise.files import matching
+from reprise.storage import matching
 
 if TYPE_CHECKING:
     import torch

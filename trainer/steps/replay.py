@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, TrainerError, count_of
-from reprise.files import Files, is_dir
-from reprise.folder import CheckpointFolder
-from reprise.json_file import Json, integer
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.storage import CheckpointFolder, Files, Json, integer, is_dir
 from trainer.compare.read import METRICS_FILE
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import reprise
 from reprise.errors import DataError, count_of
-from reprise.files import FILE_SYSTEM, exists
+from reprise.storage import FILE_SYSTEM, exists
 from trainer.compare.points import Curve, Point
 from trainer.compare.read import read_curve
 from trainer.steps.records import (

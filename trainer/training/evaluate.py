@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from reprise.live_tensors import free_gathered_parameters
+from reprise.tensors import free_gathered_parameters
 from trainer.launch.process_group import Cluster
 from trainer.optim import exact_sum
 from trainer.parallel.context import ParallelContext

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
-from reprise.folder import INTERIM, STATE
-from reprise.json_file import Document
-from reprise.savers import SaveReport
+from reprise.format import INTERIM, STATE
+from reprise.saving import SaveReport
+from reprise.storage import Document
 from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike

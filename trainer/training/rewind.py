@@ -7,11 +7,10 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, NonFiniteError, TrainerError
-from reprise.files import exists
-from reprise.json_file import Json, integer
-from reprise.reading import open_checkpoint
+from reprise.loading import open_checkpoint
+from reprise.ranks import StoreChannel
+from reprise.storage import Json, exists, integer
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap

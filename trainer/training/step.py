@@ -12,7 +12,7 @@ import torch
 from models.adapters import saved_tensors
 from models.families import aliases
 from reprise.errors import NonFiniteError
-from reprise.live_tensors import local_of
+from reprise.tensors import local_of
 from trainer.launch.process_group import Cluster
 from trainer.metrics.memory import MemoryPeaks, rank_memory
 from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank

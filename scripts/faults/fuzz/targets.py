@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from reprise import json_file, load, save
+from reprise import load, save
 from reprise.errors import TrainerError
-from reprise.folder import INDEX, MANIFEST, STATE
-from reprise.format import manifest
+from reprise.format import INDEX, MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, Manifest, digest_of
-from reprise.json_file import Json
+from reprise.storage import Json, json_file
 from trainer.config.optimizer import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file

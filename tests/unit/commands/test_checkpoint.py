@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from reprise.channel import single_rank_channel
-from reprise.folder import FORMAT, MANIFEST, STATE, FolderLock
-from reprise.savers import Checkpointer, SavePolicy
+from reprise.format import FORMAT, MANIFEST, STATE
+from reprise.ranks import single_rank_channel
+from reprise.saving import Checkpointer, SavePolicy
+from reprise.storage import FolderLock
 from tests.fakes import lone_contents
 from tests.reported_runs import steady_run
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.savers import SaveReport
+from reprise.saving import SaveReport
 from tests.fakes import iteration_record
 from trainer.commands.compare_speed import main
 from trainer.compare.speed import Spread, measure, read_timing

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.files import Files
+from reprise.storage import Files
 from trainer.commands import doctor
 from trainer.doctor import looks
 

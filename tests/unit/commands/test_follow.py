@@ -14,9 +14,7 @@ import pytest
 
 import reprise
 from reprise.errors import ConfigError, DataError, LockError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, FolderLock, Hold
-from reprise.json_file import Json
+from reprise.storage import CheckpointFolder, Files, FolderLock, Hold, Json
 from tests.messages import refused
 from tests.unit.reprise.management.test_lightening import full_run
 from tests.unit.reprise.management.test_listing import save

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import Files
+from reprise.storage import Files
 from tests.harness import all_files
 from tests.local_folders import flip, save_on_two_hosts, save_shared
 from trainer.commands.checkpoint import FINE, IMPOSSIBLE, main

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reprise.errors import DataError
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY
 from tests.interop.test_import_checks import values, write_hf
 from tests.messages import refused

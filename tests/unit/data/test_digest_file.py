@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from torch import device
 
-from reprise.channel import single_rank_channel
 from reprise.errors import DataError
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, compose
 from tests.messages import refused
 from trainer.data.digest_file import SUFFIX, beside, digest_of, in_cache

@@ -9,8 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from reprise.errors import CheckpointError
-from reprise.files import Files
-from reprise.folder import CheckpointFolder, iteration_name
+from reprise.storage import CheckpointFolder, Files, iteration_name
 from tests.messages import refused
 from trainer.launch.relaunch import RECORD, Launch, has_committed, identify, note
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from reprise.channel import StoreChannel
 from reprise.errors import CheckpointError, LaunchError
+from reprise.ranks import StoreChannel
 from tests.fakes import JOIN_S, run_ranks
 from trainer.launch import watchdog as peers
 from trainer.launch.hangs import Activity

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.files import FILE_SYSTEM
+from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from tests.messages import says
 from trainer.config.logging import LoggingSection, logging_problems

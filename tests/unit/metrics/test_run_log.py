@@ -19,8 +19,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from reprise.errors import TrainerError
-from reprise.files import FILE_SYSTEM, Files
-from reprise.savers import SaveReport
+from reprise.saving import SaveReport
+from reprise.storage import FILE_SYSTEM, Files
 from tests.fakes import iteration_record
 from tests.messages import refused
 from trainer.compare.read import read_curve

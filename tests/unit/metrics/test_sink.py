@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.savers import SaveReport
+from reprise.saving import SaveReport
 from tests.fakes import iteration_record
 from trainer.config.logging import SINKS, LoggingSection, sink_names
 from trainer.metrics.run_log import RunLog

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
-from reprise.files import FILE_SYSTEM, temporary_of
-from reprise.savers import SaveReport
+from reprise.saving import SaveReport
+from reprise.storage import FILE_SYSTEM, temporary_of
 from tests.fakes import iteration_record
 from trainer.metrics import tensorboard_files
 from trainer.metrics.run_log import RunLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.json_file import Json
+from reprise.storage import Json
 from tests.messages import refused, says
 from trainer.record.resume_rules import Rule, Verdict, differences, settle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reprise.json_file import Json
+from reprise.storage import Json
 from tests.harness import TINY, compose
 from trainer.record.environment import environment_record
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.json_file import Json
+from reprise.storage import Json
 from tests.harness import TINY, compose
 from tests.messages import refused
 from trainer.config.derived import length_of, topology_of

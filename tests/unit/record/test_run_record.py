@@ -12,7 +12,7 @@ import pytest
 from models.build import build_model
 from models.config import LoraConfig
 from reprise.errors import CheckpointError
-from reprise.json_file import Json
+from reprise.storage import Json
 from tests.harness import TINY, compose
 from tests.messages import refused
 from tests.unit.model_samples import QWEN3

@@ -17,8 +17,8 @@ from torch import nn
 
 import reprise
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
-from reprise.checkpointer import Checkpointer
 from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.saving.checkpointer import Checkpointer
 from tests import ROOT
 from tests.messages import refused
 

@@ -23,10 +23,10 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from reprise import AsyncSaver, load, load_state_dict, save
-from reprise.checkpointer import Checkpointer
 from reprise.errors import CheckpointError, ConfigError, LockError
-from reprise.policy import SavePolicy, SaveReport
 from reprise.saving import plan
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import FILE_SYSTEM, Files

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from reprise import load, load_state_dict, save_state_dict
-from reprise.commit.channel import StoreChannel
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
+from reprise.ranks.channel import StoreChannel
 from reprise.tensors.live import LiveTensor
 from tests.fakes import SHARDINGS, Sharding, all_ranks
 from tests.golden import make, make_state_dict

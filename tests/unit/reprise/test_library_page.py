@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, RandomState, load, load_state_dict, save, save_state_dict
-from reprise.checkpointer import _LINGER_S
 from reprise.errors import MismatchError
-from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
 from reprise.nested.agreement import SMALL_TABLE_BYTES
+from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
+from reprise.saving.checkpointer import _LINGER_S
 from reprise.saving.snapshot import Snapshot
 from tests import ROOT
 from tests.messages import refused

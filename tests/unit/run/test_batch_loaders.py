@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.channel import single_rank_channel
+from reprise.ranks import single_rank_channel
 from tests.unit.start.test_decide import cluster_of, config_in
 from trainer.config.derived import topology_of
 from trainer.run.batch_loaders import build_loaders

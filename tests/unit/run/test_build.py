@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.layers import token_loss
-from reprise.channel import single_rank_channel
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, built, compose
 from tests.unit.start.test_decide import cluster_of, config_in
 from trainer.run.build import describe_alone

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from reprise.errors import MismatchError
-from reprise.layout import Box, Place, StoredDtype, TensorKind, TensorSpec
-from reprise.live_tensors import LiveTensor
+from reprise.format import Box, Place, StoredDtype, TensorKind, TensorSpec
+from reprise.tensors import LiveTensor
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.fitting import Fit, Fitting, fill_unstored

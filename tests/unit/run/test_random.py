@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import Initial, InitialKind
-from reprise.layout import Box, StoredDtype, TensorKind, TensorSpec
-from reprise.live_tensors import LiveTensor
+from reprise.format import Box, StoredDtype, TensorKind, TensorSpec
+from reprise.tensors import LiveTensor
 from tests.profiles import examples
 from trainer.run.random import dropout_key, fill_initial_values
 

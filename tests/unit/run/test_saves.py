@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from reprise.channel import single_rank_channel
 from reprise.errors import CheckpointError
-from reprise.files import FILE_SYSTEM
-from reprise.folder import CheckpointFolder
-from reprise.savers import Checkpointer, SavePolicy, SaveReport
+from reprise.ranks import single_rank_channel
+from reprise.saving import Checkpointer, SavePolicy, SaveReport
+from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, LocalSection
 from trainer.run.saves import LocalTarget, Moment, Saves, SaveTarget, SharedTarget, WeightsTarget, named_iteration

@@ -13,7 +13,7 @@ from models.build import build_model
 from models.config import LoraConfig, ModelConfig
 from models.layers import token_loss
 from models.network import Model
-from reprise.live_tensors import Grid
+from reprise.tensors import Grid
 from tests.unit.model_samples import FAMILIES, fill, random_values
 from trainer.config.optimizer import OptimizerSection
 from trainer.parallel.adapters import add_adapters

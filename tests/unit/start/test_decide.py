@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import FILE_SYSTEM
+from reprise.ranks import StoreChannel, single_rank_channel
+from reprise.storage import FILE_SYSTEM
 from tests.fakes import all_ranks, run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from reprise.channel import single_rank_channel
 from reprise.errors import MismatchError
-from reprise.layout import TensorKind
+from reprise.format import TensorKind
+from reprise.ranks import single_rank_channel
 from tests.harness import built
 from tests.messages import refused
 from tests.unit.start.test_decide import cluster_of, config_in, trained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprise.errors import MismatchError
-from reprise.reading import FRESH, Branch, Lineage
+from reprise.format import FRESH, Branch, Lineage
 from tests.messages import refused
 from trainer.start.identity import HostRecord, choose_lineage
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from reprise.files import FILE_SYSTEM
-from reprise.folder import FORMAT, STATE, CheckpointFolder
-from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, build_layout
-from reprise.savers import write_checkpoint
+from reprise.format import DEFAULT_FILE_BYTES, FORMAT, STATE, StoredDtype, TensorKind, TensorSpec, build_layout
+from reprise.saving import write_checkpoint
+from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.fakes import all_ranks
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.training.rewind import newest_before

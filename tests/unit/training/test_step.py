@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprise.channel import single_rank_channel
+from reprise.ranks import single_rank_channel
 from trainer.data.documents import WindowForm
 from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import RankTime

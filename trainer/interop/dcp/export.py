@@ -11,11 +11,10 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
-from reprise import json_file
 from reprise.errors import CheckpointError, ConfigError, MismatchError
-from reprise.folder import STATE
-from reprise.json_file import finite_number
-from reprise.reading import Checkpoint
+from reprise.format import STATE
+from reprise.loading import Checkpoint
+from reprise.storage import finite_number, json_file
 from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder

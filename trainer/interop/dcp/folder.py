@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import failed_read, is_dir, is_file, is_file_name, matching, read_regular
-from reprise.json_file import shown
-from reprise.layout import Box, intersect, relative, whole
-from reprise.live_tensors import canonical_name
+from reprise.format import Box, intersect, relative, whole
+from reprise.storage import failed_read, is_dir, is_file, is_file_name, matching, read_regular, shown
+from reprise.tensors import canonical_name
 from trainer.interop.formats import known_form, listed
 from trainer.interop.torch_file import (
     FilePart,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.json_file import shown
+from reprise.storage import shown
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive

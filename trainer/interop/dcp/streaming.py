@@ -21,7 +21,7 @@ from torch.futures import Future
 from tqdm import tqdm
 
 from reprise.errors import CheckpointError, TrainerError
-from reprise.files import Files
+from reprise.storage import Files
 
 _FILE_BYTES = 256 << 20
 

@@ -10,7 +10,7 @@ from models import families
 from models.config import ModelConfig
 from models.hf_config import lost_generation
 from reprise.errors import MismatchError
-from reprise.json_file import Json, shown
+from reprise.storage import Json, shown
 
 # Fields that affect neither the tensors nor the result: a difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id", "stop_token_ids")

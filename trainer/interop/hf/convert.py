@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.adapters import model_documents
-from reprise import json_file
 from reprise.errors import CheckpointError
-from reprise.files import is_dir, is_file
-from reprise.folder import INDEX
-from reprise.json_file import Json
-from reprise.layout import DEFAULT_FILE_BYTES, build_layout, model_index, stored_dtype
-from reprise.reading import Checkpoint
+from reprise.format import DEFAULT_FILE_BYTES, INDEX, build_layout, model_index
+from reprise.loading import Checkpoint
+from reprise.storage import Json, is_dir, is_file, json_file
+from reprise.tensors import stored_dtype
 from trainer.data.text import TOKENIZER, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows

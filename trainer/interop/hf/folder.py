@@ -10,13 +10,10 @@ from pathlib import Path
 
 from models import families
 from models.config import ModelConfig, StoredTensor
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import Files, exists, is_dir, is_file, matching
-from reprise.folder import INDEX, MANIFEST, is_iteration_name
-from reprise.json_file import Json, shown
-from reprise.layout import Place, StoredDtype, TensorKind
-from reprise.reading import header_places, open_tensor_file, read_header
+from reprise.format import INDEX, MANIFEST, Place, StoredDtype, TensorKind, header_places
+from reprise.loading import open_tensor_file, read_header
+from reprise.storage import Files, Json, exists, is_dir, is_file, is_iteration_name, json_file, matching, shown
 from trainer.interop.hf.config import lost_members, read_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 

@@ -13,10 +13,10 @@ import torch
 from models import families
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.files import Files
-from reprise.layout import Box, Place, in_bytes, whole
-from reprise.live_tensors import LiveTensor
-from reprise.reading import Gatherer, LoadReport, Target, open_tensor_file
+from reprise.format import Box, Place, in_bytes, whole
+from reprise.loading import Gatherer, LoadReport, Target, open_tensor_file
+from reprise.storage import Files
+from reprise.tensors import LiveTensor
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import ITEMS, read_floats

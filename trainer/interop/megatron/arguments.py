@@ -16,7 +16,7 @@ from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import FAMILIES, default_of, has_field, spec_of
 from models.megatron_names import POSITIONS
 from reprise.errors import MismatchError
-from reprise.json_file import finite_number, integer, shown
+from reprise.storage import finite_number, integer, shown
 from trainer.interop.formats import ImportOptions, listed
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
 from trainer.interop.megatron.names import Correspondence, correspondences, names_of

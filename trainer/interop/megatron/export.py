@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from models.config import Activation, ModelConfig
 from models.families import has_field, stored_tensors
-from reprise import json_file
 from reprise.errors import ConfigError, MismatchError, count_of
-from reprise.folder import STATE
-from reprise.reading import Checkpoint
+from reprise.format import STATE
+from reprise.loading import Checkpoint
+from reprise.storage import json_file
 from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.files import is_dir, is_file
-from reprise.json_file import integer, shown
+from reprise.storage import integer, is_dir, is_file, shown
 from trainer.interop.formats import ImportOptions, one_step, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate

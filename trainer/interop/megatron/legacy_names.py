@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.json_file import shown
+from reprise.storage import shown
 from trainer.interop.megatron.shards import RankPiece
 from trainer.interop.torch_file import is_plain
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import is_dir, is_file, matching
-from reprise.json_file import shown
+from reprise.storage import is_dir, is_file, json_file, matching, shown
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
 _BACKEND = "sharded_backend"

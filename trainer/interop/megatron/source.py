@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.files import is_dir, is_file
-from reprise.reading import no_folder
+from reprise.loading import no_folder
+from reprise.storage import is_dir, is_file
 from trainer.interop.formats import Format, ImportOptions, known_form, require_trust
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER

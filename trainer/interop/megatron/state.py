@@ -14,7 +14,7 @@ import xxhash
 
 from models.families import stored_tensors
 from reprise.errors import CheckpointError
-from reprise.json_file import shown
+from reprise.storage import shown
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import log_settings
 from trainer.interop.megatron.arguments import DescribedModel

@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from reprise import json_file
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.files import is_file
-from reprise.json_file import integer
+from reprise.storage import integer, is_file, json_file
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, listed, one_step, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe

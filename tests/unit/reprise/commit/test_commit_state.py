@@ -13,12 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reprise.commit import channel as channel_module
 from reprise.commit import commit_state, messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
-from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.commit.joint_plan import encode
 from reprise.commit.report import Offer
@@ -29,9 +26,12 @@ from reprise.format.host_file import HostFile, attempt_of
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
-from reprise.policy import Retention
+from reprise.ranks import channel as channel_module
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.file_exchange import FileExchange
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
+from reprise.saving.policy import Retention
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import FILE_SYSTEM, Files

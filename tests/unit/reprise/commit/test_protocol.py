@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
-from reprise.policy import Retention, SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents

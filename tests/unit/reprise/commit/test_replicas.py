@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.commit.channel import StoreChannel
 from reprise.commit.inventory import SharedDigests
 from reprise.commit.replicas import ReplicaDigests, check_replicas, checksum
 from reprise.errors import CheckpointError
+from reprise.ranks.channel import StoreChannel
 from tests.fakes import Axis, Sharding, run_ranks, sample_specs, sample_state
 
 SPECS = sample_specs()

@@ -12,17 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.format.box import (
-    Box,
-    Split,
-    absolute,
-    box_of_splits,
-    cut,
-    extent,
-    image,
-    intersect,
-    relative,
-)
+from reprise.format.box import Box, Split, absolute, box_of_splits, cut, extent, image, intersect, relative
 from tests.profiles import examples
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)

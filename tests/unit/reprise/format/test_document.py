@@ -14,10 +14,10 @@ import torch
 import xxhash
 
 from reprise import save
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.format.names import FORMAT
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.tensors.live import Contents
 from tests import ROOT
 from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state

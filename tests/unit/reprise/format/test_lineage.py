@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
-from reprise.json_file import Json
 from reprise.local.parts import Parts, candidates
+from reprise.storage.json_file import Json
 from tests.messages import refused
 from tests.profiles import examples
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from reprise import load, save
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import Chooser, LoadSource, LoadTerms
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.storage.folder import is_iteration_name
 from tests.fakes import lone_contents

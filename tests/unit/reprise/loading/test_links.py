@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import CheckpointError
-from reprise.policy import Retention, SavePolicy
+from reprise.saving.policy import Retention, SavePolicy
 from tests.harness import all_files
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import load, save
-from tests.unit.reprise.test_checkpointer import contents, folders_in, saved, started
+from tests.unit.reprise.saving.test_checkpointer import contents, folders_in, saved, started
 from trainer.commands import checkpoint as script
 
 

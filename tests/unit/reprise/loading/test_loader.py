@@ -19,9 +19,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from reprise.checkpointer import Checkpointer
 from reprise.commit import tiles
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
@@ -30,14 +28,16 @@ from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
-from reprise.json_file import Json
 from reprise.loading import blocks, loader
 from reprise.loading.choose import LoadSource
 from reprise.loading.loader import LoadReport, check_tensors, fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
+from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import stored_dtype, torch_dtype
 from reprise.tensors.live import Contents, LiveTensor
 from tests.fakes import JOIN_S, SHARDINGS, Sharding, all_ranks, lone_contents, sample_specs, sample_state

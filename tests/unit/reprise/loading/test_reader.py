@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.names import FORMAT, STATE
-from reprise.json_file import Json
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
+from reprise.storage.json_file import Json
 from reprise.tensors.live import Contents
 from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
 from tests.messages import refused

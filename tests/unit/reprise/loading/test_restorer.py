@@ -14,17 +14,17 @@ import torch
 import xxhash
 
 from reprise import CheckpointError, PartialLoadError, load_state_dict, save_state_dict
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.format.names import FORMAT, STATE
-from reprise.json_file import Document
 from reprise.loading.blocks import blocks_of
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.json_file import Document
 from reprise.storage.patience import Patience
 from reprise.tensors.live import Contents
 from tests.crash.interrupts import count_lines, interrupt

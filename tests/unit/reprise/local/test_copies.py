@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from reprise.commit.attempt import Attempt, Hosts
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.format.layout import Layout
 from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import Bytes, Checkpoint, open_checkpoint
 from reprise.local import link
 from reprise.local.copies import Copies
+from reprise.local.local_checkpointer import LocalCheckpointer, LocalPolicy
 from reprise.local.pieces import damaged_pieces, read_blocks
-from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from tests import local_folders

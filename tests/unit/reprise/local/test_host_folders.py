@@ -12,7 +12,7 @@ from reprise.errors import UnreadableError
 from reprise.format.lineage import Branch, Lineage
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint, read_places
-from reprise.local_checkpointer import LocalCheckpointer
+from reprise.local.local_checkpointer import LocalCheckpointer
 from reprise.storage.files import Files
 from tests.local_folders import RUN, load_on_hosts, save_on_two_hosts, save_shared
 from tests.local_folders import flip as flip_block

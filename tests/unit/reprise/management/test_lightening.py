@@ -13,12 +13,15 @@ import torch
 
 import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
-from reprise.files import FILE_SYSTEM
-from reprise.folder import FORMAT, MANIFEST, STATE, CheckpointFolder, FolderLock
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
-from reprise.layout import DEFAULT_FILE_BYTES, StoredDtype, TensorKind, TensorSpec, build_layout
-from reprise.reading import open_checkpoint
-from reprise.savers import write_checkpoint
+from reprise.format.names import FORMAT, MANIFEST, STATE
+from reprise.loading.reader import open_checkpoint
+from reprise.saving.one_process import write_checkpoint
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
 from tests.crash.killing import Killer
 from tests.harness import all_files
 from tests.messages import refused

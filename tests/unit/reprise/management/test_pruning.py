@@ -8,7 +8,7 @@ import pytest
 
 import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
-from reprise.folder import FolderLock
+from reprise.storage.lock import FolderLock
 from tests.local_folders import save_on_two_hosts
 from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save

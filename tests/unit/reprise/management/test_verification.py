@@ -8,7 +8,7 @@ import pytest
 
 import reprise
 from reprise import CheckpointStatus
-from reprise.files import Files
+from reprise.storage.files import Files
 from tests.local_folders import flip, save_on_two_hosts
 from tests.unit.reprise.management.test_listing import save
 

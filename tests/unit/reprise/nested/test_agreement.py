@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel
-from reprise.commit.joint_call import JointCall
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
 from reprise.format.dtype import StoredDtype
@@ -15,6 +13,8 @@ from reprise.nested import agreement
 from reprise.nested.agreement import KnownTables, agree_on_state
 from reprise.nested.documents import NestedValues
 from reprise.nested.table import JointTable, Table, TableRow, join
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.joint_call import JointCall
 from tests.fakes import run_ranks
 from tests.messages import refused
 

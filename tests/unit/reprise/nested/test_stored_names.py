@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.layout import TensorKind
-from reprise.nested.stored_names import (
-    keys_of,
-    keys_of_pointer,
-    natural,
-    pointer,
-    stored_name,
-)
+from reprise.nested.stored_names import keys_of, keys_of_pointer, natural, pointer, stored_name
 
 # Keys that mean something to the rules, and any others.
 KEY = st.sampled_from(["model", "optimizer", "state", "exp_avg", "a.b", "", "/", "/model/a", "~1"]) | st.text(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from reprise import checkpointer as checkpointer_module
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.errors import LaunchError
 from reprise.format.names import FORMAT, STATE
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import StoreChannel
+from reprise.saving import checkpointer as checkpointer_module
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
 from tests.fakes import JOIN_S, Axis, Sharding, all_ranks

@@ -21,16 +21,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from models.build import build_model
 from reprise import load
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError
 from reprise.format.layout import build_layout
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.nested.tree import tree_of
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving import plan
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, live_tensors

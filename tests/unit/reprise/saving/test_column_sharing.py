@@ -19,20 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from reprise.checkpointer import Checkpointer
 from reprise.commit.attempt import Attempt
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.commit.messages import stripes_key
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import build_layout
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
+from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Sharing, Stripe
 from reprise.saving.plan import Piece, cut, plan
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents

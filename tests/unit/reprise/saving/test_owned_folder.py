@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.channel import single_rank_channel
-from reprise.files import Files
-from reprise.folder import FORMAT, MANIFEST, STATE, CheckpointFolder, iteration_name
 from reprise.format.manifest import digest_of
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
-from reprise.savers import Checkpointer, Retention, SavePolicy
+from reprise.format.names import FORMAT, MANIFEST, STATE
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, iteration_name
 from tests.fakes import lone_contents
 
 RULE = MirrorRule("s3://bucket/run")

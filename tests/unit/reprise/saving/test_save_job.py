@@ -6,13 +6,13 @@ import errno
 import os
 from pathlib import Path
 
-from reprise.checkpointer import Checkpointer
 from reprise.commit.attempt import Hosts
-from reprise.commit.channel import StoreChannel
-from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.format.host_file import attempt_of
-from reprise.policy import Retention, SavePolicy
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.file_exchange import FileExchange
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from tests.fakes import all_ranks
 from tests.unit.reprise.commit.test_commit_state import NoCopies

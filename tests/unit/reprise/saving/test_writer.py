@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import verify_share
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
 from tests.fakes import FailingFiles, lone_contents

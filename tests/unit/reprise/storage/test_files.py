@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from reprise.atomic import make_folders, replace_file
 from reprise.errors import CheckpointError
 from reprise.storage import files as files_module
+from reprise.storage.atomic import make_folders, replace_file
 from reprise.storage.files import Files, cannot_write, describe_free_space
 from tests import ROOT
 from tests.fakes import FailingFiles
@@ -170,9 +170,9 @@ _FULL_OF_FILES = """
 import logging, sys
 from pathlib import Path
 import torch
-from tests.unit.reprise.test_checkpointer import contents, started
+from tests.unit.reprise.saving.test_checkpointer import contents, started
 from reprise.storage.files import Files, cannot_write, describe_free_space
-from reprise.policy import SavePolicy
+from reprise.saving.policy import SavePolicy
 from trainer.doctor.looks import folder
 
 root = Path(sys.argv[1])

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 import reprise
-from reprise import json_file
-from reprise.folder import STATE, CheckpointFolder, iteration_name
-from reprise.policy import Retention
+from reprise.format.names import STATE
 from reprise.saving.owned_folder import decide_expired, delete
+from reprise.saving.policy import Retention
+from reprise.storage import json_file
 from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, iteration_name
 from reprise.storage.holds import EXPIRY_S, HOLD, Hold, HoldingProcess, is_held
 from tests import ROOT
 from tests.unit.reprise.management.test_listing import save

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from reprise import json_file
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import UnreadableError
 from reprise.format.names import MANIFEST, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.management import listing, verification
-from reprise.policy import Retention, SavePolicy
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.owned_folder import decide_expired
+from reprise.saving.policy import Retention, SavePolicy
+from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable

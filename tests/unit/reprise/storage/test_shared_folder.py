@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.loading.same_checkpoint import open_same
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage import shared_folder
 from reprise.storage.files import FILE_SYSTEM, Files
 from tests.fakes import FailingFiles, run_ranks, tcp_store

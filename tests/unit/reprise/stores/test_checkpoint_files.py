@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST_FORMAT
+from reprise.storage import json_file
 from reprise.stores.checkpoint_files import CheckpointFiles, share
 from tests.messages import refused
 

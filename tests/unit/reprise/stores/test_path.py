@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reprise.stores.location import location
+from reprise.stores.locations import location
 
 
 def test_a_folder_of_a_store_is_found_among_the_parents() -> None:

@@ -17,7 +17,7 @@ from reprise.loading.blocks import check_first_blocks
 from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.stores.files import StoreFiles
-from reprise.stores.location import location
+from reprise.stores.locations import location
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, RangeCache, Span, requests_of
 from reprise.stores.store import ask, end_child
 from reprise.stores.url import StoreUrl

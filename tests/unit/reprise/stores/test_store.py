@@ -20,7 +20,7 @@ from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
-from reprise.stores.location import files_of, location
+from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
 from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
 from reprise.stores.url import StoreUrl

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import single_rank_channel
 from reprise.errors import CheckpointError
 from reprise.loading.reader import misleading_files, open_checkpoint
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, load, save

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from reprise.paths import exists, folders_below, is_dir, lexists
+from reprise.storage.paths import exists, folders_below, is_dir, lexists
 
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 

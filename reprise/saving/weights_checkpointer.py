@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel
 from reprise.errors import TrainerError
 from reprise.format.layout import TensorSpec, build_layout
 from reprise.loading.reader import open_checkpoint
-from reprise.paths import is_symlink
-from reprise.policy import Retention, SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, named_iteration
+from reprise.storage.paths import is_symlink
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, LiveTensor

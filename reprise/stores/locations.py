@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.paths import is_url
 from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.paths import is_url
 from reprise.stores.url import is_store_url
 
 _MARK = "://"  # of every URL; no path without it asks further

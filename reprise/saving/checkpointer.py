@@ -13,24 +13,24 @@ import torch
 
 from reprise.commit import messages
 from reprise.commit.attempt import Attempt, AttemptNames, Hosts, SharedCommitState
-from reprise.commit.channel import StoreChannel
 from reprise.commit.commit_state import Outcome
-from reprise.commit.error_message import as_problem
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import Layout, TensorKind
 from reprise.loading.restorer import Restored
-from reprise.paths import is_symlink
-from reprise.policy import SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import InDoubt, OwnedFolder, SavedIterations
 from reprise.saving.plan import Plan
+from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
 from reprise.saving.snapshot import Staging
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.paths import is_symlink
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
 

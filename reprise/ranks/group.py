@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -11,10 +12,9 @@ import xxhash
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.commit.joint_call import OpenCall
 from reprise.errors import ConfigError
-from reprise.save_arguments import check_seconds
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.ranks.joint_call import OpenCall
 
 # How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
 CALL_TIMEOUT_S = 120.0
@@ -73,6 +73,21 @@ def open_call(
 
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
     return OpenCall(channel, f"{name}{coordinator}", timeout_s=timeout_s, check=check_all)
+
+
+def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:
+    """Refuse what is no finite number of seconds.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
+    if not is_number or (limit == 0 and not may_be_zero):
+        raise ConfigError(
+            f"{name} is invalid",
+            expected="a finite number of seconds, 0 or more" if may_be_zero else "a finite number of seconds above 0",
+            found=repr(limit),
+        )
 
 
 def _spare_connections(store: Store) -> list[Store]:

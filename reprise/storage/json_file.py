@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.paths import open_regular
+from reprise.storage.paths import open_regular
 from reprise.storage.patience import failed_read
 
 T = TypeVar("T")

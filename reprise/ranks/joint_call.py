@@ -13,9 +13,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from reprise.commit.channel import StoreChannel
-from reprise.commit.error_message import as_problem, pack, unpack
 from reprise.errors import CheckpointError, LaunchError, TrainerError
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem, pack, unpack
 
 _YES, _NO = "ok", "no"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reprise.commit.file_exchange import FileExchange
 from reprise.errors import CheckpointError
+from reprise.ranks.file_exchange import FileExchange
 from tests.messages import refused
 
 TOKENIZER = b"t" * 10_000

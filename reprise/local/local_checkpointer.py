@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reprise.checkpointer import Checkpointer
 from reprise.commit.attempt import find_hosts
-from reprise.commit.channel import StoreChannel
-from reprise.commit.file_exchange import FileExchange
 from reprise.commit.hosts_commit import LocalSaves
 from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
-from reprise.policy import Retention, SavePolicy
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.file_exchange import FileExchange
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.atomic import FileCalls, atomic_output
+from reprise.storage.atomic import FileCalls, atomic_output
 
 
 class Recording(FileCalls):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from reprise import json_file
 from reprise.errors import CheckpointError
 from reprise.format.manifest import digest_of
-from reprise.json_file import MAX_INTEGER, Json, dumps, finite_number, integer, step_count
+from reprise.storage import json_file
+from reprise.storage.json_file import MAX_INTEGER, Json, dumps, finite_number, integer, step_count
 from tests.messages import refused
 
 NAN, INF = math.nan, math.inf

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reprise.commit.channel import single_rank_channel
 from reprise.errors import LockError
 from reprise.format.names import FORMAT, STATE
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.policy import SavePolicy
+from reprise.saving.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.live import Contents
-from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from tests.fakes import lone_contents
 
 VALUES = torch.linspace(-3.0, 5.0, 2000).reshape(50, 40)

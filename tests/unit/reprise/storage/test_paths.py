@@ -15,7 +15,7 @@ import pytest
 
 from reprise import load_state_dict
 from reprise.errors import ConfigError, DataError, TrainerError
-from reprise.paths import (
+from reprise.storage.paths import (
     exists,
     folders_below,
     is_dir,

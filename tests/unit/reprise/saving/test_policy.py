@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.policy import Retention
+from reprise.saving.policy import Retention
 
 iterations = st.lists(st.integers(0, 10**9), unique=True)
 

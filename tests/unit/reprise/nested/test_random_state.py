@@ -16,7 +16,7 @@ from torch import nn
 
 from reprise import AsyncSaver, load, save
 from reprise.errors import CheckpointError, MismatchError
-from reprise.random_state import RandomState
+from reprise.nested.random_state import RandomState
 from tests.messages import refused
 
 

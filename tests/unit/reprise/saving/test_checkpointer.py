@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.checkpointer import Checkpointer
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, LockError
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.policy import Retention, SavePolicy, SaveReport
+from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import TRACKER, FolderTerms
 from reprise.tensors.live import Contents
@@ -174,9 +174,9 @@ def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> No
 HOLDER = """
 import sys
 from pathlib import Path
-from reprise.commit.channel import single_rank_channel
-from reprise.checkpointer import Checkpointer
-from reprise.policy import SavePolicy
+from reprise.ranks.channel import single_rank_channel
+from reprise.saving.checkpointer import Checkpointer
+from reprise.saving.policy import SavePolicy
 checkpointer = Checkpointer(SavePolicy(Path(sys.argv[1])), single_rank_channel(), nonce="dead")
 checkpointer.start()
 print("held", flush=True)

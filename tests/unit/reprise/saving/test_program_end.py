@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reprise import AsyncSaver, checkpointer, load_state_dict
-from reprise.checkpointer import Checkpointer
+from reprise import AsyncSaver, load_state_dict
+from reprise.saving import checkpointer
+from reprise.saving.checkpointer import Checkpointer
 from reprise.storage.files import Files
 from tests import ROOT
 from tests.distributed.test_ranks_that_disagree import process_group

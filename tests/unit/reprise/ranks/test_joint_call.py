@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from reprise.commit.channel import StoreChannel
-from reprise.commit.joint_call import JointCall, OpenCall
 from reprise.errors import CheckpointError, LaunchError, LockError
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.joint_call import JointCall, OpenCall
 from tests.fakes import JOIN_S, run_ranks
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from reprise.commit.error_message import as_problem, pack, unpack
 from reprise.errors import LaunchError, TrainerError
+from reprise.ranks.error_message import as_problem, pack, unpack
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20

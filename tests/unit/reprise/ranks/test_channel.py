@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from reprise.commit.channel import StoreChannel, single_rank_channel
 from reprise.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError, UnreadableError
+from reprise.ranks.channel import StoreChannel, single_rank_channel
 from tests.fakes import all_ranks, run_ranks, tcp_store
 from tests.messages import refused
 

@@ -12,7 +12,7 @@ import traceback
 import weakref
 from contextlib import AbstractContextManager
 
-from reprise.checkpointer import Landing
+from reprise.saving.checkpointer import Landing
 
 # The saves under way by their savers, which they do not keep alive: a dropped saver lets go of its folder.
 _endings: dict[weakref.ref[AbstractContextManager[object]], Landing | None] = {}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from pathlib import Path
 
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
-from reprise.paths import exists, is_url
+from reprise.ranks.group import check_seconds
 from reprise.storage.folder import iteration_name
+from reprise.storage.paths import exists, is_url
 
 
 def target_folder(folder: str | Path) -> Path:
@@ -82,21 +82,6 @@ def check_limits(*, staging_bytes: object, **seconds: object) -> None:
         )
     for name, limit in seconds.items():
         check_seconds(name, limit)
-
-
-def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:
-    """Refuse what is no finite number of seconds.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
-    if not is_number or (limit == 0 and not may_be_zero):
-        raise ConfigError(
-            f"{name} is invalid",
-            expected="a finite number of seconds, 0 or more" if may_be_zero else "a finite number of seconds above 0",
-            found=repr(limit),
-        )
 
 
 def check_vacant(folder: Path, iteration: int) -> None:
