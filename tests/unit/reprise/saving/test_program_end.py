@@ -37,7 +37,7 @@ class AtTheEnd(Files):
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a function of this module as a program of its own."""
-    code = f"from tests.unit.reprise import test_program_end as t\nt.{program}({str(folder)!r})"
+    code = f"from tests.unit.reprise.saving import test_program_end as t\nt.{program}({str(folder)!r})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code],
