@@ -144,6 +144,9 @@ class MirrorPass:
                 self._leftovers.add(name)
             elif entry.lineage.run == self._lineage.run:
                 committed[name] = entry
+                if name not in record.committed:  # its upload may have ended before it deleted the marks
+                    objects = list_folder(self._client, folder).items()
+                    self._client.delete(each.key for file, each in objects if file.startswith(MARK))
             else:
                 foreign = True
         self._require_claim(is_foreign=foreign and not committed)
