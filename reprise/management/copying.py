@@ -109,6 +109,12 @@ class _Copy:
                 where=self._target,
                 fix="Delete it, or name another target.",
             )
+        if exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes:
+            raise CheckpointError(
+                "The copy that is there lacks the optimizer's state",
+                where=self._target,
+                fix="Delete it, or name another target.",
+            )
         return True
 
     def _add(self, count: int) -> None:

@@ -91,11 +91,11 @@ def _drop(folder: CheckpointFolder, before: int, lock: FolderLock | None) -> tup
     reasons = {checkpoint.path: _reason(folder, checkpoint) for checkpoint in full}
     lighter = [checkpoint for checkpoint in full if not reasons[checkpoint.path]]
     _require_full(folder, {folder.iteration(n) for n in committed} - {checkpoint.path for checkpoint in lighter})
-    results = tuple(LightenedCheckpoint(c.path, c.iteration, _optimizer_bytes(c), reasons[c.path]) for c in full)
-    if lock is not None:
-        for checkpoint in lighter:
-            _rename_away(folder, checkpoint, lock)
-    return results
+    sizes = {checkpoint.path: _optimizer_bytes(checkpoint) for checkpoint in full}
+    for checkpoint in lighter:
+        if lock is not None and not _rename_away(folder, checkpoint, lock):
+            reasons[checkpoint.path] = "held"
+    return tuple(LightenedCheckpoint(c.path, c.iteration, sizes[c.path], reasons[c.path]) for c in full)
 
 
 def _reason(folder: CheckpointFolder, checkpoint: Checkpoint) -> str:
@@ -141,12 +141,22 @@ def _optimizer_bytes(checkpoint: Checkpoint) -> int:
     return sizes[TensorKind.OPTIMIZER]
 
 
-def _rename_away(folder: CheckpointFolder, checkpoint: Checkpoint, lock: FolderLock) -> None:
-    """Rename the optimizer's folder out of a checkpoint, whose marker explains its absence, and delete it."""
+def _rename_away(folder: CheckpointFolder, checkpoint: Checkpoint, lock: FolderLock) -> bool:
+    """Rename the optimizer's folder out of a checkpoint, whose marker explains its absence, and delete it.
+
+    Returns:
+        False for a checkpoint that is held by now, also by a reader who began during the rename: it keeps its files.
+    """
     files, path = folder.files, checkpoint.path
     files.write_whole(path / OPTIMIZER_DROPPED, b"")
     files.sync_folder(path)
     lock.check()
     leaving = folder.leaving(checkpoint.iteration, f"{secrets.token_hex(4)}-light")  # swept, if this is killed
-    files.rename(path / TensorKind.OPTIMIZER.value, leaving)
+    optimizer = path / TensorKind.OPTIMIZER.value
+    if not folder.hide(optimizer, leaving, held=path):
+        files.remove_file(path / OPTIMIZER_DROPPED)
+        return False
+    files.sync_folder(path)
+    files.sync_folder(folder.root)
     files.remove_tree(leaving)
+    return True

@@ -235,16 +235,19 @@ class CheckpointFolder:
         self.files.sync_folder(self.root)
         return target
 
-    def hide(self, source: Path, target: Path) -> bool:
+    def hide(self, source: Path, target: Path, *, held: Path | None = None) -> bool:
         """Rename a folder before its deletion, unless a hold protects it; return whether the folder was renamed.
+
+        Args:
+            held: the folder in which a hold counts, if it is another than `source`.
 
         A hold taken before the rename is seen after it at the latest, and the folder gets its name back. Its
         reader misses the folder only for a moment.
         """
-        if is_held(source):
+        if is_held(held or source):
             return False
         self.files.rename(source, target)
-        if is_held(target):
+        if is_held(held or target):
             self.files.rename(target, source)
             return False
         return True

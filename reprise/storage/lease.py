@@ -103,10 +103,10 @@ class Lease:
                 break
             job.run()
             del job
-        leases.discard(self)
         with contextlib.suppress(OSError):
             self._give_up(self.descriptor)
         self.close()
+        leases.discard(self)  # later than the close: a fork before it would keep the file open
 
 
 leases = set[Lease]()  # of this process

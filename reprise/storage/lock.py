@@ -156,8 +156,8 @@ class FolderLock:
             LockError: if another job took it over, even if it has released it since.
         """
         with contextlib.suppress(OSError):
-            record_in(self._path, Holder)
-            if not _is_named(self._path, self._me.nonce):
+            holder = record_in(self._path, Holder)
+            if holder is None or holder.nonce != self._me.nonce:
                 raise self._refusal()
 
     def release(self) -> None:

@@ -106,7 +106,13 @@ def _mirror(connection: Connection, **options: Any) -> None:
     orders = Orders()
 
     def answer() -> None:
-        connection.send_bytes(json.dumps(run(MirrorOptions(**options), orders)).encode())
+        status = 1
+        try:
+            status = run(MirrorOptions(**options), orders)
+            connection.send_bytes(json.dumps(status).encode())
+        finally:
+            if status:  # the run starts a mirror that has ended again
+                os._exit(status)
 
     threading.Thread(target=answer, daemon=True).start()
     while True:

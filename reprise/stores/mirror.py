@@ -99,7 +99,6 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
         raise CheckpointError("There is no such folder", where=root)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
-    lock = FolderLock(folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run")
     passes = MirrorPass(StoreClient(url.root), url, folder, rule, host=options.host, hosts=options.hosts)
     problem, pause_s, is_locked = "", _FIRST_PAUSE_S, options.host > 0
     with contextlib.ExitStack() as stack:
@@ -108,6 +107,8 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
             is_last = options.once or orders.is_finishing
             try:
                 if not is_locked:
+                    nonce = secrets.token_hex(4)
+                    lock = FolderLock(folder / LOCK_FOLDER, nonce, kind="mirror of a run", another="another run")
                     stack.enter_context(lock)
                     is_locked = True
                 is_done = retried(partial(passes.run, at_end=True)) if options.once else passes.run(at_end=is_last)

@@ -185,6 +185,7 @@ class MirrorPass:
     def _upload(self, name: str, path: Path, digest: str) -> None:
         start = time.monotonic()
         try:
+            lineage = _lineage_at(path)
             if exists(path / HOST):
                 raise CheckpointError(_OF_PARTS)
             if self._host == 0 and name in self._known.committed:
@@ -205,10 +206,11 @@ class MirrorPass:
         except CheckpointError as error:
             _log.error("%s is not mirrored: %s", path, error)
             self._leftovers.add(name)
-            self._ended[name] = digest
             self._refused.add(name)
+            if self._host == 0:  # another host tries again: the first waits for its share
+                self._ended[name] = digest
             return
-        entry = MirroredCheckpoint(digest, _lineage_at(path))
+        entry = MirroredCheckpoint(digest, lineage)
         self._write(replace(self._known, committed={**self._known.committed, name: entry}))
         self._refused.discard(name)
         seconds, size = time.monotonic() - start, upload.files.total_bytes

@@ -41,8 +41,10 @@ class ChildLink:
         memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
         os.ftruncate(memory, SLOT_BYTES)
         self.memory = mmap.mmap(memory, SLOT_BYTES)
-        socket.send_fds(connected, [b"memory"], [memory])
-        os.close(memory)
+        try:
+            socket.send_fds(connected, [b"memory"], [memory])
+        finally:
+            os.close(memory)
         self.connection = Connection(connected.detach())
 
     def send(self, *request: object) -> None:
@@ -101,8 +103,18 @@ class Child:
                     start_new_session=True,  # an interrupt of the terminal is for the program
                 )
 
-    def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
+    def ask(
+        self,
+        call: str,
+        url: StoreUrl,
+        *details: object,
+        into: memoryview | None = None,
+        wait_s: float | None = _ANSWER_S,
+    ) -> Any:
         """Return the answer to a request, whose bytes of an object go into a buffer.
+
+        Args:
+            wait_s: after which a child that lives counts as hanging; None for a request of any length.
 
         Raises:
             OSError: as the method of `StoreClient`.
@@ -112,7 +124,7 @@ class Child:
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
                 link.send(call, url.root, url.key, *details)
-                answer = link.answer()
+                answer = link.answer(wait_s)
                 if answer is not None and into is not None:
                     into[:] = memoryview(link.memory)[: into.nbytes]
             except ConnectionError:
@@ -146,6 +158,8 @@ class Child:
             try:
                 self.process.wait(_END_S)
             except subprocess.TimeoutExpired:
+                if self.name:  # other ranks use it still
+                    return
                 self.process.kill()
                 self.process.wait()
 
@@ -163,13 +177,13 @@ def child(load: str | None = None) -> Child:
 
 
 def ask(url: StoreUrl, call: str, *details: object) -> Any:
-    """Return the answer to a request about a place in a store; see `Child.ask`.
+    """Return the answer to a request about a place in a store, of any length; see `Child.ask`.
 
     Raises:
         ConfigError: if obstore is not installed.
     """
     require_extra(url)
-    return child().ask(call, url, *details)
+    return child().ask(call, url, *details, wait_s=None)
 
 
 def end_child() -> None:

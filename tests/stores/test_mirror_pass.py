@@ -16,9 +16,9 @@ from reprise.errors import CheckpointError
 from reprise.format import HOST, MANIFEST
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, from_bytes, read_record
-from reprise.storage import iteration_name
+from reprise.storage import FolderLock, iteration_name
 from reprise.stores.client import StoreClient
-from reprise.stores.mirror import MirrorOptions, Orders, mirror
+from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, Orders, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK, remove
 from reprise.stores.url import StoreUrl
@@ -347,3 +347,24 @@ def test_a_replacement_that_fails_at_any_request_is_completed(site: Site, step: 
         if passes._client.left > 0:  # type: ignore[attr-defined]
             break
     assert outcomes == {"old", "none", "new"}
+
+
+def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries again after a refusal, as where the mirror of the run before is still ending."""
+    monkeypatch.setattr("reprise.stores.mirror._FIRST_PAUSE_S", 0.01)
+    folder, store, tries = tmp_path / "run", tmp_path / "store", list[int]()
+    save(folder, [5])
+    other, orders = FolderLock(folder / LOCK_FOLDER, "other"), Orders(is_finishing=True)
+    enter = FolderLock.__enter__
+
+    def count_tries(lock: FolderLock) -> FolderLock:
+        tries.append(1)
+        if len(tries) == 3:
+            other.release()
+        return enter(lock)
+
+    with other:
+        monkeypatch.setattr(FolderLock, "__enter__", count_tries)
+        assert mirror(MirrorOptions(str(folder), f"file://{store}", attached=True), orders) == 0
+    assert len(tries) == 3
+    assert committed(store) == [iteration_name(5)]

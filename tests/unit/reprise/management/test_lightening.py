@@ -19,7 +19,7 @@ from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecor
 from reprise.format.names import FORMAT, MANIFEST, STATE
 from reprise.loading.reader import open_checkpoint
 from reprise.saving.one_process import write_checkpoint
-from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 from tests.crash.killing import Killer
@@ -211,3 +211,26 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, step: int)
             break
     assert at > 10
     assert states == {frozenset({"weight"}), frozenset({"weight", "exp_avg.weight"})}
+
+
+def test_a_hold_taken_during_the_rename_keeps_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = full_run(tmp_path)
+    before, rename = all_files(folder / "iter_0000010"), Files.rename
+
+    def hold_and_rename(files: Files, source: Path, target: Path) -> None:
+        (folder / "iter_0000010" / "hold").touch()
+        rename(files, source, target)
+
+    monkeypatch.setattr(Files, "rename", hold_and_rename)
+    (result,) = reprise.drop_optimizer(folder, before=20)
+    assert result.reason == "held"
+    (folder / "iter_0000010" / "hold").unlink()
+    assert all_files(folder / "iter_0000010") == before
+
+
+def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    reprise.copy(folder, tmp_path / "copies")
+    reprise.drop_optimizer(tmp_path / "copies", before=20)
+    with refused(CheckpointError, "iter_0000010"):
+        reprise.copy(folder / "iter_0000010", tmp_path / "copies")
