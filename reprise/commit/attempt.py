@@ -53,10 +53,6 @@ class Hosts:
         """Return all ranks on the host of a rank."""
         return self.ranks[self.number_of(rank)]
 
-    def leader_of(self, rank: int) -> int:
-        """Return the leader of the host of a rank."""
-        return self.leaders[self.number_of(rank)]
-
 
 def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> Hosts:
     """Return the hosts of a run, numbered by their lowest rank. A call of all ranks.

@@ -81,7 +81,7 @@ class HostsCommit(TwoPhaseCommit):
         """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
         if self._shared.current.stage is commit_state.CommitStage.AWAITING and self._shared.current.leads:
             keys = [f"{self._key}/files", f"{self._key}/decision"]
-            if self._channel.await_any(keys, sender=self._coordinator, check=_go_on) == keys[0]:
+            if self._channel.await_any(keys, sender=self._coordinator) == keys[0]:
                 return commit_state.AskedToPrepare()
         return super()._await_decision()
 
@@ -146,7 +146,3 @@ def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
     record = replace(record, host=host, held=record.written_by(host))
     names = {name: host_file.stored_name(name, is_whole=record.is_whole) for name in files}
     return {names[name]: data for name, data in {**files, HOST: record.to_bytes()}.items()}
-
-
-def _go_on() -> None:
-    """Let a wait go on."""

@@ -1,4 +1,4 @@
-"""The messages of an attempt beside its two-phase commit: aborts, and their deletion."""
+"""The messages of an attempt: the opening, the decision, answers and aborts, and their deletion."""
 
 from __future__ import annotations
 
@@ -94,8 +94,7 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
     if action is Action.REPORT:
         try:
             channel.put(f"{key}/report/{channel.rank}", RankReport(text_of(error)).to_bytes())
-            offer = Offer(attempt.iteration, problem=text_of(error))
-            channel.put(f"{key}/offer/{channel.rank}", offer.to_bytes(), is_first=False)
+            refuse_opening(channel, attempt, error)
         except LaunchError as lost:
             _log.error("the failure of %s could not be reported: %s", key, lost)
     return shared.current.outcome is Outcome.FAILED
@@ -117,6 +116,19 @@ def put_opening(channel: StoreChannel, name: str, message: OpeningMessage) -> No
             channel.put(f"{key_of(name)}/opened/last", message.to_bytes(), is_first=False)
     except LaunchError as error:
         _log.error("the opening of attempt %s could not be sent: %s", name, error)
+
+
+def refuse_opening(channel: StoreChannel, attempt: Attempt, error: BaseException) -> None:
+    """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part.
+
+    Raises:
+        LaunchError: on any rank but rank 0, if the store is gone.
+    """
+    if channel.coordinates:
+        put_opening(channel, attempt.name, OpeningMessage(text_of(error)))
+        return
+    offer = Offer(attempt.iteration, problem=text_of(error))
+    channel.put(f"{key_of(attempt.name)}/offer/{channel.rank}", offer.to_bytes(), is_first=False)
 
 
 def stripes_key(name: str, rank: int) -> str:
@@ -145,8 +157,8 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
     """
     key = key_of(name)
     kinds = ("offer", "report", "table", "stripes", "prepared")
-    of_decision = [f"{key}/{name}" for name in ("opened", "opened/last", "decision", "files") if channel.coordinates]
-    channel.delete([*of_decision, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])
+    of_rank0 = ("opened", "opened/last", "decision", "files") if channel.coordinates else ()
+    channel.delete([f"{key}/{kind}" for kind in (*of_rank0, *(f"{kind}/{channel.rank}" for kind in kinds))])
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:

@@ -8,7 +8,7 @@ from reprise.commit import disagreement
 from reprise.commit.attempt import Attempt, key_of
 from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import JointPlan, KnownPlans
-from reprise.commit.messages import OpeningMessage, put_opening, text_of
+from reprise.commit.messages import OpeningMessage, put_opening, refuse_opening
 from reprise.commit.report import Offer
 from reprise.errors import CheckpointError
 from reprise.ranks.channel import StoreChannel
@@ -25,14 +25,6 @@ class Opening:
         self._channel, self._attempt, self._plans = channel, attempt, plans
         self._key = key_of(attempt.name)
         self._coordinator = f"rank {channel.coordinator}"
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks that this rank saves nothing."""
-        if self._channel.coordinates:
-            put_opening(self._channel, self._attempt.name, OpeningMessage(text_of(error)))
-            return
-        offer = Offer(self._attempt.iteration, problem=text_of(error))
-        self._channel.put(f"{self._key}/offer/{self._channel.rank}", offer.to_bytes(), is_first=False)
 
     def lead(self, offer: Offer, inventory: Inventory, begin: Callable[[Mapping[int, Offer]], None]) -> JointPlan:
         """Read the offers of all ranks, and let them write. Rank 0 only.
@@ -55,7 +47,7 @@ class Opening:
             plan = self._plans.joint(self._attempt.layout, offers)
             begin(offers)
         except BaseException as error:
-            self.refuse(error)
+            refuse_opening(self._channel, self._attempt, error)
             raise
         self._plans.delivered()
         put_opening(self._channel, self._attempt.name, OpeningMessage())

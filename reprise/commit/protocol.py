@@ -11,7 +11,7 @@ from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import JointPlan, KnownPlans
-from reprise.commit.messages import DecisionMessage, broadcast, is_committed, text_of
+from reprise.commit.messages import DecisionMessage, broadcast, is_committed, refuse_opening, text_of
 from reprise.commit.opening import Opening
 from reprise.commit.report import Offer, RankReport
 from reprise.errors import CheckpointError, LaunchError, TrainerError
@@ -144,19 +144,18 @@ class TwoPhaseCommit:
         """Agree with all ranks on what is saved; return whether this rank is to write its part."""
         if self._channel.world_size == 1:
             offer = self._plans.with_table(Offer(self._attempt.iteration), self._steps.table())
-            self._offers = {self._channel.rank: offer}
-            self._plan = self._plans.joint(self._attempt.layout, self._offers)
+            self._plan = self._plans.joint(self._attempt.layout, {self._channel.rank: offer})
             self._plans.delivered()
             self._steps.begin()
             return True
-        opening = Opening(self._channel, self._attempt, self._plans)
         try:
             inventory = self._steps.inventory()
             offer = Offer(self._attempt.iteration, inventory.identity, inventory.groups(), view=self._steps.view())
             offer = self._plans.with_table(offer, self._steps.table())
         except BaseException as error:
-            opening.refuse(error)
+            refuse_opening(self._channel, self._attempt, error)
             raise
+        opening = Opening(self._channel, self._attempt, self._plans)
         if not self._channel.coordinates:
             return opening.join(offer, inventory)
         self._plan = opening.lead(offer, inventory, self._begin)

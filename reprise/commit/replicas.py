@@ -82,14 +82,16 @@ class ReplicaDigests:
 def checksum(data: torch.Tensor) -> torch.Tensor:
     """Return the sum over i of (2 i + 1) * word i, modulo 2^64, as a 0-d int64 tensor on the device of the data.
 
-    Words are 4 bytes, or 1 byte where size or address is not a multiple of 4. A change of a single word always changes
-    the sum, since an odd number has an inverse modulo 2^64. The sum does not depend on the order of addition.
+    Words are 4 bytes, or 1 byte where the size is not a multiple of 4. A change of a single word always changes the
+    sum, since an odd number has an inverse modulo 2^64. The sum depends on neither the order of addition nor the
+    address, which may differ between ranks.
 
     Args:
         data: bytes, of shape `[n]`.
     """
-    is_aligned = data.numel() % 4 == 0 and data.data_ptr() % 4 == 0
-    words = (data.view(torch.int32) if is_aligned else data).to(torch.int64)
+    if data.data_ptr() % 4:
+        data = data.clone()
+    words = (data.view(torch.int32) if data.numel() % 4 == 0 else data).to(torch.int64)
     return (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum()
 
 

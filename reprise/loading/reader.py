@@ -27,6 +27,8 @@ from reprise.storage.json_file import Json
 from reprise.storage.paths import exists, is_file, matching
 from reprise.storage.patience import failed_read, is_damage, unreadable
 
+_log = logging.getLogger(__name__)
+
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
 Write = Callable[[memoryview, int], object]  # writes a buffer to an offset in the file
@@ -37,6 +39,7 @@ _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 GAP_BYTES = 32 << 10
 # Bytes per read with gaps: small enough to stay in the processor's cache until they are copied.
 SCRATCH_BYTES = 2 << 20
+_MISLEADING = ("model.safetensors", "adapter_config.json")  # of `misleading_files`
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,11 +400,6 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
             files.close(descriptor)
     except OSError as error:
         raise failed_read("A file cannot be read", error, where=path) from error
-
-
-_log = logging.getLogger(__name__)
-
-_MISLEADING = ("model.safetensors", "adapter_config.json")
 
 
 def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
-from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
+from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import Checkpoint, check_state, misleading_files, open_checkpoint, read_content, read_places
 from reprise.management.host_share import missing_everywhere, share_of
@@ -117,7 +117,7 @@ def _unchecked(folder: Path, path: Path, tree: Tree | None, files: Files) -> Che
             None,
             state,
             has_adapters=ADAPTERS in tree,
-            is_lightened=OPTIMIZER_DROPPED in {*tree, *(state or ())},
+            is_lightened=is_lightened(tree) or OPTIMIZER_DROPPED in (state or ()),
             is_pinned=any(name.startswith(HOLD) for name in tree) and is_held(path),
             is_superseded=iteration_of(path) is None,
         )

@@ -189,7 +189,7 @@ class StoreChannel:
             ]
         return data
 
-    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
+    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None] = lambda: None) -> str:
         """Wait until there is a message under any of `keys`, and return its key.
 
         Args:

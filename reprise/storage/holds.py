@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reprise.storage.lease import HEARTBEAT_S as HEARTBEAT_S
 from reprise.storage.lease import Lease, record_in
 
 HOLD = "hold"
@@ -114,12 +113,15 @@ class Hold:
         Raises:
             OSError: if the folder cannot be written.
         """
-        hold = Hold(folder)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            hold._lease.begin(hold._create)
-            if hold.is_in_place():
-                return hold
-            hold.release()
+        hold, is_kept = Hold(folder), False
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                hold._lease.begin(hold._create)
+                is_kept = hold.is_in_place()
+                return hold if is_kept else None
+        finally:
+            if not is_kept:  # after an interrupt, too: nobody has it
+                hold.release()
         return None
 
     def release(self) -> None:

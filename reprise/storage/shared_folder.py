@@ -24,7 +24,7 @@ _PAUSES_S = (0.005, 0.25)
 
 def why_unseen(mark: Path, files: Files) -> str:
     """Return an empty string as soon as this rank sees the marker file; else, after SEEN_WITHIN_S, the reason."""
-    return look_again(lambda: _problem_of(mark, files), mark.parent)
+    return look_again(lambda: _problem_of(files.size, mark), mark.parent)
 
 
 def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_local: bool = False) -> None:
@@ -76,7 +76,7 @@ def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
     Raises:
         CheckpointError: naming this host and the path, if the folder is not seen within SEEN_WITHIN_S.
     """
-    if problem := look_again(lambda: _problem_of_folder(folder.root), folder.root):
+    if problem := look_again(lambda: _problem_of(os.stat, folder.root), folder.root):
         raise _unseen(folder, leader, where=folder.root, expected="the folder that it has made", found=problem)
     status, namespace = os.stat(folder.root), os.stat("/proc/self/ns/mnt")
     view = f"{socket.gethostname()} {namespace.st_ino} {status.st_dev} {status.st_ino}"
@@ -175,17 +175,9 @@ def _revalidate(folder: Path) -> None:
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def _problem_of(mark: Path, files: Files) -> str:
+def _problem_of(look: Callable[[Path], object], path: Path) -> str:
     try:
-        files.size(mark)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _problem_of_folder(path: Path) -> str:
-    try:
-        os.stat(path)
+        look(path)
     except OSError as error:
         return error.strerror or str(error)
     return ""

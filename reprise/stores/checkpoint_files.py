@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from reprise.format.names import MANIFEST_FORMAT, OPTIMIZER_DROPPED
+from reprise.format.names import MANIFEST_FORMAT, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.storage import json_file
 from reprise.storage.json_file import Json, integer
 
@@ -38,7 +38,7 @@ class CheckpointFiles:
 
     def without_optimizer(self) -> CheckpointFiles:
         """Return the content once the optimizer's state was dropped: a marker explains what is missing."""
-        sizes = {name: size for name, size in self.sizes.items() if not name.startswith("optimizer/")}
+        sizes = {name: size for name, size in self.sizes.items() if not name.startswith(OPTIMIZER_FILES)}
         return replace(self, sizes={**sizes, OPTIMIZER_DROPPED: 0})
 
     @property

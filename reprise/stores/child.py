@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from reprise.errors import TrainerError
+from reprise.storage.lease import leases
 from reprise.stores.client import StoreClient
 from reprise.stores.probe import probe
 from reprise.stores.ranges import RangeCache
@@ -62,6 +63,8 @@ class Server:
             with self._lock:
                 self._links -= 1
                 if not self._links:
+                    for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
+                        lease.release()
                     os._exit(0)  # a request may be under way
 
     def _answer(self, call: str, details: list[Any], memory: memoryview) -> list[Any]:

@@ -67,7 +67,9 @@ class RangeCache:
         Raises:
             OSError: as `fetch`; the failed range is fetched again by the next read.
         """
-        ranges, at, end = self._objects[version], offset, offset + buffer.nbytes
+        with self._lock:
+            ranges = self._objects[version]
+        at, end = offset, offset + buffer.nbytes
         while at < end:
             part, is_new = self._range_at(ranges, at, request)
             if is_new:

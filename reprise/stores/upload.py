@@ -10,13 +10,13 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
-from reprise.storage.paths import exists, open_regular, read_regular
+from reprise.format.names import MANIFEST, is_lightened
+from reprise.storage.paths import open_regular, read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, share
 from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
 from reprise.stores.url import StoreUrl, is_store_url
@@ -47,7 +47,7 @@ class Upload:
         self._client, self._folder, self._host, self._hosts = client, folder, host, hosts
         self._source = StoreUrl.parse(source) if is_store_url(source) else Path(source)
         self.files = CheckpointFiles.parse(self._read_manifest(), where=source)
-        if self._is_lightened():
+        if is_lightened(self._names()):
             self.files = self.files.without_optimizer()
         self._mark = f"{MARK}{self.files.digest}"
 
@@ -56,11 +56,11 @@ class Upload:
             return read_regular(self._source / MANIFEST)
         return StoreClient(self._source.root).read_whole(self._source.child(MANIFEST).key)
 
-    def _is_lightened(self) -> bool:
-        """Return whether the optimizer's state was dropped: its folder goes after the marker is there."""
+    def _names(self) -> Collection[str]:
+        """Return the names of the files in the source."""
         if isinstance(self._source, Path):
-            return exists(self._source / OPTIMIZER_DROPPED) and not exists(self._source / "optimizer")
-        return OPTIMIZER_DROPPED in list_folder(StoreClient(self._source.root), self._source)
+            return os.listdir(self._source)
+        return list_folder(StoreClient(self._source.root), self._source)
 
     def begin(self) -> list[str] | None:
         """Return this host's absent files, the largest first; None if the first host has not begun, or has committed.

@@ -49,5 +49,5 @@ def test_all_ranks_find_the_same_hosts() -> None:
     assert hosts.ranks == ((0, 2), (1, 3), (4,))
     assert hosts.leaders == (0, 1, 4)
     assert [hosts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
-    assert [hosts.leader_of(rank) for rank in range(5)] == [0, 1, 0, 1, 4]
+    assert [hosts.leaders[hosts.number_of(rank)] for rank in range(5)] == [0, 1, 0, 1, 4]
     assert Hosts.shared(3).ranks == ((0, 1, 2),)

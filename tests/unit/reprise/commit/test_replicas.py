@@ -58,6 +58,8 @@ def test_a_checksum_sees_every_flipped_bit(data: bytes, draw: st.DataObject) -> 
     changed[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
     assert int(checksum(original)) == int(checksum(original.clone()))
     assert int(checksum(original)) != int(checksum(changed))
+    elsewhere = torch.cat([torch.zeros(1, dtype=torch.uint8), original])[1:]
+    assert int(checksum(elsewhere)) == int(checksum(original))
 
 
 @pytest.mark.parametrize("culprit", [None, 0, 3])

@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
-from reprise.format.names import FORMAT, MANIFEST, STATE
+from reprise.format.names import FORMAT, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.loading.reader import open_checkpoint
 from reprise.saving.one_process import write_checkpoint
 from reprise.storage.files import FILE_SYSTEM, Files
@@ -234,3 +234,10 @@ def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:
     reprise.drop_optimizer(tmp_path / "copies", before=20)
     with refused(CheckpointError, "iter_0000010"):
         reprise.copy(folder / "iter_0000010", tmp_path / "copies")
+
+
+def test_a_marker_beside_the_optimizer_is_of_a_drop_cut_off(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    (folder / "iter_0000010" / OPTIMIZER_DROPPED).touch()
+    assert [summary.is_lightened for summary in reprise.list(folder, check=0)] == [False] * 3
+    assert [summary.is_lightened for summary in reprise.list(folder)] == [False] * 3
