@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reprise.format import Branch, Lineage
 from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
@@ -34,11 +34,11 @@ class LoggedRun:
     def start(self, iteration: int, *, branch_id: str = "", config: str = CONFIG) -> None:
         """Go on after an iteration; with the id of a branch as a start does that goes back behind a checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "run.json"
-        ids = json.loads(path.read_text())["branches"] if path.exists() else [{"id": "a1b2c3", "began_at": -1}]
-        if branch_id:
-            ids.append({"id": branch_id, "began_at": iteration})
-        path.write_text(json.dumps({"branches": ids}))
+        path, lineage = self.folder / "run.json", Lineage((Branch("a1b2c3", 0),))
+        if path.exists():
+            lineage = Lineage.from_bytes(path.read_bytes(), where=path)
+        further = (Branch(branch_id, iteration),) if branch_id else ()
+        path.write_bytes(Lineage((*lineage.branches, *further), lineage.parent).to_bytes())
         self._log = RunLog(self.folder, train_iters=10_000, log_interval=10_000, mfu_scale=None)
         self._log.open(iteration, config)
 

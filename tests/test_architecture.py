@@ -53,9 +53,10 @@ def layers_of(text: str) -> list[list[str]]:
 LAYERS = layers_of("""
 models trainer reprise trainer.config.suggest trainer.compare.text_table trainer.record trainer.run \
     trainer.schedules trainer.start trainer.training
-trainer.checkpoint trainer.errors trainer.workers trainer.metrics.log_file trainer.record.versions \
+trainer.checkpoint trainer.errors trainer.workers trainer.metrics.json_lines trainer.record.versions \
     trainer.schedules.batch_size trainer.optim.exact_sum trainer.parallel.lanes trainer.schedules.progress \
     trainer.schedules.lr trainer.parallel.topology
+trainer.metrics.log_file
 trainer.commands.arguments trainer.compare trainer.data
 trainer.config.terms
 trainer.config trainer.record.data_origin trainer.launch
@@ -81,7 +82,6 @@ trainer.commands
 scripts
 """)
 
-# The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY = "reprise"
 # The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY_LAYERS = layers_of("""
@@ -121,7 +121,7 @@ PARTS_UNDER_TEST = {
     "tests.local_folders": "loading.blocks",
     "tests.resume": "format.manifest storage.progress_line",
     "tests.simulated": "tensors",
-    "tests.stores": "format storage.holds stores",
+    "tests.stores": "format stores",
 }
 
 # Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one
@@ -132,7 +132,6 @@ CHOOSES_STORE = (
     "reprise.saving.checkpointer",
     "reprise.local.local_checkpointer",
     "reprise.saving.weights_checkpointer",
-    "reprise.loading.newest",
     "reprise.loading.restorer",
     "reprise.management",
     "reprise.nested.calls",

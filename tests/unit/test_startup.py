@@ -49,6 +49,7 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
         "--help",
         "train --help",
         "compare-loss --help",
+        "publish --help",
         *(pytest.param(f"{name} --help", marks=pytest.mark.slow) for name in ("compare-speed", "compare-steps")),
     ],
 )

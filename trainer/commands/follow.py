@@ -2,8 +2,8 @@
 
 `{}` in the command is the folder or the URL of a checkpoint, which is held meanwhile: no retention deletes it. Each
 checkpoint gets one line in `follow.jsonl` in the folder of the run, when its command has ended; where RUN is the URL of
-a mirrored run, in the current folder. The exit status is 0, also after
-SIGINT or SIGTERM; 1 where a command failed or a checkpoint could not be opened; 2 where the run cannot be followed.
+a mirrored run, in the current folder. The exit status is 0, also after SIGINT or SIGTERM; 1 where a command failed or a
+checkpoint could not be opened; 2 where the run cannot be followed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from trainer.compare.points import (
     common_points,
 )
 from trainer.compare.text_table import format_table
-from trainer.metrics.log_file import EXACT, VALID_LOSS, Floats, Integers
+from trainer.metrics.json_lines import EXACT
+from trainer.metrics.log_file import VALID_LOSS, Floats, Integers
 
 # Absolute, by dtype.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}

@@ -9,7 +9,8 @@ from reprise.errors import DataError
 from reprise.storage import Json, exists, integer, is_dir, matching
 from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
-from trainer.metrics.log_file import VALID_LOSS, read_log, read_records
+from trainer.metrics.json_lines import read_records
+from trainer.metrics.log_file import VALID_LOSS, read_log
 
 FOLLOW = "follow"  # the stem of the records of `reprise follow`
 Series = dict[int, float]  # by iteration

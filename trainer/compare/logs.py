@@ -13,7 +13,7 @@ from reprise.errors import DataError, count_of
 from reprise.storage import MAX_INTEGER
 from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
 from trainer.compare.points import Curve, Point, Points, Reading
-from trainer.metrics.log_file import JsonLines
+from trainer.metrics.json_lines import JsonLines
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The rank before a line, as torchrun and srun write it, or a program itself.

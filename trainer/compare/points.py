@@ -10,7 +10,8 @@ import numpy
 from numpy.typing import NDArray
 
 from trainer.compare.formats import OURS, Meaning
-from trainer.metrics.log_file import ABSENT, DECIMAL, EXACT, Floats, Integers, Kinds
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT
+from trainer.metrics.log_file import Floats, Integers, Kinds
 
 QUANTITIES = ("loss", "grad_norm", "lr")
 Mask = NDArray[numpy.bool_]

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy
 
 from reprise.errors import DataError
-from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, open_regular, read_regular
+from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, read_regular
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import first_object, parse_log, require_points
 from trainer.compare.points import QUANTITIES, Curve, Points, Reading
-from trainer.metrics.log_file import ABSENT, VALID_LOSS, MetricsLog, read_lines, unreadable_log
+from trainer.metrics.json_lines import ABSENT, open_log
+from trainer.metrics.log_file import VALID_LOSS, MetricsLog, read_lines
 from trainer.workers import spawned_pool
 
 METRICS_FILE = "metrics.jsonl"
@@ -84,19 +85,16 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[
         DataError: the file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
     """
     file = run_file(path)
-    try:
-        with os.fdopen(open_regular(file), "rb") as stream:
-            head = stream.read(_HEAD_BYTES)
-            stream.seek(0)
-            if _is_metrics(_decode(head), file):
-                is_wide = head.startswith(_UTF_16)
-                lines = io.BytesIO(_decode(stream.read()).encode()) if is_wide else stream
-                return read_lines(lines, str(file), quantities)
-            if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
-                raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(file))
-            return file, _decode(stream.read())
-    except OSError as error:
-        raise unreadable_log(file, error) from error
+    with open_log(file) as stream:
+        head = stream.read(_HEAD_BYTES)
+        stream.seek(0)
+        if _is_metrics(_decode(head), file):
+            is_wide = head.startswith(_UTF_16)
+            lines = io.BytesIO(_decode(stream.read()).encode()) if is_wide else stream
+            return read_lines(lines, str(file), quantities)
+        if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(file))
+        return file, _decode(stream.read())
 
 
 def _decode(data: bytes) -> str:

@@ -15,7 +15,8 @@ from reprise.errors import DataError
 from reprise.storage import finite_number
 from trainer.compare.read import METRICS_FILE, read_run
 from trainer.compare.text_table import format_table
-from trainer.metrics.log_file import ABSENT, Floats, Integers, MetricsLog
+from trainer.metrics.json_lines import ABSENT
+from trainer.metrics.log_file import Floats, Integers, MetricsLog
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
 SKIPPED = 5

@@ -162,7 +162,8 @@ def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, e
             found=error.strerror or str(error),
             fix="Set data.cache to a folder that can.",
         ) from error
+    cuts = encoder.cuts()
     for name, parts in split(sources, options).items():
-        blocks = map(partial(encode_block, encoder=encoder), blocks_of(parts, encoder.cuts()))
+        blocks = map(partial(encode_block, encoder=encoder), blocks_of(parts, cuts))
         write = partial(write_token_file, dtype=encoder.dtype)
         write_side({0: folder / f"{name}.bin"}.__getitem__, blocks, write=write, file_tokens=MAX_TOKENS + 1)

@@ -36,13 +36,16 @@ Encode = Callable[[Iterable[TextBlock]], Iterator[Encoded]]
 
 
 @contextmanager
-def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
+def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
     """Yield a function to encode blocks, in order, on `workers` processes; 1 means this process.
 
     An error of the function names the first text, in block order, with a failure.
+
+    Args:
+        encoder: that of the tokenizer, which other processes open anew.
     """
     if workers == 1:
-        yield partial(map, partial(encode_block, encoder=open_encoder(tokenizer)))
+        yield partial(map, partial(encode_block, encoder=encoder))
         return
     pool = spawned_pool(workers)
     try:

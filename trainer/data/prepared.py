@@ -125,11 +125,12 @@ def write_prepared(
             _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
         write = _writer(options.kind, encoder.dtype, encoder.end_of_text)
-        with encoding(tokenizer, workers=workers) as encode:
+        cuts = encoder.cuts()
+        with encoding(encoder, tokenizer, workers=workers) as encode:
             for name, of_side in parts.items():
                 side = write_side(
                     numbered(new, name),
-                    encode(blocks_of(of_side, encoder.cuts())),
+                    encode(blocks_of(of_side, cuts)),
                     write=write,
                     file_tokens=options.file_tokens,
                     count=progress(name, _total(of_side)),

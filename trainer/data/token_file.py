@@ -124,8 +124,8 @@ def open_token_file(path: str | Path) -> TokenFile:
             where=path,
             expected=formats,
             found=f"magic {magic} version {version}",
-            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does. "
-            "Files of datatrove are data=datatrove, those of Megatron data=megatron.",
+            fix="Write it again with this header of 256 int32 values; of arrays without one `reprise prepare-data "
+            "--raw` does. Files of datatrove are data=datatrove, those of Megatron data=megatron.",
         )
     tokens, odd_bytes = divmod(file.size - HEADER_BYTES, form.dtype.itemsize)
     if odd_bytes or tokens != count:

@@ -35,7 +35,7 @@ from trainer.compare.evaluations import FOLLOW
 from trainer.compare.read import METRICS_FILE
 from trainer.config.saved import RUN_CONFIG
 from trainer.follow.runner import CommandOutcome, Commands, number_at
-from trainer.metrics.log_file import JsonLines
+from trainer.metrics.json_lines import JsonLines
 
 FINE, FAILED, IMPOSSIBLE = 0, 1, 2
 PLACE = "{}"

@@ -88,7 +88,7 @@ class _Universal:
                 found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
                 fix=_FIX,
             )
-        values, weight = tensor.detach().view(shape), self.module.get(self.names[name])
+        values, weight = tensor.detach().reshape(shape), self.module.get(self.names[name])
         if kind == _WEIGHTS and weight is not None and not torch.equal(values.to(weight.dtype), weight):
             require_finite(values, where=name)  # NaN is never equal to itself
             raise CheckpointError(
@@ -123,6 +123,11 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
+    with known_form("DeepSpeed", folder):
+        return _source_of(folder, options)
+
+
+def _source_of(folder: Path, options: ImportOptions) -> StateSource:
     saved = _model_file(folder)
     module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
     kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
@@ -139,11 +144,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             expected=" and ".join(f"{kind}.pt" for kind in _MOMENTS),
             fix="Take the weights alone with --weights-only.",
         )
-    with known_form("DeepSpeed", folder):
-        iteration, step = integer(saved.get("global_steps")), _common_step(folder)
+    iteration, step = integer(saved.get("global_steps")), _common_step(folder)
     if frozen:
-        listed = ", ".join(frozen[:_MOST_NAMED])
-        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {listed}")
+        names_of_some = ", ".join(frozen[:_MOST_NAMED])
+        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {names_of_some}")
     _warn_of_position(saved.get("global_samples"), iteration, options)
     return StateSource(model, iteration, True, _Universal(folder, model, names, trained, module, step).read)
 

@@ -6,19 +6,16 @@ import itertools
 import logging
 import operator
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from reprise.storage import Files, dumps, exists, open_regular, read_regular, replace_file, temporary_of
-from trainer.metrics.log_file import record_of, tail
+from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
 
 _log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18  # of the lines that a start looks at
-_LINES = re.compile(rb"[^\n]*\n|[^\n]+")
-_LATEST = 2.0**37  # a time that a date can show
 _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
 
 
@@ -138,7 +135,7 @@ def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, l
             if begin:
                 partial = data.find(b"\n") + 1
                 begin, data = begin + partial, data[partial:]
-            lines = _LINES.findall(data)
+            lines = LINES.findall(data)
             if begin == 0 or any(_is_training(line, iteration) for line in reversed(lines)):
                 return begin, lines
             least_bytes *= 4
@@ -171,7 +168,7 @@ def _moved_path(path: Path) -> Path:
 def _moved_lines(path: Path) -> list[bytes]:
     """Return the lines that a killed cut in place was moving."""
     moved = _moved_path(path)
-    return [line for line in _LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if exists(moved) else []
+    return [line for line in LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if exists(moved) else []
 
 
 def newest_side_file(path: Path) -> str | None:
@@ -184,7 +181,7 @@ def _last_side_file(path: Path) -> tuple[Path, list[bytes]]:
     """Return the newest side file, and its lines; the number of a missing one is 0."""
     number = _last_number(path)
     side = _side_path(path, number)
-    return side, _LINES.findall(read_regular(side)) if number else []
+    return side, LINES.findall(read_regular(side)) if number else []
 
 
 def _last_number(path: Path) -> int:
@@ -216,7 +213,7 @@ def last_recorded_iteration(path: Path) -> int | None:
 def last_recorded_time(path: Path) -> float:
     """Return the Unix time of the last whole line of `path`; 0 for a file without a line, and a line without a time."""
     time = next((record.get("time") for record in map(record_of, tail(path)) if record), 0.0)
-    return float(time) if isinstance(time, int | float) and time is not True and 0 < time < _LATEST else 0.0
+    return float(time) if isinstance(time, int | float) and time is not True and 0 < time < LATEST else 0.0
 
 
 def last_saved_iteration(path: Path) -> int | None:

@@ -13,12 +13,23 @@ from itertools import islice
 from pathlib import Path
 
 from reprise.errors import DataError, LockError
-from reprise.storage import Files, Json, exists, json_file, make_folders, open_regular, read_regular, replace_file
+from reprise.format import Lineage
+from reprise.storage import (
+    Files,
+    Json,
+    exists,
+    integer,
+    json_file,
+    make_folders,
+    open_regular,
+    read_regular,
+    replace_file,
+)
 from trainer.config.compose import read_resolved
 from trainer.config.saved import is_secret
+from trainer.metrics.json_lines import record_of
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.jsonl_sink import METRICS
-from trainer.metrics.log_file import record_of
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
 
@@ -42,6 +53,13 @@ class Cursor:
     lines: int = 0
     last: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check the types of a stored cursor."""
+        if type(self.id) is not str:
+            raise TypeError(f"the id is {self.id!r}")
+        for number in (self.lines, *self.last.values()):
+            integer(number)
+
     def passes(self, record: Json) -> bool:
         """Return whether a record is new, and take it for sent."""
         event, iteration = str(record.get("event", "")), record["iteration"]
@@ -55,11 +73,12 @@ class LogFollower:
     """Reads `metrics.jsonl` while a run appends to it and cuts it. A cut writes a side file first."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._state, self._offset = folder / METRICS, (-1, ""), 0
+        self._path, self._state, self._offset = folder / METRICS, (-1, -1), 0
 
     def records(self) -> Iterator[Json]:
         """Yield the records since the last call; all records after a cut. A line without its end waits."""
-        side = newest_side_file(self._path) or ""
+        name = newest_side_file(self._path)
+        side = os.stat(self._path.with_name(name)).st_ino if name else 0  # a cut that goes on writes it anew
         if not exists(self._path):
             return
         with os.fdopen(open_regular(self._path), "rb") as file:
@@ -125,13 +144,15 @@ class Publisher:
         records = filter(self._passes, self._log.records())
         while batch := list(islice(records, _BATCH)):
             if not self._is_open:
+                if not exists(self._path(self._number)):  # a failure before its lines are there keeps the id
+                    self._store(Cursor(self._cursor.id))
                 self._tracker.open(self._remote(branches))
                 self._is_open = True
             self._tracker.send([row_of(self._cursor.lines + index, record) for index, record in enumerate(batch)])
             self._cursor.lines += len(batch)
             count += len(batch)
             if self._tracker.is_durable:
-                self._store()
+                self._store(self._cursor)
         return count
 
     def finish(self) -> None:
@@ -139,7 +160,7 @@ class Publisher:
         if self._is_open:
             self._is_open = False
             self._tracker.close()
-            self._store()
+            self._store(self._cursor)
 
     def reopen(self) -> None:
         """Begin anew after a failure, from the stored cursor."""
@@ -161,13 +182,13 @@ class Publisher:
         if exists(path):
             try:
                 return Cursor(**json_file.read(path))
-            except TypeError as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 raise DataError("A cursor of a published run is damaged", where=path, found=error) from error
         first = branches[0][0] if branches else secrets.token_hex(8)
         return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
 
-    def _store(self) -> None:
-        replace_file(self._files, self._path(self._number), json.dumps(asdict(self._cursor)).encode())
+    def _store(self, cursor: Cursor) -> None:
+        replace_file(self._files, self._path(self._number), json.dumps(asdict(cursor)).encode())
 
     def _remote(self, branches: Branches) -> RemoteRun:
         config, title = {**read_config(self._run), **_flat(self._versions, "versions.")}, self._title
@@ -186,13 +207,17 @@ def read_config(run: Path) -> Json:
 
 
 def read_branches(run: Path) -> Branches:
-    """Return the branches of a run, none without a `run.json`; the first has the id of the run."""
+    """Return the branches of a run, none without a `run.json`; the first has the id of the run.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
     path = run / "run.json"
     try:
-        record = json_file.parse(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
-        return [(str(branch["id"]), int(branch["began_at"])) for branch in record["branches"]]
-    except (FileNotFoundError, LookupError, TypeError):
+        lineage = Lineage.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+    except FileNotFoundError:
         return []
+    return [(branch.id, branch.began_at) for branch in lineage.branches]
 
 
 def _flat(config: Json, prefix: str = "") -> Json:

@@ -14,6 +14,7 @@ from pathlib import Path
 from reprise.errors import ConfigError
 from reprise.storage import Json
 from trainer.config.logging import TRACKERS
+from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
 
 # The first part of a figure's name, by the event of its line, and the names that the other outputs use.
 _GROUPS = {"": "train", "evaluation": "valid"}
@@ -113,13 +114,17 @@ def row_of(number: int, members: Json) -> TrackerRow:
         label = _NAMES.get(label, label)
         if name in ("iteration", "event", "time") or name.endswith(_HEX):
             continue
-        if f"{name}{_HEX}" in members:
-            figures[label] = float.fromhex(members[f"{name}{_HEX}"])
-        elif isinstance(value, bool | int | float):
-            figures[label] = value + 0
+        figure, kind = value_of(members, name)
+        if kind in (DECIMAL, EXACT):
+            figures[label] = value if type(value) is int and f"{name}{_HEX}" not in members else figure
+        elif isinstance(value, bool):
+            figures[label] = int(value)
         elif isinstance(value, str):
             texts[group if name == "text" else label] = value
         elif name == "start" and isinstance(value, dict):
-            figures |= {f"start/{phase}": seconds for phase, seconds in value.items()}
-    time = members.get("time", members["iteration"] / 1e3)
-    return TrackerRow(number, members["iteration"], time, figures, texts)
+            phases = {phase: value_of(value, phase) for phase in value}
+            figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
+    time, kind = value_of(members, "time")
+    return TrackerRow(
+        number, members["iteration"], time if kind == DECIMAL else members["iteration"] / 1e3, figures, texts
+    )

@@ -15,12 +15,11 @@ from reprise.errors import DataError
 from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.points import Reading
 from trainer.compare.read import METRICS_FILE
+from trainer.metrics.json_lines import LATEST, read_records
 from trainer.metrics.launch_log import LAUNCHES
-from trainer.metrics.log_file import read_log, read_records
+from trainer.metrics.log_file import read_log
 
 _LARGEST = 1e300  # a number of a record, whose sums are finite
-LATEST = 2.0**37  # Unix time that a date can show, in the year 6325
-
 Floats = NDArray[numpy.float64]
 
 
@@ -139,7 +138,7 @@ def run_folder(path: str | Path) -> Path:
     """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
     path = Path(path)
     if not is_dir(path):
-        return path.parent
+        return path.parent if path.name == METRICS_FILE else path
     is_of_checkpoints = not exists(path / METRICS_FILE) and exists(path.parent / METRICS_FILE)
     return path.parent if is_of_checkpoints else path
 

@@ -16,7 +16,8 @@ from reprise.errors import TrainerError, count_of
 from reprise.storage import Json, is_locked
 from trainer.compare.evaluations import Series, read_evaluations
 from trainer.compare.text_table import duration
-from trainer.report.history import LATEST, History, LaunchSpan, sum_of
+from trainer.metrics.json_lines import LATEST
+from trainer.report.history import History, LaunchSpan, sum_of
 
 SAVES = ("save", "local_save", "weights_save")
 

@@ -17,8 +17,8 @@ from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
+from trainer.metrics.json_lines import JsonLines, open_log, read_records
 from trainer.metrics.launch_log import LAUNCHES
-from trainer.metrics.log_file import JsonLines, read_records, unreadable_log
 
 if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
@@ -54,7 +54,18 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
         DataError: if its folder does not say so.
         TrainerError: if its configuration has keys unknown to this version.
     """
-    launch = _launch_of(folder, iteration)
+    try:
+        return _run_of(folder, _launch_of(folder, iteration), iteration, files)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            "The folder of a run does not say how it was trained",
+            where=folder,
+            found=f"{type(error).__name__}: {error}",
+            fix="Its records are damaged, or of an earlier version.",
+        ) from error
+
+
+def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> RecordedRun:
     where = folder / LAUNCHES
     settings = saved_values({"format": FORMAT, "config": launch.get("config")}, launch, where=where)
     sections, _ = read_resolved(folder / "config.yaml")
@@ -89,18 +100,15 @@ def _launch_of(folder: Path, iteration: int) -> Json:
         raise DataError(
             f"The folder of a run has no record of the launch that trained iteration {iteration}",
             where=folder / LAUNCHES,
-            found=repr(error),
+            found=str(error) if isinstance(error, DataError) else repr(error),
             fix="Runs of earlier versions cannot be trained again by this command.",
         ) from error
 
 
 def _first_iteration(folder: Path) -> int | None:
     path = folder / METRICS_FILE
-    try:
-        with path.open("rb") as lines:
-            records = JsonLines([lines.readline()], path).records()
-    except OSError as error:
-        raise unreadable_log(path, error) from error
+    with open_log(path) as lines:
+        records = JsonLines([lines.readline()], path).records()
     return integer(records[0][1].get("iteration")) if records else None
 
 

@@ -117,5 +117,5 @@ def test_what_is_said_of_texts_is_refused(arrays: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_on_a_headerless_file_is_refused_with_a_remedy(arrays: Path) -> None:
-    with refused(DataError, "train.bin", "prepare_data --raw"):
+    with refused(DataError, "train.bin", "prepare-data --raw"):
         open_token_file(arrays / "train.bin")

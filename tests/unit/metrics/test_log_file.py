@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.profiles import examples
-from trainer.metrics import log_file
-from trainer.metrics.log_file import ABSENT, DECIMAL, EXACT, UNREADABLE, MetricsLog, read_lines
+from trainer.metrics import json_lines
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE
+from trainer.metrics.log_file import MetricsLog, read_lines
 
 FLOATS = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, math.nan, math.inf, 1e308])
 ODD_VALUES = st.sampled_from([None, True, "0x1.8p+1", "nan", "low", [1], 10**400, 5, -1.5])
@@ -85,7 +86,7 @@ def test_hex_goes_before_a_decimal(members: dict[str, object], value: float, kin
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
 def test_chunks_and_empty_lines_move_no_line(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(log_file, "_CHUNK_LINES", chunk)
+    monkeypatch.setattr(json_lines, "_CHUNK_LINES", chunk)
     evaluation = '{"iteration": 2, "event": "evaluation", "valid_loss": null, "valid_loss_hex": "nan"}\n'
     start = '{"iteration": 3, "loss": 1.5, "resumed": true}\n'
     log = read(f'\ufeff{{"iteration": 1, "loss": 0.5}}\n\n{evaluation}{start}{{"iteration": 4, "lo', "loss")
@@ -106,9 +107,9 @@ def test_a_damaged_line_is_refused_or_left_out() -> None:
 @given(st.binary(max_size=400), st.integers(1, 9))
 def test_lines_are_read_from_the_end(data: bytes, block: int) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_file, "_BLOCK_BYTES", block)
+        patch.setattr(json_lines, "_BLOCK_BYTES", block)
         path = Path(folder) / "metrics.jsonl"
         path.write_bytes(data)
-        backward = list(log_file.tail(path))
+        backward = list(json_lines.tail(path))
     assert b"".join(reversed(backward)) == data
     assert all(line.count(b"\n") <= 1 for line in backward)

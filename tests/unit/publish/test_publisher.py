@@ -13,6 +13,7 @@ from reprise.errors import DataError, LockError, TrainerError
 from tests.messages import refused
 from tests.published_runs import LoggedRun, MemoryTracker, losses, publish, publisher
 from trainer.config.compose import compose_command, resolve
+from trainer.publish.tracker import row_of
 
 
 @pytest.fixture
@@ -223,10 +224,13 @@ def test_a_separator_of_unicode_in_a_sample_ends_no_line(run: LoggedRun, tracker
     assert [row.texts for row in tracker.rows["a1b2c3"] if row.texts] == [{"sample": "a\u2028b\x85c"}]
 
 
-def test_a_damaged_cursor_is_named(run: LoggedRun, tracker: MemoryTracker) -> None:
+@pytest.mark.parametrize(
+    "cursor", ['{"lines": [', '{"id": 4}', '{"id": "a", "lines": "x"}', '{"id": "a", "last": null}', '{"ids": "a"}']
+)
+def test_a_damaged_cursor_is_named(run: LoggedRun, tracker: MemoryTracker, cursor: str) -> None:
     run.train(1, 3)
     publish(run.folder, tracker)
-    (run.folder / "publish/memory/cursor-0.json").write_text('{"lines": [')
+    (run.folder / "publish/memory/cursor-0.json").write_text(cursor)
     with refused(TrainerError, "cursor-0.json"):
         publish(run.folder, tracker)
 
@@ -238,7 +242,7 @@ def test_a_cursor_that_is_not_stored_loses_no_line(
     run.train(1, 15)
     sender = publisher(run.folder, tracker)
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "_store", lambda: None)
+        patch.setattr(sender, "_store", lambda _: None)
         sender.send()
         sender.close()
     run.train(16, 18)
@@ -272,3 +276,25 @@ def test_a_save_that_ends_late_is_sent(run: LoggedRun, tracker: MemoryTracker) -
     publish(run.folder, tracker)
     assert [row.iteration for row in tracker.rows["a1b2c3"] if "save/seconds" in row.figures] == [20]
     assert tracker.losses("a1b2c3") == losses(1, 24)
+
+
+def test_a_run_without_an_id_keeps_its_remote_run(run: LoggedRun, tracker: MemoryTracker) -> None:
+    (run.folder / "run.json").unlink()
+    run.train(1, 5)
+    follower = publisher(run.folder, tracker)
+    tracker.fails = True
+    with pytest.raises(ConnectionError):
+        follower.send()
+    tracker.fails = False
+    follower.reopen()
+    follower.send()
+    follower.finish()
+    follower.close()
+    publish(run.folder, tracker)
+    assert [tracker.losses(remote) for remote in tracker.rows] == [losses(1, 5)]
+
+
+def test_values_that_are_none_are_left_out() -> None:
+    members = {"loss": 1.5, "norm_hex": "zz", "lr": 10**400, "time": "x", "start": {"load": "y", "data": 2.0}}
+    row = row_of(0, {"iteration": 7, **members})
+    assert (row.time, dict(row.figures)) == (0.007, {"train/loss": 1.5, "start/data": 2.0})

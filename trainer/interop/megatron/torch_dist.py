@@ -175,13 +175,13 @@ def _prefix(dcp: DcpFolder) -> str:
         key.removesuffix(_TABLE) for key in dcp.tensors if key.endswith(_TABLE) and not _is_optimizers(key)
     )
     if len(prefixes) != 1:
-        listed = ", ".join(sorted(dcp.tensors)[:5])
+        some = ", ".join(sorted(dcp.tensors)[:5])
         raise MismatchError(
             "A Megatron checkpoint holds several models" if prefixes else "A Megatron checkpoint holds no GPT model",
             where=dcp.path,
             expected=f"one tensor {_TABLE}, with any prefix",
             found=", ".join(f"{prefix}{_TABLE}" for prefix in prefixes)
-            or f"{count_of(len(dcp.tensors), 'tensor')}: {listed} ...",
+            or f"{count_of(len(dcp.tensors), 'tensor')}: {some} ...",
         )
     return prefixes[0]
 
