@@ -122,6 +122,7 @@ class SaveJob:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
         finally:
+            self.snapshot.close()  # also where nothing was written: no step waits for it
             self._remove_earlier()
         if self._is_durable:  # on leaders alone
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}

@@ -282,6 +282,7 @@ def test_a_failed_save_is_raised_once_by_the_next_call(tmp_path: Path, front: ty
         training.step()
         saver.wait()
         assert saver.checkpointer.results.last_error is None
+        assert saver.checkpointer.results.blocked_s < JOIN_S  # no step has waited for a save that had ended
     assert_same(loaded(tmp_path), expected)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000003"]
 
