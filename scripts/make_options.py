@@ -1,10 +1,15 @@
-"""Write docs/options.md from the schema of the configuration: `python -m scripts.make_options`."""
+"""Write docs/options.md from the configuration's schema, and the tables of docs/megatron_flags.md from theirs.
+
+The command is `python -m scripts.make_options`.
+"""
 
 from __future__ import annotations
 
+from trainer.config.megatron_flags import DIFFERENCE, table
 from trainer.config.options import CONFIGS, Row, groups, sections
 
 OUTPUT = CONFIGS.parent / "docs" / "options.md"
+FLAGS = OUTPUT.with_name("megatron_flags.md")
 
 _HEAD = """\
 # Options
@@ -30,13 +35,15 @@ A default shows the type; of choices it is in bold.
 | group | choices |
 |---|---|
 """
-_TABLE = "| key | default | meaning |\n|---|---|---|\n"
+_BORDER = "|---|---|---|"
+_TABLE = f"| key | default | meaning |\n{_BORDER}\n"
 
 
 def main() -> None:
-    """Write the page and name its file."""
+    """Write the pages and name their files."""
     OUTPUT.write_text(page(), encoding="utf-8")
-    print(OUTPUT)
+    FLAGS.write_text(with_flags(FLAGS.read_text(encoding="utf-8")), encoding="utf-8")
+    print(OUTPUT, FLAGS, sep="\n")
 
 
 def page() -> str:
@@ -45,6 +52,24 @@ def page() -> str:
     for section in sections():
         parts.append(f"## {section.name}\n\n{section.summary}\n\n{_TABLE}{''.join(map(_line, section.rows))}")
     return "\n".join(parts)
+
+
+def with_flags(text: str) -> str:
+    """Return the page of Megatron-LM's flags with the table of each section."""
+    parts = text.split("\n## ")
+    for number, part in enumerate(parts):
+        rows = table().get(part.partition("\n")[0], [])
+        text_lines = [line for line in part.split("\n") if not line.startswith("| `--")]
+        border = text_lines.index(_BORDER) + 1 if rows else 0
+        parts[number] = "\n".join([*text_lines[:border], *map(_flag_line, rows), *text_lines[border:]])
+    return "\n## ".join(parts)
+
+
+def _flag_line(row: dict[str, str]) -> str:
+    flags = [flag for flag in row if flag != DIFFERENCE]
+    keys = dict.fromkeys(key for flag in flags for key in row[flag].split())
+    cells = [", ".join(f"`{name}`" for name in names) or "none" for names in (flags, keys)]
+    return f"| {' | '.join(cells)} | {row.get(DIFFERENCE, '')} |".replace("|  |", "| |")
 
 
 def _line(row: Row) -> str:

@@ -212,7 +212,7 @@ ONLY_IN = {
     "mlflow": "trainer.publish.mlflow_tracker",
     "trackio": "trainer.publish.trackio_tracker",
     "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
-    "yaml": "trainer.config.compose",
+    "yaml": "trainer.config.compose trainer.config.megatron_flags",
     "torch.distributed.tensor": "reprise.tensors.live trainer.parallel",
 }
 

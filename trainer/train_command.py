@@ -23,7 +23,7 @@ from trainer.config.checks import (
     validate,
     with_micro_batch,
 )
-from trainer.config.compose import Resolved, compose_command, resolve_command
+from trainer.config.compose import Resolved, read_command, resolve_command
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.config.values import path_problems
@@ -54,16 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
     """
-    if arguments is not None:
-        sys.argv = ["reprise train", *arguments]  # which Hydra reads
     closed, environment = streams.replace_closed(), None
     try:
         environment = Environment.read(os.environ)
         with importing():
-            raw = compose_command()
-        if raw is not None:
+            command = read_command(sys.argv[1:] if arguments is None else arguments)
+        if command is not None:
             _start_log(environment.rank, is_silent="stdout" in closed)
-            run(resolve_command(raw, FILE_SYSTEM), environment)
+            run(resolve_command(command, FILE_SYSTEM), environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -93,7 +91,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
         return
     if not path_problems(config):
         streams.keep_errors_in(Path(config.run.dir))
-    validate(config, environment.world_size, sys.argv[1:])
+    validate(config, environment.world_size, resolved.words)
     config = with_micro_batch(config, environment.world_size)
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")

@@ -16,7 +16,7 @@ import trainer.training.loop
 from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
-from trainer.config.compose import compose_command, over_saved, resolve
+from trainer.config.compose import CommandLine, over_saved, resolve
 from trainer.data.batches import OrderedSamples
 from trainer.data.look_ahead import Ints
 from trainer.launch.environment import Environment
@@ -103,10 +103,8 @@ def train(monkeypatch: Patch) -> Iterator[Train]:
     threads = torch.get_num_threads()
 
     def call(folder: Path, overrides: Sequence[str]) -> None:
-        monkeypatch.setattr(sys, "argv", ["trainer", f"run.dir={folder}", *overrides])
-        raw = compose_command()
-        assert raw is not None
-        run(resolve(over_saved(raw, FILE_SYSTEM)), Environment.read({}))
+        command = CommandLine((f"run.dir={folder}", *overrides))
+        run(resolve(over_saved(command, FILE_SYSTEM)), Environment.read({}))
 
     yield call
     torch.set_num_threads(threads)

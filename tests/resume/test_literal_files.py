@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from reprise.errors import TrainerError
 from reprise.storage import FILE_SYSTEM
 from tests.harness import checkpoint
 from tests.unit.reprise.format.test_document import reseal, rewrite
-from trainer.config.compose import compose_command, over_saved, resolve
+from trainer.config.compose import CommandLine, over_saved, resolve
 
 SECRET = "the-secret-of-this-machine"
 EXPRESSION = "${oc.env:REPRISE_TEST_SECRET}"
@@ -41,10 +39,10 @@ def with_expression(data: bytes, place: Place) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def outcome(raw: Any) -> str:
+def outcome(command: CommandLine) -> str:
     """Return what a command says that takes its configuration from the checkpoint."""
     try:
-        return resolve(over_saved(copy.deepcopy(raw), FILE_SYSTEM)).text
+        return resolve(over_saved(command, FILE_SYSTEM)).text
     except TrainerError as error:
         return str(error)
 
@@ -55,8 +53,7 @@ def test_no_field_of_a_checkpoint_is_resolved(
 ) -> None:
     saved = checkpoint(run, 2)
     monkeypatch.setenv("REPRISE_TEST_SECRET", SECRET)
-    monkeypatch.setattr(sys, "argv", ["reprise train", f"checkpoint.load={saved}"])
-    raw, texts = compose_command(), []
+    command, texts = CommandLine((f"checkpoint.load={saved}",)), []
     for path in sorted(saved.glob("*.json")):
         whole = {name: (saved / name).read_bytes() for name in (path.name, "manifest.json")}
         places = list(leaves(json.loads(path.read_bytes())))
@@ -66,7 +63,7 @@ def test_no_field_of_a_checkpoint_is_resolved(
                 rewrite(saved, path.name, lambda data, place=place: with_expression(data, place))
             elif place != ("xxh3_64",):
                 reseal(saved, lambda body, place=place: with_expression(body + b"}", place)[:-1])
-            texts.append(outcome(raw))
+            texts.append(outcome(command))
             for name, data in whole.items():
                 (saved / name).write_bytes(data)
     assert len(texts) > 20

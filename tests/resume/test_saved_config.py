@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, checkpoint, curve, run_ok, state_of, tensor_files
 from tests.messages import refused
 from tests.resume.starts import REFERENCE, start
-from trainer.config.compose import Resolved, compose_command, over_saved, resolve
+from trainer.config.compose import CommandLine, Resolved, over_saved, resolve
 
 
 def saved(folder: Path) -> bytes:
@@ -76,17 +75,14 @@ def test_two_tensor_parallel_ranks_continue_theirs(reference: Path, tmp_path: Pa
     assert tensor_files(checkpoint(tmp_path / "run", 8)) == tensor_files(checkpoint(tmp_path / "straight", 8))
 
 
-def resolved(monkeypatch: pytest.MonkeyPatch, *words: str) -> Resolved:
+def resolved(*words: str) -> Resolved:
     """Return the configuration of a command."""
-    monkeypatch.setattr(sys, "argv", ["reprise train", *words])
-    raw = compose_command()
-    assert raw is not None
-    return resolve(over_saved(raw, FILE_SYSTEM))
+    return resolve(over_saved(CommandLine(words), FILE_SYSTEM))
 
 
 @pytest.mark.parametrize("group", ["model=gpt2_tiny", "experiment=demo"])
 def test_a_command_that_names_a_model_is_whole(monkeypatch: pytest.MonkeyPatch, alone: Path, group: str) -> None:
-    own, whole = (resolved(monkeypatch, f"checkpoint.load={alone}", *words).config for words in ([], [group]))
+    own, whole = (resolved(f"checkpoint.load={alone}", *words).config for words in ([], [group]))
     assert (own.model.n_layer, own.train.train_iters) == (2, 8)
     assert whole.model.n_layer != 2
 
@@ -95,7 +91,7 @@ def test_another_group_takes_the_place_of_its_section(
     monkeypatch: pytest.MonkeyPatch, alone: Path, tmp_path: Path
 ) -> None:
     load = f"checkpoint.load={alone}"
-    constant = resolved(monkeypatch, load, "schedule=constant", "checkpoint.override_scheduler=true").config
+    constant = resolved(load, "schedule=constant", "checkpoint.override_scheduler=true").config
     assert constant.schedule.lr_decay_style.value == "constant"
     assert constant.optimizer.lr == 0.001
     with refused(TrainerError, "optimizer", "AdamW", "Muon"):
@@ -142,4 +138,4 @@ def test_a_damaged_one_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, alone
     path = alone / "run_config.json"
     path.write_bytes(path.read_bytes().replace(b'"n_layer": 2', b'"n_layer": 3'))
     with refused(TrainerError, str(path)):
-        resolved(monkeypatch, f"checkpoint.load={alone}")
+        resolved(f"checkpoint.load={alone}")

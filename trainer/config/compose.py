@@ -1,43 +1,38 @@
 """Composes the configuration of a command from its overrides, with Hydra.
 
-Only this module uses Hydra and OmegaConf.
+Only this module and `overrides` use Hydra, by its public API.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins import file_config_source
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from reprise.errors import ConfigError
-from reprise.storage import SMALL_BYTES, Files, read_regular
+from reprise.storage import SMALL_BYTES, Files, is_dir, matching, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys, null_mappings
-from trainer.config.overrides import escape, is_other_text, readable
+from trainer.config.overrides import escape, is_other_text, quote, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
 from trainer.config.values import from_environment, path_problems
@@ -54,69 +49,174 @@ _LIKE_A_KEY = 0.75  # least ratio of equal characters of an option and a key
 # The end of a run's config.yaml. YAML indents the lines of its values, so no value begins a line so.
 _ENVIRONMENT = "# from environment variables: "
 
+_HELP = """\
+usage: reprise train KEY=VALUE ...
+
+Train a model, or continue the run of the same name. `reprise options` explains every key.
+== Configuration groups ==
+Compose your configuration from those groups (group=option)
+
+{groups}
+
+== Config ==
+Override anything in the config (foo.bar=value)
+
+{config}
+`--cfg job` prints the configuration that the command line composes, `--config-dir` adds a folder of YAML files.
+"""
+
 ConfigStore.instance().store(name="schema", node=Config)
-_apply_overrides = ConfigLoaderImpl._apply_overrides_to_config
 
 
-def _apply_each(overrides: list[Override], raw: DictConfig) -> None:
-    """Apply overrides as Hydra does, also to a mapping that is null and to the keys below it.
+@cache
+def _scheme() -> str:
+    """Return the scheme of folders from which Hydra reads each text as it is written there.
+
+    A number or a truth value that would be written otherwise stays a text, and the schema converts it by the kind of
+    its key: the text ``1.50`` is a name under one key, and a number under another.
+    """
+    plugins, scheme = Plugins.instance(), "text"
+    sources: list[Any] = plugins.discover(ConfigSource)
+    (of_files,) = (source for source in sources if source.scheme() == "file")
+
+    def load_config(source: ConfigSource, config_path: str) -> ConfigResult:
+        result: ConfigResult = of_files.load_config(source, config_path)
+        path = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        result.config = OmegaConf.create(_as_written(OmegaConf.to_container(result.config), texts))
+        return result
+
+    plugins.register(
+        type("TextSource", (of_files,), {"scheme": staticmethod(lambda: scheme), "load_config": load_config})
+    )
+    return scheme
+
+
+def _as_written(value: Any, text: Any) -> Any:
+    """Return a value from YAML with the text, from the same file, of what would be written otherwise."""
+    if isinstance(value, dict) and isinstance(text, dict):
+        texts = {str(key): member for key, member in text.items()}
+        return {key: _as_written(member, texts.get(str(key))) for key, member in value.items()}
+    if isinstance(value, list) and isinstance(text, list):
+        return [_as_written(*pair) for pair in zip(value, text, strict=True)]
+    return text if isinstance(text, str) and is_other_text(value, text) else value
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """A command's overrides, and the files that they change.
+
+    Args:
+        overrides: its overrides.
+        folder: the folder of the configuration.
+        name: its file there.
+        folders: further folders of groups.
+        words: the command's words as they were typed.
+    """
+
+    overrides: tuple[str, ...]
+    folder: Path = CONFIGS
+    name: str = "train"
+    folders: tuple[Path, ...] = ()
+    words: tuple[str, ...] = ()
+
+    def compose(self) -> DictConfig:
+        """Return the configuration, with its interpolations.
+
+        Raises:
+            ConfigError: for a malformed override, an unknown key, or a value of another type.
+        """
+        _refuse_hydra_keys(self.overrides)
+        return _reported(lambda: self._composed(self.overrides), self.overrides, self._problems)
+
+    def _composed(self, overrides: Sequence[str]) -> DictConfig:
+        """Return the configuration. Values below a mapping that is null are set at last, as Hydra merges none there."""
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        later = [override for override in parsed if _is_below_null(override)]
+        words = [override.input_line or "" for override in parsed if override not in later]
+        if self.folders:
+            words.append(f"hydra.searchpath=[{','.join(quote(f'{_scheme()}://{path}') for path in self.folders)}]")
+        with hydra.initialize_config_dir(str(self.folder), version_base="1.3"):
+            raw = hydra.compose(self.name, overrides=words)
+        for override in later:
+            _set(raw, override.key_or_group, override.value())
+        return raw
+
+    def _problems(self) -> list[str]:
+        """Return the problem of each override by itself, beside the groups of the command."""
+        groups = [word for word in self.overrides if is_dir(self.folder / word.partition("=")[0])]
+        problems = list[str]()
+        for word in self.overrides:
+            try:
+                self._composed([*(group for group in groups if group != word), word])
+            except (HydraException, OmegaConfBaseException) as error:
+                problems.append(f"{_error_text(error)} {_suggestion(error) or ''}".rstrip())
+        return list(dict.fromkeys(problems))
+
+    def help(self) -> str:
+        """Return the text of `--help`."""
+        groups: dict[str, list[str]] = {}
+        for folder in (self.folder, *self.folders):
+            for group in filter(is_dir, sorted(folder.iterdir())):
+                groups.setdefault(group.name, []).extend(sorted(path.stem for path in matching(group, "*.yaml")))
+        lines = "\n".join(f"{name}: {', '.join(choices)}" for name, choices in groups.items())
+        return _HELP.format(groups=lines, config=OmegaConf.to_yaml(self.compose()))
+
+
+def read_command(words: Sequence[str]) -> CommandLine | None:
+    """Return the command line of `reprise train`; None if it only asked for a text, which is printed.
 
     Raises:
-        HydraException: for an unknown key or a value of another type.
-        ConfigError: for several of them.
+        ConfigError: for flags in place of overrides, or what cannot be composed.
+        SystemExit: for other unknown options.
     """
-    problems = list[HydraException]()
-    for override in overrides:
-        if not override.is_delete():
-            _open_null_mapping(raw, override.key_or_group, override._value)
-        try:
-            _apply_overrides([override], raw)
-        except HydraException as error:
-            problems.append(error)
-    if len(problems) > 1:
-        lines = [f"  {_error_text(error)} {_suggestion(error) or ''}".rstrip() for error in problems]
-        raise ConfigError("The configuration cannot be composed", found="\n".join(["these problems:", *lines]))
-    if problems:
-        raise problems[0]
+    refuse_flags(words)
+    parser = argparse.ArgumentParser("reprise train", usage="reprise train KEY=VALUE ...", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[])
+    parser.add_argument("--config-name", "-cn", default="train")
+    parser.add_argument("--config-path", "-cp", type=Path, default=CONFIGS)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    options, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        _refuse_options(unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.multirun:
+        raise ConfigError(
+            "A command runs one configuration",
+            found="--multirun",
+            fix="Start one command per configuration, each with its own run.name.",
+        )
+    if missing := [str(path) for path in (options.config_path, *options.config_dir) if not is_dir(path)]:
+        raise ConfigError("A folder of configurations is missing", found=", ".join(missing))
+    folders = tuple(path.resolve() for path in options.config_dir)
+    overrides = tuple(readable(options.overrides))
+    command = CommandLine(overrides, options.config_path.resolve(), options.config_name, folders, tuple(words))
+    if not (options.help or options.cfg):
+        return command
+    try:
+        print(command.help() if options.help else _yaml(command.compose(), options.package, options.resolve))
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stdout = None
+    return None
 
 
-def _open_null_mapping(raw: DictConfig, key: str, value: object) -> None:
-    """Give a mapping that is null its defaults if a value is of it or below it: OmegaConf 2.3 merges nothing there."""
-    if key.count(".") < 2 and not isinstance(value, dict):
-        return
-    for name, mapping in null_mappings():
-        is_set = key == name and isinstance(value, dict)
-        if (is_set or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
-            OmegaConf.update(raw, name, mapping(), merge=False)
+def _yaml(raw: DictConfig, package: str | None, resolves: bool) -> str:
+    """Return a configuration, or a section of it, as YAML.
 
-
-class _TypedLoader(get_yaml_loader()):  # type: ignore[misc]
-    """Loads YAML as OmegaConf does, but a number or a truth value as its text where it would be written otherwise.
-
-    The schema converts the text by the kind of its key: the text ``1.50`` stays a name, and is a number elsewhere.
+    Raises:
+        ConfigError: for an interpolation without resolution, or an unknown section.
     """
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """Return the value of a node."""
-        value = super().construct_object(node, deep)
-        return node.value if is_other_text(value, node.value) else value
+    def text() -> str:
+        node = raw if package is None else OmegaConf.select(raw, package, throw_on_missing=True)
+        return OmegaConf.to_yaml(node, resolve=resolves)
 
-
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Reads the configuration's files, each text as it is written there.
-
-    It has the name of Hydra's own, which is not registered after it.
-    """
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return the content of a file."""
-        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
-        config = OmegaConf.create(yaml.load(text, Loader=_TypedLoader) or {})
-        return ConfigResult(self.provider, f"file://{self.path}", config, self._get_header_dict(text))
-
-
-SourcesRegistry.instance().register(FileConfigSource)
-ConfigLoaderImpl._apply_overrides_to_config = staticmethod(_apply_each)  # type: ignore[assignment,method-assign]
+    return _reported(text, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +227,13 @@ class Resolved:
         config: the configuration.
         text: the same as YAML, which names `environment_keys` in a comment at its end.
         environment_keys: dotted keys whose values come from environment variables.
+        words: the words of the command; None without one.
     """
 
     config: Config
     text: str
     environment_keys: frozenset[str]
+    words: tuple[str, ...] | None = None
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -140,83 +242,14 @@ def compose(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: for a malformed override, an unknown key, or a value without resolution.
     """
-    return resolve(_composed(readable(overrides))).config
+    return resolve(CommandLine(tuple(readable(overrides))).compose()).config
 
 
 def compose_values(values: Mapping[str, object]) -> Config:
     """Return the configuration with these values by dotted key, without validation; see `compose`."""
-    raw = _composed([])
+    raw = CommandLine(()).compose()
     _reported(lambda: _update(raw, values), ())
     return resolve(raw).config
-
-
-def _composed(overrides: Sequence[str]) -> DictConfig:
-    _refuse_hydra_keys(overrides)
-
-    def composed() -> DictConfig:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose("train", overrides=list(overrides))
-
-    return _reported(composed, overrides)
-
-
-def compose_command() -> DictConfig | None:
-    """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
-    refuse_flags(sys.argv[1:])
-    parser = command_parser()
-    options, unknown = parser.parse_known_args()
-    if unknown:
-        _refuse_options(unknown)
-        parser.parse_args()  # refuses the others
-    words = options.overrides
-    quoted = dict(zip(words, readable(words), strict=True))
-    sys.argv[1:] = [quoted.get(word, word) for word in sys.argv[1:]]  # which Hydra reads
-    arguments = command_parser().parse_args()
-    if sys.argv[1:] == arguments.overrides:  # no option of Hydra, whose command would compose twice, to know its mode
-        return _composed(arguments.overrides)
-    if arguments.multirun or arguments.experimental_rerun is not None:
-        raise ConfigError(
-            "A command runs one configuration",
-            found="--multirun" if arguments.multirun else "--experimental-rerun",
-            fix="Start one command per configuration, each with its own run.name.",
-        )
-    _refuse_hydra_keys(arguments.overrides)
-    configs: list[DictConfig] = []
-    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(configs.append)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    try:
-        with _help_as_text():
-            _reported(command, arguments.overrides)
-    except BrokenPipeError:  # the reader of `--help` has seen enough
-        sys.stdout = None
-    return configs[0] if configs else None
-
-
-def command_parser() -> argparse.ArgumentParser:
-    """Return Hydra's parser of a command line."""
-    with _help_as_text():
-        return get_args_parser()
-
-
-@contextmanager
-def _help_as_text() -> Iterator[None]:
-    """Show argparse a text as the help of each option while Hydra makes its parser.
-
-    The help of `--shell-completion` is an object in Hydra 1.3.8, and argparse raises a ValueError on it from Python
-    3.14 on. The option has the object again afterwards: Hydra formats it, not argparse.
-    """
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
-        action = add_argument(parser, *names, **{**options, "help": ""})
-        action.help = options.get("help")
-        return action
-
-    argparse.ArgumentParser.add_argument = add  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        del argparse.ArgumentParser.add_argument  # the method of its base again
 
 
 def _refuse_options(words: Sequence[str]) -> None:
@@ -233,16 +266,18 @@ def _refuse_options(words: Sequence[str]) -> None:
             )
 
 
-def over_saved(raw: DictConfig, files: Files) -> DictConfig:
+def over_saved(command: CommandLine, files: Files) -> DictConfig:
     """Return the configuration of a command without a model, over that of the checkpoint to load.
 
     The command's keys keep its values, and so do sections whose group it names.
     """
+    raw = command.compose()
     _refuse_unknown_keys(raw)
-    arguments, section = command_parser().parse_args(), raw.checkpoint
-    named_keys = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
-    load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
-    is_whole = arguments.config_name or arguments.config_path or named_keys & {"model", "experiment"}
+    section = raw.checkpoint
+    parsed = OverridesParser.create().parse_overrides(list(command.overrides))
+    named_keys = {override.key_or_group for override in parsed}
+    load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), command.overrides)
+    is_whole = (command.folder, command.name) != (CONFIGS, "train") or named_keys & {"model", "experiment"}
     if load in ("auto", "none") or is_whole:
         return raw
     from trainer.config.load_saved import find_saved
@@ -260,7 +295,7 @@ def over_saved(raw: DictConfig, files: Files) -> DictConfig:
     return raw
 
 
-def resolve_command(raw: DictConfig, files: Files) -> Resolved:
+def resolve_command(command: CommandLine, files: Files) -> Resolved:
     """Return the configuration of a command, resolved, over that of the checkpoint to load.
 
     Texts without a tokenizer of their own have that of the weights.
@@ -268,7 +303,8 @@ def resolve_command(raw: DictConfig, files: Files) -> Resolved:
     Raises:
         TrainerError: see `resolve`; or a checkpoint is damaged, or its tokenizer of another form.
     """
-    resolved = resolve(over_saved(raw, files))
+    raw = over_saved(command, files)
+    resolved = replace(resolve(raw), words=command.words)
     if resolved.config.data.kind in TOKEN_KINDS or resolved.config.data.tokenizer or path_problems(resolved.config):
         return resolved
     from trainer.config.load_saved import tokenizer_of_weights
@@ -278,15 +314,30 @@ def resolve_command(raw: DictConfig, files: Files) -> Resolved:
         return resolved
     _log.info(f"data.tokenizer={tokenizer}, that of the weights")
     _update(raw, {"data.tokenizer": tokenizer})
-    return resolve(raw)
+    return replace(resolve(raw), words=command.words)
 
 
 def _update(raw: DictConfig, values: Mapping[str, object]) -> None:
     for key, value in values.items():
-        _open_null_mapping(raw, key, value)
-        # A nested section of the schema takes members only; a dict in its place would be of another type.
-        is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
-        OmegaConf.update(raw, key, escape(value), merge=is_section)
+        _set(raw, key, escape(value))
+
+
+def _set(raw: DictConfig, key: str, value: object) -> None:
+    """Set a key. A mapping that is null has its defaults first if the value is of it or below it."""
+    for name, mapping in null_mappings():
+        is_whole = key == name and isinstance(value, dict)
+        if (is_whole or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
+            OmegaConf.update(raw, name, mapping(), merge=False)
+    # A nested section of the schema takes members only; a dict in its place would be of another type.
+    is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
+    OmegaConf.update(raw, key, value, merge=is_section)
+
+
+def _is_below_null(override: Override) -> bool:
+    """Return whether an override sets a mapping that is null by default, or a key of it."""
+    names = tuple(name for name, _ in null_mappings())
+    is_plain = not (override.is_delete() or override.is_sweep_override())
+    return is_plain and f"{override.key_or_group}.".startswith(tuple(f"{name}." for name in names))
 
 
 def _is_named(key: str, names: Collection[str]) -> bool:
@@ -294,19 +345,25 @@ def _is_named(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
 
 
-def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
+def _reported(call: Callable[[], _T], overrides: Sequence[str], problems: Callable[[], Sequence[str]] = tuple) -> _T:
     """Call Hydra or OmegaConf, and convert their errors to a ConfigError.
 
     Their own error classes name the override; assertions and ValueErrors from their dependencies do not.
+
+    Args:
+        problems: returns the problems of all overrides, once one has failed.
     """
     try:
         return call()
     except (HydraException, OmegaConfBaseException) as error:
+        if len(several := problems()) > 1:
+            text = "\n  ".join(["these problems:", *several])
+            raise ConfigError("The configuration cannot be composed", found=text) from error
         text = _error_text(error)
-        several = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
-        fix = several if "--multirun" in text else _suggestion(error)
+        one_value = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
+        fix = one_value if "--multirun" in text else _suggestion(error)
         raise ConfigError("The configuration cannot be composed", found=text, fix=fix) from error
-    except (BrokenPipeError, ConfigError):
+    except ConfigError:
         raise
     except Exception as error:
         where = " ".join(overrides) or None
@@ -331,7 +388,7 @@ def _suggestion(error: BaseException) -> str | None:
 
 def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
     for override in overrides:
-        if re.match(r"[+~]*hydra[./@=]", override) and not re.match(r"\+*hydra\.(searchpath|verbose)=", override):
+        if re.match(r"[+~]*hydra[./@=]", override):
             raise ConfigError(
                 "Hydra's own keys cannot be set",
                 found=override,

@@ -43,8 +43,8 @@ def text_value(text: str) -> str:
     """
     literal = str(escape(text))
     override = _parse(f"key={literal}")
-    is_plain = override is not None and override.value() == literal and type(override._value) is str
-    return literal if is_plain else _quote(literal)
+    is_plain = override is not None and override.value() == literal
+    return literal if is_plain else quote(literal)
 
 
 def escape(value: object) -> object:
@@ -73,12 +73,12 @@ def _readable(word: str) -> str:
     is_text = Any in kinds or (str in kinds and int not in kinds)
     if not equals or (is_read and not is_text and not any(map(is_dataclass, kinds))):
         return word
-    texts = [] if is_read else [_quote(value)]
+    texts = [] if is_read else [quote(value)]
     if value.startswith(("[", "{")):
         is_text &= "{" not in value  # whose members may be numbers
         texts.insert(0, _MEMBER.sub(lambda member: _typed(member[0], is_text=is_text), value))
     elif is_read:
-        texts = [_quote(value) if hint is str and value.lower() == "null" else _typed(value, is_text=is_text)]
+        texts = [quote(value) if hint is str and value.lower() == "null" else _typed(value, is_text=is_text)]
     return next((quoted for text in texts if _parse(quoted := f"{key}={text}") is not None), word)
 
 
@@ -86,12 +86,13 @@ def _typed(text: str, *, is_text: bool) -> str:
     """Return a value, quoted where Hydra refuses it, or reads a number or truth value in place of the text."""
     override = _parse(f"key={text}")
     if override is None:
-        return _quote(text)
-    is_other = is_other_text(override._value, "" if is_text else text.strip())
-    return _quote(text.strip()) if is_other and "(" not in text else text  # float(1) converts by itself
+        return quote(text)
+    is_other = is_other_text(override.value(), "" if is_text else text.strip())
+    return quote(text.strip()) if is_other and "(" not in text else text  # float(1) converts by itself
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
+    """Return the text as a quoted value of Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()
 
 

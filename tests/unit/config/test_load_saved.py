@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from tests.harness import TINY
 from tests.interop.test_import_checks import values, write_hf
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.config.compose import compose, compose_command, resolve_command
+from trainer.config.compose import CommandLine, compose, resolve_command
 from trainer.config.load_saved import own_command
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG
@@ -64,10 +63,8 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     """Return a function from the words of a command to the tokenizer of its texts."""
 
     def tokenizer(*words: str) -> str | None:
-        monkeypatch.setattr(sys, "argv", ["reprise train", f"run.dir={tmp_path}/run", *words])
-        raw = compose_command()
-        assert raw is not None
-        return resolve_command(raw, FILE_SYSTEM).config.data.tokenizer
+        command = CommandLine((f"run.dir={tmp_path}/run", *words))
+        return resolve_command(command, FILE_SYSTEM).config.data.tokenizer
 
     return tokenizer
 

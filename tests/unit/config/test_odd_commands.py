@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from tests.messages import refused
 from trainer.config.checks import loose_threads, unused_keys, validate
-from trainer.config.compose import command_parser, compose
+from trainer.config.compose import compose
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
 from trainer.run.memory_needs import require_host_memory
@@ -401,18 +399,6 @@ def test_keys_without_use_are_named(words: str, keys: list[str]) -> None:
     lines = unused_keys(config)
     assert len(lines) == bool(keys)
     assert [key for line in lines for key in keys if key in line] == keys
-
-
-def test_argparse_may_check_the_help_of_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_argument = argparse._ActionsContainer.add_argument
-
-    def add(container: argparse._ActionsContainer, *names: str, **options: Any) -> argparse.Action:
-        assert "%" not in options["help"]  # as argparse asks from Python 3.14 on, which fails with Hydra's object
-        return add_argument(container, *names, **options)
-
-    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", add)
-    command_parser()
-    assert argparse.ArgumentParser.add_argument is add
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from models.config import RopeScaling
 from reprise.errors import ConfigError
 from tests.messages import refused
 from tests.profiles import examples
-from trainer.config.compose import compose, compose_command, compose_values, read_resolved, resolve, sections_of
+from trainer.config.compose import compose, compose_values, read_command, read_resolved, resolve, sections_of
 from trainer.config.overrides import escape, readable, text_value
 
 # Without "???", which OmegaConf takes for a missing value, and the bytes that no argument of a process holds.
@@ -163,7 +162,7 @@ def test_a_word_for_a_value_is_text_under_a_text_key(text: str) -> None:
     ["12e4567", "1.50", "0123", "true", *(pytest.param(text, marks=pytest.mark.slow) for text in ("0x1F", *WORDS[3:]))],
 )
 def test_a_text_of_a_file_is_the_text_that_stands_there(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -172,9 +171,9 @@ def test_a_text_of_a_file_is_the_text_that_stands_there(
         f"data: {{kind: token_file, train: [{{path: {text}, weight: 0.70}}], valid: '1.50'}}\n"
     )
     words = ["--config-dir", str(tmp_path), "experiment=mine", "checkpoint.load=1.50"]
-    monkeypatch.setattr(sys, "argv", ["reprise train", *words])
-    raw = compose_command()
-    assert raw is not None
+    command = read_command(words)
+    assert command is not None
+    raw = command.compose()
     config = resolve(raw).config
     assert (config.run.name, config.train.freeze) == (text, [text])
     assert (config.data.train[0]["path"], config.data.valid, config.checkpoint.load) == (text, "1.50", "1.50")
@@ -185,7 +184,16 @@ def test_a_text_of_a_file_is_the_text_that_stands_there(
     saved = {f"run.{key}": value for key, value in sections_of(config)["run"].items()}  # type: ignore[attr-defined]
     assert compose_values(saved).run == config.run
 
-    monkeypatch.setattr(sys, "argv", ["reprise train", "--cfg", "job", "--package", "run", f"run.name={text}"])
-    capsys.readouterr()
-    assert compose_command() is None
+    assert read_command(["--cfg", "job", "--package", "run", f"run.name={text}"]) is None
     assert OmegaConf.create(capsys.readouterr().out)["name"] == text
+
+
+def test_help_names_groups_and_missing_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("{}")
+    assert read_command(["--config-dir", str(tmp_path), "--help", "train.seed=7"]) is None
+    text = capsys.readouterr().out
+    assert "mine" in text.partition("experiment: ")[2].partition("\n")[0]
+    assert "seed: 7" in text
+    with refused(ConfigError, f"{tmp_path}/none"):
+        read_command(["--config-dir", f"{tmp_path}/none"])

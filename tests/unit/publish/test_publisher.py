@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from reprise.errors import DataError, LockError, TrainerError
 from tests.messages import refused
 from tests.published_runs import LoggedRun, MemoryTracker, losses, publish, publisher
-from trainer.config.compose import compose_command, resolve
+from trainer.config.compose import CommandLine, resolve
 from trainer.publish.tracker import row_of
 
 
@@ -199,11 +198,9 @@ def test_a_lock_file_of_any_content_lets_a_run_be_published(
 
 def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_NAME", "the-secret")
-    monkeypatch.setattr(sys, "argv", ["train", "run.name=${oc.env:SECRET_NAME}", "data.path=x", "train.seed=7"])
-    raw = compose_command()
-    assert raw is not None
+    command = CommandLine(("run.name=${oc.env:SECRET_NAME}", "data.path=x", "train.seed=7"))
     run, tracker = LoggedRun(tmp_path / "run"), MemoryTracker()
-    run.start(0, config=resolve(raw).text)
+    run.start(0, config=resolve(command.compose()).text)
     run.train(1, 3)
     publish(run.folder, tracker)
     config = tracker.configs["a1b2c3"]

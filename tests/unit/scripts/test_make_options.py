@@ -23,6 +23,8 @@ def keys(section: Any, prefix: str) -> set[str]:
 def test_the_page_is_that_of_the_schema() -> None:
     found = make_options.OUTPUT.read_text(encoding="utf-8")
     assert found == make_options.page(), "`python -m scripts.make_options` writes it anew"
+    flags = make_options.FLAGS.read_text(encoding="utf-8")
+    assert flags == make_options.with_flags(flags), "`python -m scripts.make_options` writes its tables anew"
 
 
 def test_the_page_has_every_key_once_with_a_sentence() -> None:
