@@ -1,6 +1,6 @@
 """Checkpoints and token files of strangers: a `TrainerError`, in bounded time and memory, and no file of others opened.
 
-All digests match, as an attacker's would. `scripts/faults/fuzz_inputs.py` does the same, guided by coverage.
+All digests match, as those of an attacker would.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from reprise.errors import TrainerError
 from reprise.format import INDEX, MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, digest_of
 from reprise.storage import json_file
-from scripts.faults.fuzz.mutate import mutate
-from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
+from tests.crash.hostile_inputs import MODEL, OPTIMIZER, Inputs, Opened, seal
+from tests.crash.mutate import mutate
 from tests.harness import TINY, launch, run_ok
 from tests.profiles import examples
 from trainer.data.token_file import open_token_file

@@ -1,4 +1,4 @@
-"""Fuzz targets: a file of a checkpoint, or a token file, gets other content and is read through the public API.
+"""A file of a checkpoint, or a token file, gets other content and is read through the public API.
 
 All digests are recomputed, as an attacker would do, so that the input reaches the parser.
 """

@@ -1,1 +1,0 @@
-"""Fuzzing of all parsers of untrusted files: `python -m scripts.faults.fuzz_inputs`."""
