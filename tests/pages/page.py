@@ -127,5 +127,5 @@ class PageRunner:
 
     def _comparable(self, text: str) -> str:
         """Return `text` without measured numbers and without the folder."""
-        text = _MEASURED.sub("", text.replace(str(self._folder), "."))
+        text = _MEASURED.sub("", text.replace(f"{self._folder}/", "").replace(str(self._folder), "."))
         return _START.sub(lambda line: _PHASE_SECONDS.sub("", line[0]), text)

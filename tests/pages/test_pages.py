@@ -12,7 +12,7 @@ from tests.pages.page import PageRunner
 from tests.pages.preparations import PAGES, SMALL, Page
 
 # An extra; two hosts; two hosts; a server.
-NOT_RUN_AT_ALL = {"data_formats.md", "local_checkpoints.md", "parallelism.md", "support.md", "trackers.md"}
+NOT_RUN_AT_ALL = {"data_formats.md", "local_checkpoints.md", "trackers.md"}
 
 
 @pytest.fixture
