@@ -279,7 +279,7 @@ RETIRED_CLASSES: dict[str, str] = {
 
 # Unit tests of no single module, and what they are of. Any other lies where its module does.
 OF_NO_MODULE = {
-    "tests.unit.reprise.format.test_document": "docs/checkpoint_format.md and the reader it prints",
+    "tests.unit.reprise.format.test_document": "docs/checkpoint_format.md and the reader beside it",
     "tests.unit.reprise.format.test_safetensors_file": "the headers of safetensors files",
     "tests.unit.reprise.loading.test_gather": "scattered bytes of a file, read into live tensors",
     "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
