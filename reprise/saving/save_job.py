@@ -32,7 +32,7 @@ from reprise.saving.writer import THREADS, Writer, writing_failed
 from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
-from reprise.storage.shared_folder import leave_sign, require_signs, unchanged, view_of
+from reprise.storage.shared_folder import leave_sign, require_signs, require_view, view_of
 from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class SaveJob:
     plans: KnownPlans = field(default_factory=KnownPlans)
     committed_at: float | None = None
     _is_durable: bool = field(init=False, default=False)
+    _view: int = field(init=False, default=0)
 
     @property
     def blocked_s(self) -> float:
@@ -143,8 +144,9 @@ class SaveJob:
         return encode(self.plan.pieces, self.plan.layout)
 
     def view(self) -> int:
-        """Return the identity of the checkpoint folder on this host."""
-        return view_of(self.attempt.folder, leader=self.channel.coordinator)
+        """Return the identity of the checkpoint folder on this host, before anything is written."""
+        self._view = view_of(self.attempt.folder, leader=self.channel.coordinator)
+        return self._view
 
     def begin(self) -> None:
         """Make sure that there is room for the checkpoint."""
@@ -154,35 +156,32 @@ class SaveJob:
     def write(self) -> Written:
         """Write this rank's part durably, and leave the sign that it lies in the folder of its host's leader."""
         attempt, partial = self.attempt, self.attempt.partial
-        with contextlib.ExitStack() as checks:
-            if not self._leads:
-                require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
-            line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
-            try:
-                self.snapshot.check()  # a thread that hung before sends nothing on an attempt aborted meanwhile
-                sharing: Sharing | None = None
-                if self.local_ranks is not None:
-                    sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
-                if self._leads and not self.channel.coordinates:
-                    self.begin()
-                writer = Writer(
-                    partial,
-                    attempt.folder.files,
-                    attempt.layout,
-                    threads=THREADS,
-                    progress=line.add,
-                    leads=self._leads,
-                    is_sparse=self.local is not None,
-                    sharing=sharing,
-                )
-                result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
-                self.snapshot.check()
-            finally:
-                self.snapshot.close()
-            if not self._leads:
-                if self.local is None:  # else the opening has compared the views of the host's ranks
-                    leave_sign(partial, self.view(), attempt.folder.files)
-                require_unchanged()
+        line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+        try:
+            self.snapshot.check()  # a thread that hung before sends nothing on an attempt aborted meanwhile
+            sharing: Sharing | None = None
+            if self.local_ranks is not None:
+                sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+            if self._leads and not self.channel.coordinates:
+                self.begin()
+            writer = Writer(
+                partial,
+                attempt.folder.files,
+                attempt.layout,
+                threads=THREADS,
+                progress=line.add,
+                leads=self._leads,
+                is_sparse=self.local is not None,
+                sharing=sharing,
+            )
+            result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+            self.snapshot.check()
+        finally:
+            self.snapshot.close()
+        if not self._leads:
+            require_view(attempt.folder, self._view, leader=self.channel.coordinator)
+            if self.local is None:  # else the opening has compared the views of the host's ranks
+                leave_sign(partial, self._view, attempt.folder.files)
         return result
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:

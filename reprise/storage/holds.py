@@ -98,13 +98,12 @@ def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) 
         return True
 
 
-class Hold:
+class Hold(Lease):
     """A hold of this process on the folder of a checkpoint, which it follows through renames."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.name = f"{HOLD}.{os.getpid()}.{secrets.token_hex(4)}"
-        # Whoever drops it keeps it until the process ends.
-        self._lease = Lease(folder, Hold, touch=self._touch, give_up=self._remove)
 
     @staticmethod
     def take(folder: Path) -> Hold | None:
@@ -116,32 +115,25 @@ class Hold:
         hold, is_kept = Hold(folder), False
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                hold._lease.begin(hold._create)
+                hold.begin(hold._create)
                 is_kept = hold.is_in_place()
-                return hold if is_kept else None
         finally:
             if not is_kept:  # after an interrupt, too: nobody has it
                 hold.release()
-        return None
-
-    def release(self) -> None:
-        """Remove the hold, wherever the folder is; calling it again is fine."""
-        self._lease.release()
+        return hold if is_kept else None
 
     def is_in_place(self) -> bool:
         """Return whether the folder has the path at which the hold was taken."""
         try:
-            status = os.stat(self._lease.path, follow_symlinks=False)
-            return os.path.samestat(status, os.fstat(self._lease.descriptor))
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def _create(self) -> None:
         """Write the record, for other hosts to read, and leave no expired hold beside it."""
-        path = self._lease.path
-        folder = self._lease.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         for name in os.listdir(folder):
-            if OF_PROCESS.fullmatch(name) and not _lasts(path / name, file_system_time):
+            if OF_PROCESS.fullmatch(name) and not _lasts(self.path / name, file_system_time):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
         file = os.open(self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
@@ -151,11 +143,12 @@ class Hold:
         finally:
             os.close(file)
 
-    def _touch(self) -> None:
-        os.utime(self.name, dir_fd=self._lease.descriptor)
+    def beat(self) -> None:
+        os.utime(self.name, dir_fd=self.descriptor)
 
-    def _remove(self, folder: int) -> None:
-        os.unlink(self.name, dir_fd=folder)
+    def give_up(self) -> None:
+        """Remove the hold, wherever the folder is."""
+        os.unlink(self.name, dir_fd=self.descriptor)
 
 
 def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:

@@ -9,14 +9,13 @@ import contextlib
 import json
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from reprise.storage.paths import read_regular
-from reprise.storage.worker import Job, ending_with
+from reprise.storage.worker import Job
 
 T = TypeVar("T")
 
@@ -27,36 +26,31 @@ _MOST_BYTES = 64 << 10
 
 
 class Lease:
-    """The thread of a lease, which touches its file and gives it up; an interrupt of the caller leaves it alone.
+    """A file that this process keeps alive on a thread of its own; an interrupt of the caller leaves the thread alone.
+
+    A process that drops a lease keeps it until it ends.
 
     Args:
         path: what is leased.
-        handle: what has the lease, which ends once nothing refers to the handle any more.
-        owner: whoever needs the lease, if a call under way refers to the handle longer.
-        touch: shows other hosts that this process lives; must not refer to the handle.
-        give_up: shows all others that nobody has the lease; likewise.
 
     Attributes:
-        descriptor: the open file, which `make` opens and the end of the lease closes; -1 without a lease.
+        descriptor: the open file, which the call of `begin` opens and the end of the lease closes; -1 without a lease.
         calls: calls for the thread; None ends it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        handle: object,
-        *,
-        touch: Callable[[], None],
-        give_up: Callable[[int], None],
-        owner: object = None,
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.path, self.descriptor = path, -1
         self.calls: SimpleQueue[Job | None] = SimpleQueue()
-        self.owner = weakref.ref(handle if owner is None else owner)
-        self._dropped = ending_with(handle, self.calls)
         self.is_over = threading.Event()
-        self._touch, self._give_up = touch, give_up
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def beat(self) -> None:
+        """Show other hosts that this process lives."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Show all others that nobody has the lease."""
+        raise NotImplementedError
 
     def begin(self, make: Callable[[], None]) -> None:
         """Start the thread, then make the file; called once."""
@@ -72,6 +66,10 @@ class Lease:
         """Make a call on the thread, and raise its exception; nothing is called after the lease's end."""
         job = Job(call)
         self.calls.put(job)
+        self.await_job(job)
+
+    def await_job(self, job: Job) -> None:
+        """Wait for a queued job, and raise its exception; return at the lease's end."""
         while not job.ends(_LOOK_S):
             if self.is_over.is_set():
                 return
@@ -97,14 +95,14 @@ class Lease:
                 job = self.calls.get(timeout=HEARTBEAT_S)
             except Empty:
                 with contextlib.suppress(OSError):
-                    self._touch()
+                    self.beat()
                 continue
             if job is None:
                 break
             job.run()
             del job
         with contextlib.suppress(OSError):
-            self._give_up(self.descriptor)
+            self.give_up()
         self.close()
         leases.discard(self)  # later than the close: a fork before it would keep the file open
 

@@ -10,8 +10,8 @@ import logging
 import os
 import socket
 import time
+import weakref
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +21,7 @@ from reprise.storage.atomic import make_folders
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
 from reprise.storage.lease import Lease, leases, record_in
 from reprise.storage.paths import exists
-from reprise.storage.worker import Job
+from reprise.storage.worker import Job, ending_with
 
 _log = logging.getLogger(__name__)
 
@@ -93,17 +93,10 @@ class FolderLock:
         owner: object = None,
     ) -> None:
         self._files = files
-        self._kind, self._another, self._is_local = kind, another, is_local
-        self._path = path = folder.absolute() / name
-        self._me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
-        self._lease = Lease(
-            path,
-            self,
-            owner=owner,
-            touch=partial(_touch, path, nonce),
-            give_up=partial(_give_up, path, nonce),
-        )
-        self._synced = Job(self._sync)
+        me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
+        self._file = _LockFile(folder.absolute() / name, me, kind, another, is_local=is_local)
+        self._file.owner = weakref.ref(self if owner is None else owner)
+        self._dropped = ending_with(self, self._file.calls)
 
     def acquire(self) -> None:
         """Take the lock; called once.
@@ -115,14 +108,13 @@ class FolderLock:
             LockError: if another job holds it, naming its host, pid and start time, or the file system has no locks
                 left.
         """
-        make_folders(self._files, self._path.parent)
-        _await_dropped(self._path)
-        self._lease.begin(self._take)
-        self._lease.calls.put(self._synced)
+        make_folders(self._files, self._file.path.parent)
+        self._file.await_dropped()
+        self._file.begin(self._file.take)
 
     def __enter__(self) -> FolderLock:
         """Take the lock, unless it is held, and return it."""
-        if self._lease.descriptor < 0:
+        if self._file.descriptor < 0:
             self.acquire()
         return self
 
@@ -141,13 +133,15 @@ class FolderLock:
             LockError: if another job took it over.
             OSError: if the folder does not exist, or the file cannot be synced.
         """
-        if self._lease.descriptor >= 0:
-            self._synced.wait()
-            if not exists(self._path):
-                self._lease.run(self._take)
-                self._lease.run(self._sync)
-        if self._lease.descriptor < 0 or not _is_named(self._path, self._me.nonce):
-            raise self._refusal()
+        file = self._file
+        if file.descriptor >= 0:
+            if not exists(file.path):
+                file.run(file.take)
+            file.await_job(file.synced)
+        with contextlib.suppress(OSError):
+            if file.descriptor >= 0 and file.is_mine():
+                return
+        raise file.refusal()
 
     def refuse_if_taken(self) -> None:
         """Raise if the lock file is readable and not ours; an unreadable one proves nothing.
@@ -156,39 +150,52 @@ class FolderLock:
             LockError: if another job took it over, even if it has released it since.
         """
         with contextlib.suppress(OSError):
-            holder = record_in(self._path, Holder)
-            if holder is None or holder.nonce != self._me.nonce:
-                raise self._refusal()
+            if not self._file.is_mine():
+                raise self._file.refusal()
 
     def release(self) -> None:
         """Release the lock; calling it again is fine."""
-        self._lease.release()
+        self._file.release()
 
-    def _take(self) -> None:
+
+class _LockFile(Lease):
+    """The file of a lock, and the thread's calls. It does not refer to the lock, which ends it when dropped.
+
+    Attributes:
+        owner: whoever the lock is for.
+        synced: the sync of the file, which other hosts read: a crash of this host needs it no more.
+    """
+
+    owner: weakref.ref[object]
+    synced: Job
+
+    def __init__(self, path: Path, me: Holder, kind: str, another: str, *, is_local: bool) -> None:
+        super().__init__(path)
+        self._me, self._kind, self._another, self._is_local = me, kind, another, is_local
+
+    def take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
-        earlier = self._lease.descriptor
-        self._lease.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        earlier = self.descriptor
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if earlier >= 0:
             os.close(earlier)
         try:
-            fcntl.flock(self._lease.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._refusal() from None
+            raise self.refusal() from None
         except OSError as error:
             raise LockError(
                 f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
-                where=self._path,
+                where=self.path,
                 fix=f"Let the file system carry flock(2), or name {self._another}.",
             ) from error
-        holder = _holder(self._path)
+        holder = self._holder()
         if holder is not None and holder.host != self._me.host and not self._is_local:
             self._watch(holder)
-        os.ftruncate(self._lease.descriptor, 0)
-        os.pwrite(self._lease.descriptor, json.dumps(asdict(self._me)).encode(), 0)
-
-    def _sync(self) -> None:
-        """Sync the file, for other hosts to read: a crash of this one needs it no more."""
-        os.fsync(self._lease.descriptor)
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(asdict(self._me)).encode(), 0)
+        self.synced = Job(lambda: os.fsync(self.descriptor))
+        self.calls.put(self.synced)
 
     def _watch(self, holder: Holder) -> None:
         """Return once a holder on another host, where flock may not reach, has released the lock or is dead.
@@ -196,66 +203,65 @@ class FolderLock:
         Only a change of its heartbeat tells: clocks differ between hosts. Looks count, not time, during which this
         process or the file system may have stood still.
         """
-        seen = self._path.stat().st_mtime_ns
+        seen = self.path.stat().st_mtime_ns
         if seen < _dead.get(holder.nonce, 0) + 2e9 * lease.HEARTBEAT_S:
             return
         _log.warning(
-            f"{self._path} names a job on host {holder.host}, pid {holder.pid}: waiting for it to end, at most "
+            f"{self.path} names a job on host {holder.host}, pid {holder.pid}: waiting for it to end, at most "
             f"{STALE_S:.0f} s without a sign of life"
         )
         for _ in range(round(STALE_S / _LOOK_S)):
             time.sleep(_LOOK_S)
-            if not is_locked(self._path.parent, self._path.name):
+            if not is_locked(self.path.parent, self.path.name):
                 return
-            if _holder(self._path) != holder or self._path.stat().st_mtime_ns != seen:
-                raise self._refusal()
+            if self._holder() != holder or self.path.stat().st_mtime_ns != seen:
+                raise self.refusal()
         _dead[holder.nonce] = seen
 
-    def _refusal(self) -> LockError:
-        holder = _holder(self._path)
+    def is_mine(self) -> bool:
+        """Return whether the file names this lock; else it is somebody else's.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        holder = record_in(self.path, Holder)
+        return holder is not None and holder.nonce == self._me.nonce
+
+    def beat(self) -> None:
+        if self.is_mine():
+            os.utime(self.path)
+
+    def give_up(self) -> None:
+        if self.is_mine():
+            os.ftruncate(self.descriptor, 0)
+            keep_block(self.descriptor)
+
+    def await_dropped(self) -> None:
+        """Wait for the locks of this process whose owners are dropped: a save under way keeps them."""
+        earlier = [other for other in tuple(leases) if isinstance(other, _LockFile) and other.path == self.path]
+        if earlier:
+            gc.collect()
+        for other in earlier:
+            if other.owner() is None:
+                other.is_over.wait(_DROPPED_S)
+
+    def refusal(self) -> LockError:
+        """Return the error that names who has the lock."""
+        holder = self._holder()
         what, name = f"Another job writes to this {self._kind}", "a holder that left no name"
         fix = f"End that job, or give this one {self._another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             name = f"host {holder.host}, pid {holder.pid}, started {started}"
-            if any(other.path == self._path and other is not self._lease for other in tuple(leases)):
+            if any(other.path == self.path and other is not self for other in tuple(leases)):
                 what = f"This process writes to this {self._kind} already"
                 fix = (
                     "Call `close` on the AsyncSaver that has it, which lives as long as a variable or the traceback of "
                     f"an error refers to it, wait for the call on another thread that has it, or name {self._another}."
                 )
-        return LockError(what, where=self._path.parent, found=name, fix=fix)
+        return LockError(what, where=self.path.parent, found=name, fix=fix)
 
-
-def _holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names, or None."""
-    with contextlib.suppress(OSError):
-        return record_in(path, Holder)
-    return None
-
-
-def _is_named(path: Path, nonce: str) -> bool:
-    """Return whether a lock file names the lock of a nonce; else it is somebody else's."""
-    holder = _holder(path)
-    return holder is not None and holder.nonce == nonce
-
-
-def _touch(path: Path, nonce: str) -> None:
-    if _is_named(path, nonce):
-        os.utime(path)
-
-
-def _give_up(path: Path, nonce: str, descriptor: int) -> None:
-    if _is_named(path, nonce):
-        os.ftruncate(descriptor, 0)
-        keep_block(descriptor)
-
-
-def _await_dropped(path: Path) -> None:
-    """Wait for the locks of this process whose owners are dropped: a save under way keeps them."""
-    earlier = [other for other in tuple(leases) if other.path == path]
-    if earlier:
-        gc.collect()
-    for other in earlier:
-        if other.owner() is None:
-            other.is_over.wait(_DROPPED_S)
+    def _holder(self) -> Holder | None:
+        with contextlib.suppress(OSError):
+            return record_in(self.path, Holder)
+        return None

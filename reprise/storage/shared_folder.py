@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reprise.errors import CheckpointError
@@ -120,35 +120,24 @@ def require_signs(partial: Path, views: Mapping[int, int], folder: CheckpointFol
         folder.files.remove_file(_sign(partial, view))
 
 
+def require_view(folder: CheckpointFolder, view: int, *, leader: int = 0) -> None:
+    """Refuse a folder that is another than the one of an earlier view, as after a mount appeared or disappeared.
+
+    Earlier writes are then elsewhere, even if this one can be written now.
+
+    Raises:
+        CheckpointError: naming this host and the path.
+    """
+    if view_of(folder, leader=leader) != view:
+        raise CheckpointError(
+            "The checkpoint folder of this host became another one during a save",
+            where=on_this_host(folder.root),
+            fix="Nothing was saved. Check for services that mount and unmount file systems on this host.",
+        )
+
+
 def _sign(partial: Path, view: int) -> Path:
     return partial / f".written-{view:016x}"
-
-
-@contextlib.contextmanager
-def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
-    """Return a call which raises if `folder` is another folder than now, as after a mount appeared or disappeared.
-
-    Earlier writes are then elsewhere, even if rank 0's marker is visible now. The CheckpointError names this host and
-    the path.
-    """
-    with contextlib.ExitStack() as ending:
-        before: os.stat_result | None = None
-        with contextlib.suppress(OSError):  # then it cannot be written to
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            ending.callback(os.close, descriptor)  # while it is open, its number is given to no other folder
-            before = os.fstat(descriptor)
-
-        def require() -> None:
-            with contextlib.suppress(OSError):
-                if before is not None and os.path.samestat(before, os.stat(folder)):
-                    return
-            raise CheckpointError(
-                "The checkpoint folder of this host became another one during a save",
-                where=on_this_host(folder),
-                fix="Nothing was saved. Check for services that mount and unmount file systems on this host.",
-            )
-
-        yield require
 
 
 def look_again(problem: Callable[[], str], folder: Path) -> str:
