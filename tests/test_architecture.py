@@ -139,6 +139,8 @@ CHOOSES_STORE = (
     "reprise.stores.locations",
     "reprise.stores.mirror_pass",
     "reprise.stores.mirror_process",
+    "reprise.stores.ranges",
+    "reprise.stores.upload",
     "scripts",
     "trainer.commands",
     "trainer.doctor",

@@ -113,7 +113,7 @@ def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> Pr
     url = StoreUrl.parse(str(path))
     folders = dict[int, tuple[str, int]]()
     for name in ask(url, "names")[0]:
-        iteration, sizes = iteration_of(Path(name)), {file: size for file, size, _ in (path / name).objects()}
+        iteration, sizes = iteration_of(Path(name)), {file: status.st_size for file, status in (path / name).objects()}
         if iteration is not None and MANIFEST in sizes:
             folders[iteration] = name, sum(sizes.values())
     iterations = retention.expired(folders)

@@ -43,7 +43,7 @@ def exists(path: Path) -> bool:
     Raises:
         OSError: the file system fails.
     """
-    return _mode(path) != 0 if _is_of_system(path) else path.exists()
+    return _mode(path) != 0
 
 
 def lexists(path: Path) -> bool:
@@ -52,7 +52,7 @@ def lexists(path: Path) -> bool:
     Raises:
         OSError: the file system fails.
     """
-    return _mode(path, follows_links=False) != 0 if _is_of_system(path) else path.exists()
+    return _mode(path, follows_links=False) != 0
 
 
 def is_dir(path: Path) -> bool:
@@ -61,7 +61,7 @@ def is_dir(path: Path) -> bool:
     Raises:
         OSError: the file system fails.
     """
-    return stat.S_ISDIR(_mode(path)) if _is_of_system(path) else path.is_dir()
+    return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
@@ -70,7 +70,7 @@ def is_file(path: Path) -> bool:
     Raises:
         OSError: the file system fails.
     """
-    return stat.S_ISREG(_mode(path)) if _is_of_system(path) else path.is_file()
+    return stat.S_ISREG(_mode(path))
 
 
 def is_symlink(path: Path) -> bool:
@@ -79,7 +79,7 @@ def is_symlink(path: Path) -> bool:
     Raises:
         OSError: the file system fails.
     """
-    return _is_of_system(path) and stat.S_ISLNK(_mode(path, follows_links=False))
+    return not is_stored(path) and stat.S_ISLNK(_mode(path, follows_links=False))
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
@@ -149,6 +149,11 @@ def is_file_name(text: str) -> bool:
     return 0 < size <= _MOST_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
 
 
+def is_stored(path: Path) -> bool:
+    """Return whether a path lies in a store, which it asks for its status, and not in a file system."""
+    return type(path).stat is not Path.stat
+
+
 def is_url(text: str) -> bool:
     """Return whether a path begins with a scheme, such as `s3://` or `file://`."""
     return _URL.match(text.strip()) is not None
@@ -170,11 +175,6 @@ def download_command(text: str) -> str | None:
     return None
 
 
-def _is_of_system(path: Path) -> bool:
-    """Return whether a path asks the system for its status; one of another kind, of a store, answers for itself."""
-    return type(path).stat is Path.stat
-
-
 def _mode(path: Path, *, follows_links: bool = True) -> int:
     """Return the type and the permissions of what lies at a path; 0 where nothing is there."""
     try:
@@ -192,8 +192,6 @@ def _is_missing(error: OSError | ValueError) -> bool:
 
 def _children(folder: Path, pattern: str) -> list[Path]:
     try:
-        if _is_of_system(folder):  # no path is made of the other names
-            return [folder / name for name in fnmatch.filter(os.listdir(folder), pattern)]
         return [child for child in folder.iterdir() if fnmatch.fnmatchcase(child.name, pattern)]
     except (OSError, ValueError) as error:
         if _is_missing(error):

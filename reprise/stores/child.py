@@ -5,6 +5,7 @@ It ends once no process is connected.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -18,10 +19,11 @@ from typing import Any
 
 from reprise.errors import TrainerError
 from reprise.storage.lease import leases
+from reprise.storage.worker import Worker
 from reprise.stores.client import StoreClient
 from reprise.stores.probe import probe
 from reprise.stores.ranges import RangeCache
-from reprise.stores.store import is_of_this_user
+from reprise.stores.store import FINISH, Orders, is_of_this_user
 from reprise.stores.upload import Upload, remove, retried
 from reprise.stores.url import StoreUrl
 
@@ -49,36 +51,46 @@ class Server:
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
+        """Answer a process, until it ends; a thread makes its calls, and this one sees its end at once."""
+        worker, orders = Worker("answers"), Orders()
         try:
-            memory = mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0)
+            memory = memoryview(mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0))
             connection = Connection(connected.detach())
             while True:
                 call, *details = json.loads(connection.recv_bytes())
-                if call == "mirror":
-                    _mirror(connection, **details[0])
-                connection.send_bytes(json.dumps(self._answer(call, details, memoryview(memory))).encode())
+                if details:
+                    worker.submit(partial(self._answer, connection, memory, orders, call, details))
+                else:
+                    orders.is_finishing |= call == FINISH
+                    orders.wake.set()
         except (OSError, EOFError, ValueError):  # the other side is gone
             pass
         finally:
             with self._lock:
                 self._links -= 1
                 if not self._links:
-                    for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
-                        lease.release()
-                    os._exit(0)  # a request may be under way
+                    _end()
 
-    def _answer(self, call: str, details: list[Any], memory: memoryview) -> list[Any]:
+    def _answer(
+        self, connection: Connection, memory: memoryview, orders: Orders, call: str, details: list[Any]
+    ) -> None:
+        answer: list[Any]
         try:
-            return [self._result(call, *details, memory=memory)]
+            answer = [self._result(call, *details, memory=memory, orders=orders)]
         except OSError as error:
-            return ["error", error.errno, error.strerror, str(error.filename)]
+            answer = ["error", error.errno, error.strerror, str(error.filename)]
         except TrainerError as error:
             parts = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
-            return ["problem", error.what, {name: None if part is None else str(part) for name, part in parts.items()}]
+            texts = {name: None if part is None else str(part) for name, part in parts.items()}
+            answer = ["problem", error.what, texts]
         except Exception:  # noqa: BLE001 - the process that asked raises it
-            return ["problem", "A store could not be read", {"found": traceback.format_exc()}]
+            answer = ["problem", "A store could not be read", {"found": traceback.format_exc()}]
+        with contextlib.suppress(OSError):  # `_serve` sees the end of the other side
+            connection.send_bytes(json.dumps(answer).encode())
+        if call == "mirror" and answer != [0]:
+            _end()  # the run starts a mirror that has ended again
 
-    def _result(self, call: str, root: str, key: str, *details: Any, memory: memoryview) -> Any:
+    def _result(self, call: str, root: str, key: str, *details: Any, memory: memoryview, orders: Orders) -> Any:
         client, url = self._client(root), StoreUrl(root, key)
         match call:
             case "fill":
@@ -98,29 +110,19 @@ class Server:
                 return remove(client, url)
             case "probe":
                 return list(probe(url, client))
+            case "mirror":
+                from reprise.stores.mirror import MirrorOptions, run
+
+                return run(MirrorOptions(str(url), **details[0]), orders)
             case _:
                 raise ValueError(call)
 
 
-def _mirror(connection: Connection, **options: Any) -> None:
-    """Mirror a run, and follow the orders of the process that has asked for it until it closes the connection."""
-    from reprise.stores.mirror import MirrorOptions, Orders, run
-
-    orders = Orders()
-
-    def answer() -> None:
-        status = 1
-        try:
-            status = run(MirrorOptions(**options), orders)
-            connection.send_bytes(json.dumps(status).encode())
-        finally:
-            if status:  # the run starts a mirror that has ended again
-                os._exit(status)
-
-    threading.Thread(target=answer, daemon=True).start()
-    while True:
-        orders.is_finishing |= json.loads(connection.recv_bytes()) == ["finish"]
-        orders.wake.set()
+def _end() -> None:
+    """End this process, whatever request is under way."""
+    for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
+        lease.release()
+    os._exit(0)
 
 
 if __name__ == "__main__":

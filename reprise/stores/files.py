@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
-from reprise.stores.path import StorePath, status_of, url_of
+from reprise.stores.path import StorePath, url_of
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Span, requests_of
 from reprise.stores.store import CONNECTIONS, ask, child, end_child
 
@@ -40,7 +40,7 @@ class StoreFiles(Files):
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return size and time of each object below a folder, in one listing of the store."""
         assert isinstance(path, StorePath)
-        return {name: status_of(size, modified_at) for name, size, modified_at in path.objects()}
+        return dict(path.objects())
 
     def is_folder(self, path: Path) -> bool:
         return True  # the prefix of an object that is there

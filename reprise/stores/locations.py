@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.paths import is_stored as is_stored
 from reprise.storage.paths import is_url
-from reprise.stores.url import is_store_url
-
-_MARK = "://"  # of every URL; no path without it asks further
 
 
 def location(text: str | Path) -> Path:
@@ -26,12 +24,6 @@ def location(text: str | Path) -> Path:
     from reprise.stores.path import store_path
 
     return store_path(text)
-
-
-def is_stored(path: Path) -> bool:
-    """Return whether a path lies in a store."""
-    text = str(path)
-    return _MARK in text and is_store_url(text)
 
 
 def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:

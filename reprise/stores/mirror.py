@@ -12,8 +12,7 @@ import os
 import random
 import secrets
 import sys
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.store import Orders
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
@@ -40,8 +40,8 @@ class MirrorOptions:
     """The work of a mirror.
 
     Args:
-        run: folder of the run, or of its checkpoints.
         url: of the run in the store.
+        run: folder of the run, or of its checkpoints.
         keep: number of newest full checkpoints to keep in the store; 0 keeps all.
         interval: take full checkpoints at multiples of this iteration alone, and the last; 0 takes all.
         once: end once the store has what the folder has now.
@@ -49,22 +49,14 @@ class MirrorOptions:
         attached: work for a training process, with low priority, and try again what a store refuses.
     """
 
-    run: str
     url: str
+    run: str
     keep: int = 0
     interval: int = 0
     once: bool = False
     host: int = 0
     hosts: int = 1
     attached: bool = False
-
-
-@dataclass(slots=True)
-class Orders:
-    """What the parent has asked for. Its members are set by another thread."""
-
-    wake: threading.Event = field(default_factory=threading.Event)
-    is_finishing: bool = False
 
 
 def run(options: MirrorOptions, orders: Orders) -> int:

@@ -7,11 +7,11 @@ has given up.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
@@ -41,6 +41,7 @@ from reprise.stores.url import StoreUrl
 _log = logging.getLogger(__name__)
 
 CLAIM = ".run"  # an object at a run's URL with the id of the run
+_PREFIXES = "", f"{WEIGHTS}/"  # of the names of full checkpoints, and of saves of the weights alone
 _OF_PARTS = "it is the part of one host. `reprise checkpoint gather FOLDER... OUT` makes a whole one of all hosts'"
 
 
@@ -57,10 +58,9 @@ class MirrorPass:
         self, client: StoreClient, url: StoreUrl, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1
     ) -> None:
         self._client, self._url, self._root, self._rule = client, url, folder, rule
-        self._host, self._hosts = host, hosts
-        self._record: MirrorRecord | None = None
-        self._lineage, self._newest = Lineage(), ("", "")  # of the newest checkpoint, by its name and digest
-        self._digests = dict[str, tuple[tuple[int, ...], str]]()
+        self._host, self._hosts, self._leads = host, hosts, host == 0
+        self._record: MirrorRecord | None = None  # once host 0 has surveyed the store
+        self._lineage = Lineage()  # of the newest checkpoint
         self._ended = dict[str, str]()  # name and digest: this host's share is up, or cannot be uploaded
         self._refused = set[str]()
         self._leftovers = set[str]()  # names of folders in the store without a manifest
@@ -83,19 +83,21 @@ class MirrorPass:
         """
         local = self._local()
         self._refused &= local.keys()
-        if self._host == 0 and not self._learn(local):
-            return True
+        if self._leads:
+            if not local:
+                return True  # nothing tells whose the URL is
+            self._learn(local)
         record = self._record or read_record(self._root, self._rule.url)
         for name in self._rule.due(local, record.committed, at_end=at_end):
-            digest, entry = self._digest(name, local[name]), record.committed.get(name)
+            digest, entry = _digest(local[name]), record.committed.get(name)
             if digest in (None, self._ended.get(name), entry and entry.digest):
                 continue
-            if self._host == 0:
+            if self._leads:
                 self._require_claim()
                 self._tell(goes_on=True)
             self._upload(name, local[name], str(digest))
             return False
-        if self._host == 0:
+        if self._leads:
             self._prune()
             self._tell(goes_on=not at_end and is_locked(self._root))
         return True
@@ -103,60 +105,43 @@ class MirrorPass:
     def _local(self) -> dict[str, Path]:
         """Return the committed checkpoints of the folder, and its saves of the weights alone, by name."""
         table = dict[str, Path]()
-        for prefix, root in (("", self._root), (f"{WEIGHTS}/", self._root / WEIGHTS)):
-            folder = CheckpointFolder(root, FILE_SYSTEM)
+        for prefix in _PREFIXES:
+            folder = CheckpointFolder(self._root / prefix, FILE_SYSTEM)
             table |= {f"{prefix}{iteration_name(number)}": folder.iteration(number) for number in folder.committed()}
         return table
 
-    def _digest(self, name: str, path: Path) -> str | None:
-        """Return the digest of a checkpoint's manifest; None if the checkpoint is gone."""
-        try:
-            status = os.stat(path / MANIFEST)
-            version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            if self._digests.get(name, ((), ""))[0] != version:
-                self._digests[name] = version, xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return self._digests[name][1]
-
-    def _learn(self, local: Mapping[str, Path]) -> bool:
-        """Learn the run of the newest checkpoint, and once what the store has; return False without a checkpoint."""
-        if not local:
-            return False  # nothing tells whose the URL is
-        newest = max(local, key=lambda name: (not is_weights(name), iteration_in(name)))
-        version = newest, str(self._digest(newest, local[newest]))
-        if version != self._newest:
-            self._lineage, self._newest = _lineage_at(local[newest]), version
+    def _learn(self, local: Mapping[str, Path]) -> None:
+        """Learn the run of the newest checkpoint, and once what the store has; delete what the run has given up."""
+        newest = local[max(local, key=lambda name: (not is_weights(name), iteration_in(name)))]
+        self._lineage = _lineage_at(newest, _digest(newest))
         if self._record is None:
             self._write(self._surveyed())
-        for name, entry in dict(self._known.committed).items():
+        for name, entry in dict(self._committed).items():
             if self._lineage.branches and not self._lineage.admits(entry.lineage, iteration_in(name)):
                 self._remove(name)
                 _log.info("%s is deleted in %s: the run has given it up", name, self._url)
-        return True
 
-    def _surveyed(self) -> MirrorRecord:
-        """Return the record of this run's checkpoints really in the store."""
-        record, committed, foreign = read_record(self._root, self._rule.url), dict[str, MirroredCheckpoint](), False
-        for name, folder in self._stored_folders():
-            entry = _stored_checkpoint(self._client, folder, record.committed.get(name))
-            if entry is None:
-                self._leftovers.add(name)
-            elif entry.lineage.run == self._lineage.run:
-                committed[name] = entry
-                if name not in record.committed:  # its upload may have ended before it deleted the marks
-                    objects = list_folder(self._client, folder).items()
-                    self._client.delete(each.key for file, each in objects if file.startswith(MARK))
-            else:
-                foreign = True
+    def _surveyed(self) -> dict[str, MirroredCheckpoint]:
+        """Return this run's checkpoints really in the store."""
+        record, committed, foreign = read_record(self._root, self._rule.url).committed, self._committed, False
+        for prefix in _PREFIXES:
+            for folder_name in self._client.names(self._url.child(prefix).key.rstrip("/"))[0]:
+                name = f"{prefix}{folder_name}"
+                if iteration_of(Path(name)) is None:
+                    continue
+                folder = self._url.child(name)
+                entry = _stored_checkpoint(self._client, folder, record.get(name))
+                if entry is None:
+                    self._leftovers.add(name)
+                elif entry.lineage.run == self._lineage.run:
+                    committed[name] = entry
+                    if name not in record:  # its upload may have ended before it deleted the marks
+                        objects = list_folder(self._client, folder).items()
+                        self._client.delete(each.key for file, each in objects if file.startswith(MARK))
+                else:
+                    foreign = True
         self._require_claim(is_foreign=foreign and not committed)
-        return MirrorRecord(self._rule.url, committed, self._rule.interval, self._rule.keep)
-
-    def _stored_folders(self) -> Iterator[tuple[str, StoreUrl]]:
-        for prefix in ("", f"{WEIGHTS}/"):
-            for folder_name in self._client.names(self._url.child(WEIGHTS).key if prefix else self._url.key)[0]:
-                if iteration_of(Path(folder_name)) is not None:
-                    yield f"{prefix}{folder_name}", self._url.child(f"{prefix}{folder_name}")
+        return committed
 
     def _require_claim(self, *, is_foreign: bool = False) -> None:
         """Claim the URL for the run, unless it is claimed.
@@ -185,43 +170,40 @@ class MirrorPass:
     def _upload(self, name: str, path: Path, digest: str) -> None:
         start = time.monotonic()
         try:
-            lineage = _lineage_at(path)
+            lineage = _lineage_at(path, digest)
             if exists(path / HOST):
                 raise CheckpointError(_OF_PARTS)
-            if self._host == 0 and name in self._known.committed:
+            if self._leads and name in self._committed:
                 self._remove(name)  # saved again since
             upload = Upload(self._client, self._url.child(name), str(path), host=self._host, hosts=self._hosts)
             absent = upload.begin()
             for file in absent or ():
                 upload.send(file)
-            is_through = upload.commit() if absent is not None else self._host == 0
-            if self._host and is_through:
-                self._ended[name] = digest
-            if self._host or not is_through:
-                return
+            is_through = upload.commit() if absent is not None else self._leads
         except (SourceChangedError, FileNotFoundError):
             self._leftovers.add(name)
             _log.info("%s is replaced or deleted, its upload is given up", name)
-            return
         except CheckpointError as error:
             _log.error("%s is not mirrored: %s", path, error)
             self._leftovers.add(name)
             self._refused.add(name)
-            if self._host == 0:  # another host tries again: the first waits for its share
+            if self._leads:  # another host tries again: the first waits for its share
                 self._ended[name] = digest
-            return
-        entry = MirroredCheckpoint(digest, lineage)
-        self._write(replace(self._known, committed={**self._known.committed, name: entry}))
-        self._refused.discard(name)
-        seconds, size = time.monotonic() - start, upload.files.total_bytes
-        _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
+        else:
+            if not self._leads and is_through:
+                self._ended[name] = digest
+            elif is_through:
+                self._write({**self._committed, name: MirroredCheckpoint(digest, lineage)})
+                self._refused.discard(name)
+                seconds, size = time.monotonic() - start, upload.files.total_bytes
+                _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
     def _prune(self) -> None:
         """Delete the checkpoints beyond `keep`, and what uploads given up have left."""
-        full = sorted((name for name in self._known.committed if not is_weights(name)), key=iteration_in)
+        full = sorted((name for name in self._committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             self._remove(name)
-        for name in sorted(self._leftovers - self._known.committed.keys()):
+        for name in sorted(self._leftovers - self._committed.keys()):
             objects = list_folder(self._client, self._url.child(name))
             if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
                 remove(self._client, self._url.child(name))
@@ -229,8 +211,7 @@ class MirrorPass:
 
     def _remove(self, name: str) -> None:
         remove(self._client, self._url.child(name))
-        committed = {other: entry for other, entry in self._known.committed.items() if other != name}
-        self._write(replace(self._known, committed=committed))
+        self._write({other: entry for other, entry in self._committed.items() if other != name})
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL for as long as checkpoints of the run may come: a follower waits for them."""
@@ -243,11 +224,12 @@ class MirrorPass:
             self._goes_on = goes_on
 
     @property
-    def _known(self) -> MirrorRecord:
-        assert self._record is not None
-        return self._record
+    def _committed(self) -> dict[str, MirroredCheckpoint]:
+        """Return the run's checkpoints in the store, as far as they are known."""
+        return {} if self._record is None else dict(self._record.committed)
 
-    def _write(self, record: MirrorRecord) -> None:
+    def _write(self, committed: Mapping[str, MirroredCheckpoint]) -> None:
+        record = MirrorRecord(self._rule.url, committed, self._rule.interval, self._rule.keep)
         if record != self._record:
             replace_file(FILE_SYSTEM, self._root / MIRROR, record.to_bytes())
             self._record = record
@@ -268,5 +250,20 @@ def _stored_checkpoint(
     return MirroredCheckpoint(xxhash.xxh3_64_hexdigest(manifest), lineage)
 
 
-def _lineage_at(path: Path) -> Lineage:
+def _digest(path: Path) -> str | None:
+    """Return the digest of a checkpoint's manifest; None if the checkpoint is gone."""
+    try:
+        status = os.stat(path / MANIFEST)
+        return _digest_of(path / MANIFEST, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+@functools.cache
+def _digest_of(path: Path, *_version: int) -> str:
+    return xxhash.xxh3_64_hexdigest(read_regular(path))
+
+
+@functools.cache
+def _lineage_at(path: Path, _digest: str | None) -> Lineage:
     return saved_lineage(json_file.read(path / STATE), where=path / STATE)

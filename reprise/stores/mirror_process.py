@@ -13,13 +13,12 @@ from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.stores.extra import require_extra
-from reprise.stores.store import Child, ChildLink
+from reprise.stores.store import FINISH, Child
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
 
 _RESTART_S = 30.0  # least time between two starts, where the process dies
-_IMPOSSIBLE = 2
 TOKIO_THREADS = "2"
 
 
@@ -36,20 +35,17 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     """Mirror a run, and return the exit status; see `MirrorOptions`.
 
     Raises:
-        ConfigError: if obstore is not installed.
+        ConfigError: if the URL is malformed, or obstore is not installed.
+        OSError: if the process that mirrors has died several times.
     """
-    require_extra(url)
-    child = Child()
-    link = child.link()
+    place, child = StoreUrl.parse(url), Child()
+    require_extra(place)
+    options = {"run": str(run.absolute()), "keep": keep, "interval": interval, "once": once}
     try:
-        options = {"run": str(run.absolute()), "url": url, "keep": keep, "interval": interval, "once": once}
-        link.send("mirror", options)
-        answer = link.answer(None)
-        return _IMPOSSIBLE if answer is None else int(answer)
+        return int(child.ask("mirror", place, options, wait_s=None))
     except KeyboardInterrupt:
         return 0
     finally:
-        link.connection.close()
         child.end()
 
 
@@ -66,21 +62,20 @@ class MirrorProcess:
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
         require_extra(rule.url)
-        StoreUrl.parse(rule.url).require_outside(folder)
-        self._folder, self._rule = folder, rule
+        self._url, self._folder, self._rule = StoreUrl.parse(rule.url), folder, rule
+        self._url.require_outside(folder)
         self._options = {
-            "run": str(folder.absolute()), "url": rule.url, "keep": rule.keep, "interval": rule.interval,
+            "run": str(folder.absolute()), "keep": rule.keep, "interval": rule.interval,
             "host": host, "hosts": hosts, "attached": True,
         }  # fmt: skip
         self._child = Child(TOKIO_WORKER_THREADS=TOKIO_THREADS)
-        self._link = self._start()
-        self._started = time.monotonic()
+        self._start()
 
-    def _start(self) -> ChildLink:
-        link = self._child.link()
-        link.send("mirror", self._options)
-        os.set_blocking(link.connection.fileno(), False)
-        return link
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self._link = self._child.link()
+        self._link.send("mirror", self._url.root, self._url.key, self._options)
+        os.set_blocking(self._link.connection.fileno(), False)
 
     def wake(self) -> None:
         """Tell the mirror of a committed checkpoint; start it again where it has died."""
@@ -93,10 +88,9 @@ class MirrorProcess:
         return self._child.process is None or self._child.process.poll() is not None
 
     def _start_again(self) -> None:
-        self._started = time.monotonic()
         self._link.connection.close()
         with contextlib.suppress(OSError):  # the next save tries again
-            self._link = self._start()
+            self._start()
 
     def finish(self, wait_s: float) -> bool:
         """Let the mirror upload what the store lacks, and end; return whether it has.
@@ -107,8 +101,8 @@ class MirrorProcess:
         try:
             if self._has_ended():
                 self._start_again()
-            self._say("finish")
-            return bool(self._link.answer(wait_s) == 0)
+            self._say(FINISH)
+            return bool(self._link.answer(wait_s) == [0])
         finally:
             self.end()
 

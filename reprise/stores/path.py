@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import is_iteration_name
+from reprise.storage.paths import exists
 from reprise.stores.store import CONNECTIONS, ask
 from reprise.stores.url import StoreUrl
 
@@ -23,12 +25,10 @@ class StorePath(PosixPath):
     path is a TypeError.
 
     Attributes:
-        is_listed_folder: whether it is a folder of a listing: the store need not be asked again.
-        listed: the size in bytes and the time of an object of a listing.
+        listed: the status, as a listing has it: the store need not be asked again.
     """
 
-    is_listed_folder = False
-    listed: tuple[int, float] | None = None
+    listed: os.stat_result | None = None
 
     @property
     def url(self) -> StoreUrl:
@@ -53,70 +53,58 @@ class StorePath(PosixPath):
         """Return the path itself: a store has no links."""
         return self
 
-    def is_symlink(self) -> bool:
-        """Return False: a store has no links."""
-        return False
-
-    def is_file(self) -> bool:
-        """Return whether there is an object of this name."""
-        try:
-            self.lstat()
-        except FileNotFoundError:
-            return False
-        return True
-
-    def is_dir(self) -> bool:
-        """Return whether there are objects below this name; below an iteration's, the manifest."""
-        if is_iteration_name(self.name) and not self.is_listed_folder:
-            return (self / MANIFEST).is_file()
-        try:
-            return self.is_listed_folder or any(ask(self.url, "names"))
-        except FileNotFoundError:  # no such bucket
-            return False
-
-    def exists(self, **_: Any) -> bool:
-        """Return whether there is an object or a folder of this name."""
-        return self.is_file() or self.is_dir()
-
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and the objects directly below, and no iteration without a manifest."""
         folders, objects = ask(self.url, "names")
         paths = [self / name for name in folders]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
-            for path, is_there in zip(paths, threads.map(StorePath.is_dir, paths), strict=True):
-                path.is_listed_folder = is_there
-        return iter([*(path for path in paths if path.is_listed_folder), *(self / name for name in objects)])
+            is_there = list(threads.map(StorePath._has_manifest, paths))
+        for path in itertools.compress(paths, is_there):
+            path.listed = _FOLDER
+            yield path
+        yield from (self / name for name in objects)
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the objects below whose names fit a pattern."""
-        for name, size, modified_at in self.objects():
-            if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern):
-                path = self / name
-                path.listed = size, modified_at
+        for name, status in self.objects():
+            path = self / name
+            if fnmatch.fnmatchcase(path.name, pattern):
+                path.listed = status
                 yield path
 
-    def objects(self) -> Iterator[tuple[str, int, float]]:
-        """Yield name, size and time of each object below, in one listing of the store."""
+    def objects(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield name and status of each object below, in one listing of the store."""
         start = len(self.url.key) + 1 if self.url.key else 0
         for key, size, _, modified_at in ask(self.url, "objects"):
-            yield key[start:], size, modified_at
-
-    def lstat(self) -> os.stat_result:
-        """Return size and time of an object.
-
-        Raises:
-            OSError: if there is none, or the store cannot be read.
-        """
-        return status_of(*(self.listed or ask(self.url, "head")[1::2]))
+            yield key[start:], _status(size, modified_at)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the same as `lstat`."""
-        return self.lstat()
+        """Return kind, size and time of an object, or of the folder of objects below this name.
+
+        Raises:
+            OSError: if there is neither, or the store cannot be read.
+        """
+        if self.listed is None and is_iteration_name(self.name):
+            ask((self / MANIFEST).url, "head")
+            return _FOLDER
+        try:
+            return self.listed or _status(*ask(self.url, "head")[1::2])
+        except FileNotFoundError:
+            if any(ask(self.url, "names")):
+                return _FOLDER
+            raise
+
+    lstat = stat
+
+    def _has_manifest(self) -> bool:
+        return not is_iteration_name(self.name) or exists(self)
 
 
-def status_of(size: int, modified_at: float) -> os.stat_result:
-    """Return size and time of an object in the form of a file's."""
-    return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
+def _status(size: int, modified_at: float, mode: int = stat.S_IFREG | 0o444) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
+
+
+_FOLDER = _status(0, 0.0, stat.S_IFDIR | 0o555)
 
 
 def url_of(path: Path) -> StoreUrl:

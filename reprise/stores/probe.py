@@ -8,7 +8,7 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SPEED_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
 _REQUESTS = 10
+_NOT_HONORED = "not honored: of two programs that create an object, each believes to be first"
 
 
 class StoreFinding(NamedTuple):
@@ -47,27 +48,32 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
         size: of the object to write and read, in bytes.
     """
     folder = url.child(f".doctor-{secrets.token_hex(4)}")
-    key, what = folder.child("data").key, "objects can be written"
-    try:
+    key, once = folder.child("data").key, folder.child("once").key
+
+    def write() -> str:
         with tempfile.NamedTemporaryFile() as file:
             file.write(os.urandom(1 << 20) * (size >> 20))
             file.flush()
-            [seconds] = _seconds(lambda _: client.put(key, Path(file.name)))
-        yield StoreFinding(what, True, f"{size / 1e6 / seconds:.0f} MB/s")
-        what = "and read"
+            return f"{size / 1e6 / sum(_seconds(lambda _: client.put(key, Path(file.name)))):.0f} MB/s"
+
+    def read() -> str:
         starts = range(0, size, _READ_BYTES)
         seconds = sum(_seconds(lambda start: client.read(key, start, min(_READ_BYTES, size - start)), starts))
-        yield StoreFinding(what, True, f"{size / 1e6 / seconds:.0f} MB/s, one request at a time")
-        what = "latency"
+        return f"{size / 1e6 / seconds:.0f} MB/s, one request at a time"
+
+    def wait() -> str:
         times = _seconds(lambda _: client.head(key), range(_REQUESTS))
-        text = f"{1e3 * statistics.median(times):.1f} ms, at most {1e3 * max(times):.1f} ms"
-        yield StoreFinding(what, True, text)
-        what = "conditional creation"
-        if client.create(folder.child("once").key, b"first") and client.create(folder.child("once").key, b"second"):
-            text = "not honored: of two programs that create an object, each believes to be first"
-            yield StoreFinding(what, None, text)
-        else:
-            yield StoreFinding(what, True, "a second creation of an object is refused")
+        return f"{1e3 * statistics.median(times):.1f} ms, at most {1e3 * max(times):.1f} ms"
+
+    def create() -> str:
+        both = client.create(once, b"first") and client.create(once, b"second")
+        return _NOT_HONORED if both else "a second creation of an object is refused"
+
+    tries = {"objects can be written": write, "and read": read, "latency": wait, "conditional creation": create}
+    try:
+        for what, attempt in tries.items():
+            found = attempt()
+            yield StoreFinding(what, None if found == _NOT_HONORED else True, found)
     except OSError as error:
         yield StoreFinding(what, False, f"{error.strerror}")
     finally:
@@ -75,7 +81,7 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
             client.delete([entry.key for entry in client.objects(folder.key)])
 
 
-def _seconds(call: Callable[[int], object], values: range = range(1)) -> list[float]:
+def _seconds(call: Callable[[int], object], values: Iterable[int] = (0,)) -> list[float]:
     """Return how long a call takes with each of some values."""
     times = []
     for value in values:

@@ -7,7 +7,8 @@ other, share a request, and a range read by several ranks, or twice by a rank, i
 from __future__ import annotations
 
 import bisect
-import os
+import errno
+import functools
 import tempfile
 import threading
 from collections import defaultdict, deque
@@ -15,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO
+
+from reprise.storage.files import FILE_SYSTEM
 
 Span = tuple[int, int]  # the first byte and the end
 Fetch = Callable[[int, int], memoryview]  # returns the bytes of an object from an offset, by their number
@@ -37,7 +40,7 @@ class _Range:
 
 
 class RangeCache:
-    """The fetched ranges of all objects, the newest in memory. Threads in need of the same range wait for the first.
+    """The fetched ranges of all objects, on disk or the newest in memory. A range fetched by one thread serves all.
 
     Args:
         limit: bytes in memory.
@@ -49,8 +52,7 @@ class RangeCache:
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit, self._kept_bytes, self.fetched_bytes = limit, 0, 0
         self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # in ascending order and apart
-        self._kept: deque[tuple[list[_Range], _Range, bool]] = deque()
-        self._spill: IO[bytes] | None = None
+        self._kept: deque[tuple[list[_Range], _Range]] = deque()
         self._spill_bytes = 0
         self._lock = threading.Lock()
 
@@ -62,7 +64,7 @@ class RangeCache:
         Args:
             version: names the object and its version.
             request: the range to fetch where it is absent, with all bytes of the buffer.
-            spills: whether to keep the range on disk once memory is full.
+            spills: whether to keep the range on disk, as far as there is room.
 
         Raises:
             OSError: as `fetch`; the failed range is fetched again by the next read.
@@ -76,10 +78,10 @@ class RangeCache:
                 self._fetch(ranges, part, fetch, spills=spills)
             stop = min(end, part.end)
             target, body = buffer[at - offset : stop - offset], part.body.result()
-            if not isinstance(body, int):
+            if isinstance(body, memoryview):
                 target[:] = body[at - part.start : stop - part.start]
-            elif self._spill is not None:
-                os.preadv(self._spill.fileno(), [target], body + at - part.start)
+            elif FILE_SYSTEM.read(self._spill.fileno(), target, offset=body + at - part.start) != target.nbytes:
+                raise OSError(errno.EIO, "a file of fetched bytes ends early", str(self._spill.name))
             at = stop
 
     def _range_at(self, ranges: list[_Range], at: int, request: Span) -> tuple[_Range, bool]:
@@ -101,35 +103,31 @@ class RangeCache:
                 ranges.remove(part)
             part.body.set_exception(error)
             raise
-        part.body.set_result(body)
-        oldest = []
+        place = self._spilled(body) if spills else None
+        part.body.set_result(body if place is None else place)
         with self._lock:
             self.fetched_bytes += body.nbytes
-            self._kept_bytes += body.nbytes
-            self._kept.append((ranges, part, spills))
+            if place is None:
+                self._kept_bytes += body.nbytes
+                self._kept.append((ranges, part))
             while self._kept_bytes > self._limit and len(self._kept) > 1:
-                oldest.append(self._kept.popleft())
-                self._kept_bytes -= oldest[-1][1].end - oldest[-1][1].start
-        for others, other, spilled in oldest:
-            if not spilled or not self._spilled(other):
-                with self._lock:
-                    others.remove(other)
+                others, oldest = self._kept.popleft()
+                self._kept_bytes -= oldest.end - oldest.start
+                others.remove(oldest)
 
-    def _spilled(self, part: _Range) -> bool:
-        """Move a range to disk; return False if there is no room."""
-        body, moved = part.body.result(), Future[memoryview | int]()
+    def _spilled(self, body: memoryview) -> int | None:
+        """Write a range to disk and return its place there; None if there is no room."""
+        with self._lock:
+            place, self._spill_bytes = self._spill_bytes, self._spill_bytes + body.nbytes
         try:
-            with self._lock:
-                if self._spill is None:
-                    self._spill = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
-                place, self._spill_bytes = self._spill_bytes, self._spill_bytes + part.end - part.start
-            if isinstance(body, int) or os.pwrite(self._spill.fileno(), body, place) != body.nbytes:
-                return False
+            FILE_SYSTEM.write(self._spill.fileno(), [body], offset=place)
         except OSError:
-            return False
-        moved.set_result(place)
-        part.body = moved
-        return True
+            return None
+        return place
+
+    @functools.cached_property
+    def _spill(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(prefix="reprise-store-")  # for this process
 
 
 def requests_of(spans: Iterable[Span]) -> list[Span]:

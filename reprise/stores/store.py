@@ -17,6 +17,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,6 +34,15 @@ CONNECTIONS = 16
 _ANSWER_S = 300.0
 _END_S = 5.0
 MOST_TRIES = 4
+FINISH = "finish"  # the order to end once the store has all; any other word wakes a mirror
+
+
+@dataclass(slots=True)
+class Orders:
+    """What the process that asked for a mirror wants of it meanwhile. Its members are set by another thread."""
+
+    wake: threading.Event = field(default_factory=threading.Event)
+    is_finishing: bool = False
 
 
 class ChildLink:

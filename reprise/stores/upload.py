@@ -6,6 +6,7 @@ right size is a file of the checkpoint. So an interrupted upload goes on, and wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -16,13 +17,14 @@ from typing import TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, is_lightened
-from reprise.storage.paths import open_regular, read_regular
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.paths import read_regular
 from reprise.stores.checkpoint_files import CheckpointFiles, share
 from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
 from reprise.stores.url import StoreUrl, is_store_url
 
 MARK = ".upload-"
-_TRIES, _FIRST_PAUSE_S = 6, 0.25
+_PAUSES_S = (0.25, 0.5, 1, 2, 4)
 T = TypeVar("T")
 Objects = dict[str, StoredObject]
 
@@ -98,8 +100,10 @@ class Upload:
         """
         key, size = self._folder.child(name).key, self.files.sizes[name]
         if isinstance(self._source, Path):
-            path = self._source / name
-            if (actual := _size_of(path)) != size:
+            path, actual = self._source / name, None
+            with contextlib.suppress(FileNotFoundError):
+                actual = FILE_SYSTEM.size(path)
+            if actual != size:
                 self._require_same()
                 raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
             self._client.put(key, path)
@@ -153,17 +157,6 @@ class Upload:
         )
 
 
-def _size_of(path: Path) -> int | None:
-    try:
-        descriptor = open_regular(path, follows_links=False)
-    except FileNotFoundError:
-        return None
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-
-
 def list_folder(client: StoreClient, folder: StoreUrl) -> Objects:
     """Return the objects below a folder by their names in it."""
     start = len(folder.key) + 1
@@ -191,11 +184,11 @@ def retried(call: Callable[[], T]) -> T:
     Raises:
         OSError: from the last try, or at once for refused credentials and absent objects.
     """
-    for number in range(_TRIES):
+    for pause_s in _PAUSES_S:
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EIO or number == _TRIES - 1:
+            if error.errno != errno.EIO:
                 raise
-            time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))
-    raise AssertionError
+        time.sleep(pause_s * random.uniform(0.5, 1.5))
+    return call()

@@ -18,8 +18,9 @@ from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, from_bytes, read_record
 from reprise.storage import FolderLock, iteration_name
 from reprise.stores.client import StoreClient
-from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, Orders, mirror
+from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
+from reprise.stores.store import Orders
 from reprise.stores.upload import MARK, remove
 from reprise.stores.url import StoreUrl
 from tests.profiles import slow
@@ -261,7 +262,7 @@ def test_what_is_not_of_the_run_is_neither_deleted_nor_replaced(site: Site, capl
 def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     save(site.folder, [5, 10])
     (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")
-    passes, options = site.passes(), MirrorOptions(str(site.folder), str(site.url), once=True)
+    passes, options = site.passes(), MirrorOptions(str(site.url), str(site.folder), once=True)
     finish(passes)
     assert passes.refused == {iteration_name(10)}
     assert committed(site.store) == names_of(5)
@@ -365,6 +366,6 @@ def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkey
 
     with other:
         monkeypatch.setattr(FolderLock, "__enter__", count_tries)
-        assert mirror(MirrorOptions(str(folder), f"file://{store}", attached=True), orders) == 0
+        assert mirror(MirrorOptions(f"file://{store}", str(folder), attached=True), orders) == 0
     assert len(tries) == 3
     assert committed(store) == [iteration_name(5)]

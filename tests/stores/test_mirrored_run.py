@@ -16,7 +16,8 @@ import pytest
 from reprise.errors import ConfigError
 from reprise.format.mirror_record import MIRROR
 from reprise.storage import iteration_name
-from reprise.stores.mirror import MirrorOptions, Orders, mirror
+from reprise.stores.mirror import MirrorOptions, mirror
+from reprise.stores.store import Orders
 from tests.crash.outcomes import saved
 from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files
 from tests.messages import refused
@@ -100,7 +101,7 @@ def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem:
 
 def test_a_mirror_in_the_folder_of_the_run_is_refused(tmp_path: Path) -> None:
     with refused(ConfigError, str(tmp_path)):
-        mirror(MirrorOptions(str(tmp_path), f"file://{tmp_path / 'checkpoints' / 'weights'}", once=True), Orders())
+        mirror(MirrorOptions(f"file://{tmp_path / 'checkpoints' / 'weights'}", str(tmp_path), once=True), Orders())
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_the_oldest_ranges_make_room_in_memory(place: str, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "no room")
 
     if place == "full disk":
-        monkeypatch.setattr(os, "pwrite", refuse)
+        monkeypatch.setattr(os, "pwritev", refuse)
     fetched, ranges = Fetched(), RangeCache(2 * WINDOW_BYTES)
     for number in (0, 1, 2, 1, 2, 0):
         span = number * WINDOW_BYTES, (number + 1) * WINDOW_BYTES

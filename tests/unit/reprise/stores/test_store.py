@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -146,6 +147,21 @@ def test_the_child_ends_with_the_last_of_its_programs() -> None:
         os.close(descriptor)
 
 
+def test_a_child_ends_with_its_client_in_the_middle_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        asked = Child()
+        link = asked.link()
+        link.send("head", "s3://bucket", "key")
+        connected, _ = silent.accept()
+        with connected:
+            link.connection.close()
+            assert asked.process is not None
+            assert asked.process.wait(30) == 0
+
+
 def test_a_killed_child_is_started_again_a_few_times(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,16 +224,16 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
     (run / "iter_0000001" / "hold").touch()
     (run / "iter_0000002" / MANIFEST).rename(run / "manifest-of-2")  # its deletion or upload is under way
     reprise.save(run / "weights", model(), iteration=3)
-    requests, asked = list[str](), Child.ask
+    requests, asked = list[tuple[str, str]](), Child.ask
 
-    def counted(child: Child, call: str, *arguments: Any, **into: Any) -> Any:
-        requests.append(call)
-        return asked(child, call, *arguments, **into)
+    def counted(child: Child, call: str, url: StoreUrl, *details: Any, **into: Any) -> Any:
+        requests.append((call, url.key))
+        return asked(child, call, url, *details, **into)
 
     monkeypatch.setattr(Child, "ask", counted)
     held, light = reprise.list(url_of(run), check=0)
-    assert requests.count("objects") == 1
-    assert "head" not in requests
+    assert len([call for call, _ in requests if call == "objects"]) == 1
+    assert not [key for call, key in requests if call == "head" and "iter_" in key]
     assert (held.iteration, held.status, held.is_pinned, held.state) == (1, "unchecked", True, None)
     assert (light.path.parent.name, light.is_pinned) == ("weights", False)
     of_folder = reprise.list(run, check=0)
