@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from reprise.management.copying import CopiedCheckpoint, copy
     from reprise.management.gathering import GatherReport, GatherSource, gather
     from reprise.management.host_share import HostPieces, HostShare
-    from reprise.management.lightening import LightenedCheckpoint, drop_optimizer
     from reprise.management.listing import list_checkpoints
     from reprise.management.progress import ProgressCallback
-    from reprise.management.pruning import ExpiredCheckpoint, PruneReport, prune
+    from reprise.management.pruning import ExpiredCheckpoint, LightenedCheckpoint, PruneReport, drop_optimizer, prune
     from reprise.management.summary import CheckpointStatus, CheckpointSummary
     from reprise.management.verification import VerifiedCheckpoint, verify
     from reprise.nested.loaded import LoadedState
@@ -107,9 +106,8 @@ _NAMES = {
     "management.copying": "CopiedCheckpoint copy",
     "management.gathering": "GatherReport GatherSource gather",
     "management.host_share": "HostPieces HostShare",
-    "management.lightening": "LightenedCheckpoint drop_optimizer",
     "management.listing": "list_checkpoints",
-    "management.pruning": "ExpiredCheckpoint PruneReport prune",
+    "management.pruning": "ExpiredCheckpoint LightenedCheckpoint PruneReport drop_optimizer prune",
     "management.summary": "CheckpointStatus CheckpointSummary",
     "management.verification": "VerifiedCheckpoint verify",
     "management.progress": "ProgressCallback",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from reprise.errors import TrainerError
+from reprise.errors import CheckpointError, TrainerError
 from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.loading.blocks import check_first_blocks
@@ -21,7 +21,9 @@ from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import WEIGHTS, is_iteration_name, iteration_of, named_iteration, shown_name
 from reprise.storage.holds import HOLD, is_held
-from reprise.storage.paths import exists, is_file, is_symlink
+from reprise.storage.json_file import Json
+from reprise.storage.paths import is_symlink
+from reprise.storage.patience import unreadable
 from reprise.stores.locations import files_of, is_stored, location
 
 CHECKED = 100  # newest checkpoints of a folder, by default
@@ -48,9 +50,9 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
     for root, trees in listed:
         for path, tree in trees.items():
             files, checkpoint = files_of(path), None
-            summary = None if shown_name(path) in checked else _unchecked(root, path, tree, files)
-            if summary is None:
-                summary, checkpoint = _summary(root, path, files)
+            summary = _listed(root, path, tree, files)
+            if shown_name(path) in checked or summary.problem is not None:
+                summary, checkpoint = _checked(summary, files)
             summaries.append(summary)
             parts += [] if checkpoint is None else [(checkpoint.iteration, checkpoint.host)]
     missing = missing_everywhere(folders, parts)
@@ -95,83 +97,77 @@ def _age_rank(path: Path) -> tuple[bool, int]:
     return iteration_of(path) is not None, named_iteration(path.name) or 0
 
 
-def _unchecked(folder: Path, path: Path, tree: Tree | None, files: Files) -> CheckpointSummary | None:
-    """Return the summary of a checkpoint without a check; None without a manifest, or if the state cannot be read.
+def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> CheckpointSummary:
+    """Return the summary of a checkpoint without a check, with a problem if a check must tell what it is.
 
     Args:
         tree: its objects in a store, where its state is not read: that would be a request for each checkpoint.
     """
-    state = None
+    state: Json | None = None
+    problem: TrainerError | None = None
     try:
         if tree is None:
-            tree, state = files.tree(path), json_file.parse(read_content(path / STATE, files), where=path / STATE)
+            tree = {} if is_symlink(path) else files.tree(path)
+            state = json_file.parse(read_content(path / STATE, files), where=path / STATE)
             check_state(state, path)
-        return CheckpointSummary(
-            folder,
-            path,
-            named_iteration(path.name),
-            # Most files of a host's part may be holes.
-            files.allocated_bytes(path) if HOST in tree else sum(status.st_size for status in tree.values()),
-            tree[MANIFEST].st_mtime,
-            CheckpointStatus.UNCHECKED,
-            None,
-            state,
-            has_adapters=ADAPTERS in tree,
-            is_lightened=is_lightened(tree) or OPTIMIZER_DROPPED in (state or ()),
-            is_pinned=any(name.startswith(HOLD) for name in tree) and is_held(path),
-            is_superseded=iteration_of(path) is None,
-        )
-    except (OSError, TrainerError, KeyError):
-        return None
-
-
-def is_whole(path: Path, files: Files) -> bool:
-    """Return whether a checkpoint is whole, as far as its JSON files, headers and first blocks show."""
-    return _summary(path.parent, path, files)[0].status is CheckpointStatus.WHOLE
-
-
-def _summary(folder: Path, path: Path, files: Files) -> tuple[CheckpointSummary, Checkpoint | None]:
-    """Return the summary of a checkpoint, and the checkpoint unless it cannot be opened."""
-    summary = CheckpointSummary(
+        if MANIFEST not in tree:
+            problem = CheckpointError("A checkpoint has no manifest", where=path)
+    except OSError as error:
+        problem = unreadable(error, where=path)
+    except TrainerError as error:
+        problem = error
+    tree = tree or {}
+    return CheckpointSummary(
         folder,
         path,
-        iteration_of(path),
-        size_of(path, files),
-        _written_at(path),
-        CheckpointStatus.WHOLE,
-        None,
-        is_pinned=is_held(path),
+        named_iteration(path.name),
+        _size(path, tree, files),
+        (tree.get(MANIFEST) or path.lstat()).st_mtime,  # not the folder's time: a `hold` file changes it
+        CheckpointStatus.UNCHECKED,
+        problem,
+        state,
+        has_adapters=ADAPTERS in tree,
+        is_lightened=is_lightened(tree) or OPTIMIZER_DROPPED in (state or ()),
+        is_pinned=any(name.startswith(HOLD) for name in tree) and is_held(path),
         is_link=is_symlink(path),
         is_superseded=iteration_of(path) is None,
     )
+
+
+def _checked(summary: CheckpointSummary, files: Files) -> tuple[CheckpointSummary, Checkpoint | None]:
+    """Return the checked summary of a checkpoint, and the checkpoint unless it cannot be opened."""
     checkpoint: Checkpoint | None = None
     try:
-        refuse_link(path)
-        checkpoint = open_checkpoint(path, files)
+        refuse_link(summary.path)
+        checkpoint = open_checkpoint(summary.path, files)
+        check_first_blocks(checkpoint, read_places(checkpoint))
         summary = replace(
             summary,
             iteration=checkpoint.iteration,
-            has_adapters=ADAPTERS in checkpoint.manifest.files,
+            status=CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART,
+            problem=None,
+            state=checkpoint.state,
             is_lightened=checkpoint.is_lightened,
+            foreign_files=tuple(misleading_files(checkpoint)),
+            share=share_of(checkpoint),
         )
-        check_first_blocks(checkpoint, read_places(checkpoint))
-        summary = replace(summary, state=checkpoint.state)
-        summary = replace(summary, foreign_files=tuple(misleading_files(checkpoint)))
-        status = CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART
-        return replace(summary, status=status, share=share_of(checkpoint)), checkpoint
     except TrainerError as error:
-        return replace(summary, status=CheckpointStatus.of(error), problem=error), checkpoint
+        summary = replace(summary, status=CheckpointStatus.of(error), problem=error, state=None)
+    return summary, checkpoint
+
+
+def whole_checkpoint(path: Path, files: Files) -> Checkpoint | None:
+    """Return a checkpoint that is whole, as far as its JSON files, headers and first blocks show."""
+    summary, checkpoint = _checked(_listed(path.parent, path, None, files), files)
+    return checkpoint if summary.status is CheckpointStatus.WHOLE else None
 
 
 def size_of(path: Path, files: Files) -> int:
     """Return the size of a checkpoint's files in bytes; in the folder of a host, their size on the disk."""
-    if exists(path / HOST):  # most of its files may be holes
+    return _size(path, files.tree(path), files)
+
+
+def _size(path: Path, tree: Tree, files: Files) -> int:
+    if HOST in tree:  # most of its files may be holes
         return files.allocated_bytes(path)
-    paths = () if is_symlink(path) else path.rglob("*")
-    return sum(file.lstat().st_size for file in paths if is_file(file))
-
-
-def _written_at(path: Path) -> float:
-    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes it."""
-    manifest = path / MANIFEST
-    return (manifest if exists(manifest) else path).lstat().st_mtime
+    return sum(status.st_size for status in tree.values())

@@ -91,7 +91,7 @@ def test_checkpoints_are_inspected_and_uploaded_without_torch(tmp_path: Path) ->
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests/golden/format1/iter_0000007", run / "iter_0000007")
     imported = modules_of(_INSPECT, str(run), str(tmp_path / "copies"))
-    assert {"reprise.management.lightening", "reprise.management.verification"} <= imported
+    assert {"reprise.management.pruning", "reprise.management.verification"} <= imported
     assert {name.split(".")[0] for name in imported} & (HEAVY - {"numpy", "xxhash"}) == set()
 
 
