@@ -1,17 +1,36 @@
-"""`reprise.prune`: which checkpoints are deleted, and when none is."""
+"""`reprise.prune` and `reprise.drop_optimizer`: what goes, what stays, and what stays valid whenever a process dies."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import reprise
 from reprise.errors import CheckpointError, ConfigError, LockError
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
+from reprise.format.names import FORMAT, MANIFEST, STATE
+from reprise.loading.reader import open_checkpoint
+from reprise.saving.one_process import write_checkpoint
+from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
+from tests.crash.killing import Killer
+from tests.harness import all_files
 from tests.local_folders import save_on_two_hosts
 from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save
+from trainer.interop.tensor_files import write_tensor_files
 
 
 def test_the_newest_the_pinned_and_the_multiples_stay(tmp_path: Path) -> None:
@@ -24,16 +43,6 @@ def test_the_newest_the_pinned_and_the_multiples_stay(tmp_path: Path) -> None:
     assert (report.expired, report.is_dry_run) == (plan.expired, False)
     assert [summary.iteration for summary in reprise.list(folder)] == [1, 4, 5]
     assert not list(folder.glob(".*"))
-
-
-def test_a_folder_that_a_run_saves_to_is_not_touched(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 2)
-    lock = FolderLock(folder, "a run")
-    lock.acquire()
-    with pytest.raises(LockError):
-        reprise.prune(folder, keep=1)
-    lock.release()
-    assert len(reprise.list(folder)) == 2
 
 
 def test_nothing_is_deleted_where_no_whole_checkpoint_would_stay(tmp_path: Path) -> None:
@@ -51,3 +60,211 @@ def test_nothing_is_deleted_where_no_whole_checkpoint_would_stay(tmp_path: Path)
 def test_numbers_out_of_range_are_refused(tmp_path: Path, numbers: dict[str, int]) -> None:
     with refused(ConfigError, *(str(value) for value in numbers.values())):
         reprise.prune(save(tmp_path, 1), **numbers)  # type: ignore[arg-type]
+
+
+SPECS = [
+    TensorSpec(kind, name, (2, 3), StoredDtype.F32, (2, 3))
+    for kind, name in ((TensorKind.MODEL, "weight"), (TensorKind.OPTIMIZER, "exp_avg.weight"))
+]
+
+
+def write(root: Path, iteration: int, specs: Sequence[TensorSpec] = SPECS, **state: object) -> None:
+    layout = build_layout(specs, file_bytes=DEFAULT_FILE_BYTES)
+    values = torch.full((2, 3), float(iteration))
+    write_checkpoint(
+        CheckpointFolder(root, FILE_SYSTEM),
+        iteration,
+        layout,
+        lambda target: write_tensor_files(target, FILE_SYSTEM, layout, lambda _: values),
+        documents={STATE: {"format": FORMAT, "iteration": iteration, **state}},
+        aliases={},
+    )
+
+
+def full_run(tmp_path: Path) -> Path:
+    """Save three checkpoints as a run does, with the moments of their only weight; return their folder."""
+    for iteration in (10, 20, 30):
+        write(tmp_path / "run" / "checkpoints", iteration)
+    return tmp_path / "run" / "checkpoints"
+
+
+def names(path: Path) -> set[str]:
+    return set(open_checkpoint(path, FILE_SYSTEM).manifest.tensors)
+
+
+def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    before = all_files(folder / "iter_0000010")
+    os.utime(folder / "iter_0000010" / MANIFEST, (1e9, 1e9))
+    plan = reprise.drop_optimizer(folder, before=30, dry_run=True)
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+    assert reprise.drop_optimizer(tmp_path / "run", before=30) == plan
+    size = len(before.pop(next(name for name in before if name.startswith("optimizer/"))))
+    assert [(c.iteration, c.dropped_bytes, c.reason) for c in plan] == [(10, size, ""), (20, size, "")]
+    assert names(folder / "iter_0000010") == names(folder / "iter_0000020") == {"weight"}
+    assert names(folder / "iter_0000030") == {"weight", "exp_avg.weight"}
+    assert all_files(folder / "iter_0000010") == before | {"optimizer_dropped": b""}
+    light = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM)
+    assert light.is_lightened
+    assert not light.has_optimizer
+    for check in (0, None):
+        summaries = reprise.list(folder, check=check)
+        assert [summary.is_lightened for summary in summaries] == [True, True, False]
+        assert summaries[0].written_at == 1e9  # when it was saved
+    assert all(result.problem is None for result in reprise.verify(folder))
+    assert {path.name for path in folder.glob("*iter_*")} == {"iter_0000010", "iter_0000020", "iter_0000030"}
+    assert reprise.drop_optimizer(folder, before=30) == ()
+
+
+def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -> None:
+    path = full_run(tmp_path) / "iter_0000010"
+    (path / "optimizer_dropped").touch()
+    assert names(path) == {"weight", "exp_avg.weight"}  # killed before the rename: it is whole
+    for check in (0, None):
+        assert [summary.is_lightened for summary in reprise.list(path.parent, check=check)] == [False] * 3
+    (path / "model.safetensors").rename(path / "aside")
+    with refused(CheckpointError, "model.safetensors"):
+        names(path)
+    (path / "aside").rename(path / "model.safetensors")
+    (path / "optimizer").rename(path / "aside")
+    assert names(path) == {"weight"}
+    (path / "optimizer_dropped").unlink()
+    with refused(CheckpointError, "optimizer"):
+        names(path)
+
+
+def test_a_lightened_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
+    """Into a folder, into a store, from there into another store, and back."""
+    folder = full_run(tmp_path)
+    reprise.drop_optimizer(folder, before=30)
+    stores = [f"file://{tmp_path / name}" for name in ("store", "another")]
+    for source, target in itertools.pairwise([folder, *stores, tmp_path / "copy"]):
+        reprise.copy(source, target)
+    reprise.copy(folder, tmp_path / "plain")
+    for name, root in itertools.product(("iter_0000010", "iter_0000030"), ("store", "another", "copy", "plain")):
+        assert all_files(tmp_path / root / name) == all_files(folder / name)
+
+
+def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:
+    """Its manifest was written anew, without the optimizer's files; its state has the digest of the one before."""
+    folder = full_run(tmp_path)
+    shutil.rmtree(folder / "iter_0000010")
+    write(folder, 10, SPECS[:1], optimizer_dropped={"manifest_xxh3_64": "0" * 16})
+    assert open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).is_lightened
+    assert [summary.is_lightened for summary in reprise.list(folder)] == [True, False, False]
+
+
+URL = "s3://bucket/run"
+
+
+def mirrored(folder: Path, **entries: object) -> None:
+    """Write the record of a mirror: what it has committed, or its interval and number to keep."""
+    (folder / MIRROR).write_bytes(MirrorRecord(URL, **entries).to_bytes())  # type: ignore[arg-type]
+
+
+def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    (folder / MIRROR).write_bytes(b"{")
+    with refused(CheckpointError, MIRROR):
+        reprise.drop_optimizer(folder, before=30)
+    (folder / "iter_0000010" / "hold").touch()
+    digest = open_checkpoint(folder / "iter_0000020", FILE_SYSTEM).digest
+    other, same = ({"iter_0000020": MirroredCheckpoint(found)} for found in ("0" * 16, digest))
+    for rule, reason in (
+        ({"committed": other}, f"not in {URL} yet"),
+        ({"interval": 20}, f"not in {URL} yet"),
+        ({"interval": 30}, ""),
+        ({"keep": 1}, ""),
+        ({"committed": same}, ""),
+    ):
+        mirrored(folder, **rule)
+        results = reprise.drop_optimizer(folder, before=30, dry_run=rule != {"committed": same})
+        assert [(c.iteration, c.reason) for c in results] == [(10, "held"), (20, reason)]
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+    assert names(folder / "iter_0000020") == {"weight"}
+
+
+def test_a_store_with_the_full_checkpoint_needs_no_lighter_one(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    digest = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).digest
+    for stored, changed, expected in ((digest, [10, 20], [20]), ("0" * 16, [10], [10])):
+        mirrored(folder, committed={"iter_0000010": MirroredCheckpoint(stored)})
+        reprise.drop_optimizer(folder, before=20)
+        assert MirrorRule(URL).unmirrored(folder, [10, 20, 30], changed) == expected
+
+
+def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    with refused(CheckpointError, str(folder)):
+        reprise.drop_optimizer(folder, before=31)
+    with refused(ConfigError, URL):
+        reprise.drop_optimizer(URL, before=30)
+    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+
+
+CALLS = [partial(reprise.prune, keep=1), partial(reprise.drop_optimizer, before=30)]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["prune", "drop"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_without_the_lock_nothing_changes(
+    tmp_path: Path, call: Callable[[Path], object], is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = full_run(tmp_path)
+    before = all_files(folder / "iter_0000010").keys()
+
+    def lose(lock: FolderLock) -> None:
+        raise LockError("Another job writes to this checkpoint folder")
+
+    if is_lost:
+        monkeypatch.setattr(FolderLock, "check", lose)
+    with contextlib.nullcontext() if is_lost else FolderLock(folder, "a run"), pytest.raises(LockError):
+        call(folder)
+    assert before <= all_files(folder / "iter_0000010").keys()
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 5])
+def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
+    """Drop the state of two checkpoints in processes that die before a call."""
+    source, states = full_run(tmp_path / "all"), set()
+    for at in itertools.count(0, step):
+        folder = shutil.copytree(source.parents[1], tmp_path / f"{at}") / "run" / "checkpoints"
+        gc.disable()  # in a fork of a process with threads, a collection may fail
+        process = os.fork()
+        if process == 0:
+            Killer(folder, notes=folder.parent / "notes", at=at).install()
+            reprise.drop_optimizer(folder, before=30)
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        gc.enable()
+        CheckpointFolder(folder, FILE_SYSTEM).sweep()
+        states.add(frozenset(names(folder / "iter_0000010")))
+        assert all(result.problem is None for result in reprise.verify(folder)), at
+        assert len(reprise.list(folder)) == 3, at
+        if status == 0:
+            break
+    assert at > 10
+    assert states == {frozenset({"weight"}), frozenset({"weight", "exp_avg.weight"})}
+
+
+def test_a_hold_taken_during_the_rename_keeps_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = full_run(tmp_path)
+    before, rename = all_files(folder / "iter_0000010"), Files.rename
+
+    def hold_and_rename(files: Files, source: Path, target: Path) -> None:
+        (folder / "iter_0000010" / "hold").touch()
+        rename(files, source, target)
+
+    monkeypatch.setattr(Files, "rename", hold_and_rename)
+    (result,) = reprise.drop_optimizer(folder, before=20)
+    assert result.reason == "held"
+    (folder / "iter_0000010" / "hold").unlink()
+    assert all_files(folder / "iter_0000010") == before
+
+
+def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    reprise.copy(folder, tmp_path / "copies")
+    reprise.drop_optimizer(tmp_path / "copies", before=20)
+    with refused(CheckpointError, "iter_0000010"):
+        reprise.copy(folder / "iter_0000010", tmp_path / "copies")
