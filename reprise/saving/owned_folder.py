@@ -227,7 +227,8 @@ class OwnedFolder:
         try:
             with self._agreed():
                 if not self._leads:
-                    require_mark(mark, self.folder, leader=self._channel.coordinator, is_local=self._is_local)
+                    leader = self.hosts.ranks_with(self._channel.rank)[0]
+                    require_mark(mark, self.folder, leader=leader, is_local=self._is_local)
         finally:
             if self._leads and self._is_marked:
                 with contextlib.suppress(OSError):  # the next start sweeps it

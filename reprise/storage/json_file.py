@@ -46,38 +46,9 @@ def to_bytes(value: Json) -> bytes:
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             "A value cannot be stored as JSON",
-            where=_unstorable(value) or None,
             expected="finite numbers, strings, booleans, null, lists and dictionaries of them",
             found=error,
         ) from error
-
-
-def _unstorable(value: object, where: str = "", depth: int = 0) -> str:
-    """Return the place of the first member of `value` without a form in JSON, such as `state["a"][3]`; else empty."""
-    if depth > MAX_DEPTH:
-        return where
-    if not isinstance(value, dict | list | tuple):
-        return "" if _is_storable(value) else where
-    members = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, member in members:
-        name = str(key) if depth == 0 else f"[{_quoted(key)}]"
-        place = _unstorable(member, where + name, depth + 1) if _is_storable({key: None}) else where + name
-        if place:
-            return place
-    return ""
-
-
-def _is_storable(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def _quoted(key: object) -> str:
-    text = json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
-    return text.encode(errors="backslashreplace").decode()
 
 
 def content(document: Document) -> bytes:

@@ -96,7 +96,7 @@ class FolderLock:
         me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
         self._file = _LockFile(folder.absolute() / name, me, kind, another, is_local=is_local)
         self._file.owner = weakref.ref(self if owner is None else owner)
-        self._dropped = ending_with(self, self._file.calls)
+        self._file.dropped = ending_with(self, self._file.calls)
 
     def acquire(self) -> None:
         """Take the lock; called once.
@@ -163,10 +163,12 @@ class _LockFile(Lease):
 
     Attributes:
         owner: whoever the lock is for.
+        dropped: ends the lease once nothing refers to the lock. It outlives the lock, or would do nothing.
         synced: the sync of the file, which other hosts read: a crash of this host needs it no more.
     """
 
     owner: weakref.ref[object]
+    dropped: weakref.ref[FolderLock]
     synced: Job
 
     def __init__(self, path: Path, me: Holder, kind: str, another: str, *, is_local: bool) -> None:

@@ -32,34 +32,25 @@ def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_lo
 
     Args:
         folder: the folder of rank 0, or of the host.
-        leader: the rank of the marker, where all ranks share the folder.
+        leader: the rank that made the marker.
         is_local: whether the folder is a host's own, whose first rank made the marker.
 
     Raises:
         CheckpointError: naming this host and the path, if the marker is not seen within SEEN_WITHIN_S.
     """
-    problem = why_unseen(mark, folder.files)
-    if not problem:
-        return
-    if is_local:
-        raise CheckpointError(
-            "A rank does not see the folder of local checkpoints of its host",
-            where=on_this_host(mark.parent),
-            expected=f"the file {mark.name} that the first rank of this host has made there",
-            found=problem,
-            fix="Nothing was saved. Let all ranks of a host see one folder at this path.",
-        )
-    expected = f"the file {mark.name} that rank {leader} has made there"
-    raise _unseen(folder, leader, where=mark.parent, expected=expected, found=problem)
+    if problem := why_unseen(mark, folder.files):
+        raise _unseen(folder, leader, mark.parent, f"the file {mark.name}", problem, is_local=is_local)
 
 
-def _unseen(folder: CheckpointFolder, leader: int, *, where: Path, expected: str, found: str) -> CheckpointError:
+def _unseen(
+    folder: CheckpointFolder, leader: int, where: Path, expected: str, found: str, *, is_local: bool = False
+) -> CheckpointError:
     return CheckpointError(
         f"This host does not see the checkpoint folder of rank {leader}",
         where=on_this_host(where),
-        expected=expected,
+        expected=f"{expected} that it has made there",
         found=found,
-        fix=_shared_fix(folder),
+        fix="Nothing was saved. Show all ranks of a host one folder at this path." if is_local else _shared_fix(folder),
     )
 
 
@@ -77,7 +68,7 @@ def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
         CheckpointError: naming this host and the path, if the folder is not seen within SEEN_WITHIN_S.
     """
     if problem := look_again(lambda: _problem_of(os.stat, folder.root), folder.root):
-        raise _unseen(folder, leader, where=folder.root, expected="the folder that it has made", found=problem)
+        raise _unseen(folder, leader, folder.root, "the folder", problem)
     status, namespace = os.stat(folder.root), os.stat("/proc/self/ns/mnt")
     view = f"{socket.gethostname()} {namespace.st_ino} {status.st_dev} {status.st_ino}"
     return int.from_bytes(hashlib.blake2b(view.encode(), digest_size=8).digest(), "little")

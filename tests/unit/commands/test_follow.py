@@ -16,8 +16,8 @@ import reprise
 from reprise.errors import ConfigError, DataError, LockError
 from reprise.storage import CheckpointFolder, Files, FolderLock, Hold, Json
 from tests.messages import refused
-from tests.unit.reprise.management.test_pruning import full_run
 from tests.unit.reprise.management.test_listing import save
+from tests.unit.reprise.management.test_pruning import full_run
 from trainer.commands.follow import main
 from trainer.follow.follower import Choice, Follower, FollowLog
 from trainer.follow.runner import CommandOutcome, Commands, number_at

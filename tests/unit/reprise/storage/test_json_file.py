@@ -61,23 +61,12 @@ def test_a_sealed_file_is_the_text_of_its_body(body: json_file.Json) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "place"),
-    [
-        *((value, "") for value in (NAN, INF, -INF, object(), {1, 2}, b"x", "\ud800")),
-        pytest.param(10**5000, "", id="digits"),
-        ({"b": [0, 1, 2, object()]}, '["b"][3]'),
-        ((1, NAN), "[1]"),
-        ({(1, 2): 3}, "[(1, 2)]"),
-        ({"\u00e9": "\ud800"}, '["\u00e9"]'),
-        ({"\ud800": 1}, r'["\ud800"]'),
-        (nested(64), 64 * "[0]"),
-        ((nested(63),), 64 * "[0]"),
-    ],
+    "state",
+    [NAN, INF, -INF, object(), b"x", "\ud800", {"\ud800": 1}, nested(64), pytest.param(10**5000, id="digits")],
 )
-def test_to_bytes_names_the_place_of_what_json_lacks(state: object, place: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
+def test_what_json_lacks_is_refused(state: object) -> None:
+    with pytest.raises(CheckpointError):
         json_file.to_bytes({"before": [1, {"x": None}], "state": state})
-    assert caught.value.where == f"state{place}"
 
 
 def test_what_nests_as_deep_as_may_be_comes_back() -> None:
