@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -247,17 +248,24 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, step: int)
     assert states == {frozenset({"weight"}), frozenset({"weight", "exp_avg.weight"})}
 
 
-def test_a_hold_taken_during_the_rename_keeps_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", CALLS, ids=["prune", "drop"])
+def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(
+    tmp_path: Path, call: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = full_run(tmp_path)
     before, rename = all_files(folder / "iter_0000010"), Files.rename
 
     def hold_and_rename(files: Files, source: Path, target: Path) -> None:
-        (folder / "iter_0000010" / "hold").touch()
+        if "iter_0000010" in source.parts:
+            (source if source.name == "iter_0000010" else source.parent).joinpath("hold").touch()
         rename(files, source, target)
 
     monkeypatch.setattr(Files, "rename", hold_and_rename)
-    (result,) = reprise.drop_optimizer(folder, before=20)
-    assert result.reason == "held"
+    report = call(folder)
+    if isinstance(report, tuple):
+        assert [(c.iteration, c.reason) for c in report] == [(10, "held"), (20, "")]
+    else:
+        assert ([c.iteration for c in report.expired], report.retained) == ([20], (10, 30))
     (folder / "iter_0000010" / "hold").unlink()
     assert all_files(folder / "iter_0000010") == before
 

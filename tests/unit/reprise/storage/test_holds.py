@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import reprise
 from reprise.format.names import STATE
 from reprise.saving.owned_folder import decide_expired, delete
 from reprise.saving.policy import Retention
@@ -23,12 +22,12 @@ from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, iteration_name
 from reprise.storage.holds import EXPIRY_S, HOLD, Hold, HoldingProcess, is_held
 from tests import ROOT
-from tests.unit.reprise.management.test_listing import save
 
 LIMIT_S = 120.0
 HOLDER = """
 import sys
 from pathlib import Path
+from typing import Any
 from reprise.storage.holds import Hold
 
 hold = Hold.take(Path(sys.argv[1]))
@@ -73,14 +72,6 @@ def test_a_file_of_the_exact_name_holds_until_it_is_removed(tmp_path: Path) -> N
     assert is_held(tmp_path)
 
 
-def test_a_folder_that_cannot_be_listed_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> list[Path]:
-        raise PermissionError(13, "denied")
-
-    monkeypatch.setattr(Path, "iterdir", fail)
-    assert is_held(tmp_path)
-
-
 def test_the_hold_of_a_process_ends_with_it(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
@@ -118,33 +109,22 @@ TORN = ["", '{"host": "a", "pid"', "[1]", '{"pid": 3}', "\xff"]
     [*(json.dumps(asdict(holder)) for holder in ELSEWHERE), *TORN],
     ids=["another boot", "no boot", "another namespace", *map(repr, TORN)],
 )
-def test_elsewhere_or_torn_a_hold_lasts_as_long_as_its_heartbeat(tmp_path: Path, content: str) -> None:
+def test_elsewhere_or_torn_a_hold_lasts_as_long_as_its_heartbeat(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hold.7").write_text(content, encoding="latin-1")
     os.utime(tmp_path / "hold.7", (5000.0, 5000.0))
     assert is_held(tmp_path, clock=lambda _: 5000.0 + EXPIRY_S - 1)
     assert not is_held(tmp_path, clock=lambda _: 5000.0 + EXPIRY_S)
     assert is_held(tmp_path, clock=lambda _: 1000.0)  # a clock that was set back
+    assert not is_held(tmp_path)  # by the clock of the file system
 
+    def fail(path: Path) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-@pytest.mark.parametrize("ahead_s", [-86400.0, 300.0, 86400.0])
-def test_a_host_clock_has_no_say_in_a_hold(tmp_path: Path, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_time = time.time
-    folder = folder_with(tmp_path, 1, 2, 3)
-    record(folder.iteration(1), ELSEWHERE[0], written_at=host_time())
-    held = record(folder.iteration(2), ELSEWHERE[0], written_at=host_time() - EXPIRY_S - 1)
-    monkeypatch.setattr(time, "time", lambda: host_time() + ahead_s)
-    assert decide_expired(folder, Retention(1))[0] == [2]
-    assert sorted(path.name for path in folder.iteration(2).iterdir()) == ["content", held.name]
-
-
-def test_where_no_file_can_be_written_a_hold_lasts(tmp_path: Path) -> None:
-    record(tmp_path, ELSEWHERE[0], written_at=5000.0)
-
-    def fail(folder: Path) -> float:
-        raise OSError(errno.EROFS, "Read-only file system", str(folder))
-
-    assert not is_held(tmp_path)
     assert is_held(tmp_path, clock=fail)
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert is_held(tmp_path)
 
 
 def test_a_folder_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
@@ -265,20 +245,6 @@ def test_a_sweep_gives_a_held_checkpoint_its_name_back(tmp_path: Path, monkeypat
     hold[0].release()
 
 
-def test_prune_keeps_what_is_held_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, holds, rename = save(tmp_path, 1, 2, 3), list[Hold | None](), Files.rename
-
-    def hold_and_rename(files: Files, source: Path, target: Path) -> None:
-        if source.name == iteration_name(2) and not holds:
-            holds.append(Hold.take(source))
-        rename(files, source, target)
-
-    monkeypatch.setattr(Files, "rename", hold_and_rename)
-    report = reprise.prune(folder, keep=1)
-    assert ([checkpoint.iteration for checkpoint in report.expired], report.retained) == ([1], (2, 3))
-    assert [(c.iteration, c.is_pinned) for c in reprise.list(folder)] == [(2, True), (3, False)]
-
-
 def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, paths, read = folder_with(tmp_path, 1, 2, 3), list[Path](), json_file.read
 
@@ -286,25 +252,18 @@ def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.M
         paths.append(path)
         return read(path)
 
-    def write(folder: Path, loss: float) -> None:
-        (folder / STATE).write_text(json.dumps({"valid_loss": loss}))
-
-    def expired() -> list[int]:
+    def expired(**losses: float) -> list[int]:
+        for name, loss in losses.items():
+            (tmp_path / name / STATE).write_text(json.dumps({"valid_loss": loss}))
         return decide_expired(folder, Retention(1, keep_best=1))[0]
 
-    for iteration in (1, 2, 3):
-        write(folder.iteration(iteration), float(iteration))
     monkeypatch.setattr(json_file, "read", listening)
-    assert [expired(), expired()] == [[2], [2]]
+    assert [expired(iter_0000001=1.0, iter_0000002=2.0, iter_0000003=3.0), expired()] == [[2], [2]]
     assert sorted(paths) == [folder.iteration(iteration) / STATE for iteration in (1, 2, 3)]
-    # Another folder of the same name is another checkpoint.
+    # Another folder of the same name is another checkpoint; so is one filled again, of the same inode.
     folder.iteration(2).rename(tmp_path / "old")
-    (tmp_path / "new").mkdir()
-    write(tmp_path / "new", 0.5)
-    (tmp_path / "new").rename(folder.iteration(2))
-    assert expired() == [1]
-    assert len(paths) == 4
-    # So is one with the inode of a deleted one; here the folder is filled again, at another time.
-    write(folder.iteration(2), 1.5)
+    folder.iteration(2).mkdir()
+    assert expired(iter_0000002=0.5) == [1]
     os.utime(folder.iteration(2), (1, 1))
-    assert expired() == [2]
+    assert expired(iter_0000002=1.5) == [2]
+    assert len(paths) == 5

@@ -121,12 +121,6 @@ def test_patterns_match_names_at_each_depth_or_fail(tmp_path: Path, monkeypatch:
             listing()
 
 
-def test_a_regular_file_is_read_whole_also_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"0123456789")
-    (tmp_path / "link").symlink_to("file")
-    assert read_regular(tmp_path / "link") == read_regular(tmp_path / "file", limit_bytes=10) == b"0123456789"
-
-
 @pytest.mark.parametrize("size", [10, 1 << 34])
 def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, size: int) -> None:
     try:
@@ -134,6 +128,9 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, si
             file.truncate(size)
     except OSError as error:
         pytest.skip(f"no sparse file of this size can be made here: {error}")
+    (tmp_path / "link").symlink_to("file")
+    if size == 10:
+        assert read_regular(tmp_path / "link", limit_bytes=10) == bytes(10)
     with bounded(), pytest.raises(OSError, match="larger than 9 B") as caught:
         read_regular(tmp_path / "file", limit_bytes=9)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "file"))

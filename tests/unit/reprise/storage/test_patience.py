@@ -169,16 +169,13 @@ def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path) -> N
     assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011.superseded-1"]
 
 
-def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
-    path, clock = run / "iter_0000011", Clock()
-    path.rename(tmp_path / "hidden")
-    clock.wakes = {3: lambda: (tmp_path / "hidden").rename(path)}
-    await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
-    assert clock.sleeps == 3
-
-
 def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
     path, clock = run / "iter_0000012", Clock()
+    clock.wakes = {3: lambda: (run / "iter_0000011").rename(path)}
+    await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
+    assert clock.sleeps == 3
+    path.rename(run / "iter_0000011")
+    clock = Clock()
     with refused(UnreadableError, "Rank 1", socket.gethostname(), str(path)):
         await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
     assert RETRY_S <= clock.now_s <= 2 * RETRY_S

@@ -75,12 +75,6 @@ def test_calls_together_all_end_before_the_first_error(threads: int) -> None:
     assert sorted(ended) == [0, 1, 2, 3]
 
 
-def test_a_single_call_needs_no_thread() -> None:
-    threads: list[threading.Thread] = []
-    run_together([lambda: threads.append(threading.current_thread())], name="test", threads=3)
-    assert threads == [threading.current_thread()]
-
-
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     start, started, ended = threading.Thread.start, list[threading.Thread](), list[int]()
@@ -96,6 +90,9 @@ def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyP
             barrier.wait(JOIN_S)
         ended.append(number)
 
+    threads = list[threading.Thread]()
+    run_together([lambda: threads.append(threading.current_thread())], name="test", threads=3)
+    assert threads == [threading.current_thread()]  # a single call needs none
     barrier = threading.Barrier(1 + most)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     run_together([partial(call, number) for number in range(5)], name="test", threads=4)
