@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,11 +15,24 @@ from reprise.format.lineage import FRESH, Branch, Lineage
 from reprise.ranks import single_rank_channel
 from reprise.saving import Checkpointer, SavePolicy
 from reprise.storage import iteration_name
+from reprise.stores.client import StoreClient
 from reprise.stores.upload import MARK
 from tests.fakes import lone_contents
 
 RUN = Lineage((Branch("the-run", FRESH),))
 FILE_BYTES = 16 << 10
+
+
+class WatchedClient(StoreClient):
+    """A client whose every request, and every deletion of an object, is made by `watch`, from a call and its values."""
+
+    def __init__(self, root: str, watch: Callable[..., Any]) -> None:
+        super().__init__(root)
+        self.objects = lambda prefix: iter(list(StoreClient.objects(self, prefix)))  # type: ignore[method-assign]
+        for name in ("head", "read", "names", "objects", "put", "create", "put_parts", "delete"):
+            setattr(self, name, partial(watch, getattr(self, name)))
+        delete_one = self.delete
+        self.delete = lambda keys: [delete_one([key]) for key in keys] and None  # type: ignore[method-assign]
 
 
 def save(

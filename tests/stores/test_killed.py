@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from reprise.stores.upload import Upload
 from reprise.stores.url import StoreUrl
 from tests.messages import refused
 from tests.profiles import SEED, day, slow
-from tests.stores.saving import RUN, assert_whole, content, give_up, save
+from tests.stores.saving import RUN, WatchedClient, assert_whole, content, give_up, save
 
 
 class KilledError(BaseException):
@@ -36,31 +37,16 @@ class Killer:
     def __init__(self, number: int, *, is_after: bool) -> None:
         self.number, self.is_after, self.count = number, is_after, 0
 
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **settings: Any) -> Any:
-            self.count += 1
-            is_due = self.count == self.number
-            if is_due and not self.is_after:
+    def watch(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        self.count += 1
+        is_due = self.count == self.number
+        if is_due and not self.is_after:
+            raise KilledError
+        try:
+            return call(*arguments)
+        finally:
+            if is_due:
                 raise KilledError
-            try:
-                return call(*arguments, **settings)
-            finally:
-                if is_due:
-                    raise KilledError
-
-        return counted
-
-
-class KillableClient(StoreClient):
-    """A client whose every request, and every deletion of an object, is a call of the killer."""
-
-    def __init__(self, root: str, killer: Killer) -> None:
-        super().__init__(root)
-        for name in ("head", "read", "names", "put", "create", "put_parts"):
-            setattr(self, name, killer.around(getattr(super(), name)))
-        list_all, delete_one = super().objects, killer.around(super().delete)
-        self.objects = killer.around(lambda prefix: iter(list(list_all(prefix))))  # type: ignore[method-assign]
-        self.delete = lambda keys: [delete_one([key]) for key in keys] and None  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +78,11 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
     is_killed = False
 
     def start(host: int) -> MirrorPass:
-        client = KillableClient(url.root, killer)
+        client = WatchedClient(url.root, killer.watch)
         return MirrorPass(client, url, folder, MirrorRule(str(url), keep=2), host=host, hosts=hosts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mirror_pass, "replace_file", killer.around(mirror_pass.replace_file))
+        patch.setattr(mirror_pass, "replace_file", partial(killer.watch, mirror_pass.replace_file))
         mirrors = [start(host) for host in range(hosts)]
         for _ in range(200):
             ends = []
@@ -143,7 +129,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         killer = Killer(number, is_after=bool(number // step % 2))
         with contextlib.suppress(KilledError):
             target = StoreUrl.parse(f"file://{store / iteration_name(5)}")
-            upload = Upload(KillableClient(target.root, killer), target, str(folder / iteration_name(5)))
+            upload = Upload(WatchedClient(target.root, killer.watch), target, str(folder / iteration_name(5)))
             for name in upload.begin() or ():
                 upload.send(name)
             upload.commit()

@@ -1,9 +1,8 @@
-"""A run, its uploader and its follower, killed at random: the store, the run and the record of the follower agree."""
+"""A run and its uploader, killed at random: the store is whole at every moment, and complete at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,50 +20,42 @@ from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, Running, launch, started
 from tests.profiles import SEED
 from tests.stores.saving import committed
-from trainer.commands import follow
 
 KILLS = int(os.environ.get("REPRISE_KILLS", "500"))
 ITERATIONS = 240
 LONGEST_S = 4.0  # of a pause between two kills
-LOOK = 'ls "$1"/*.safetensors "$1"/manifest.json > "$2"'  # fails for a folder that is not whole
-
-
-def run_follower(arguments: list[str]) -> None:
-    raise SystemExit(follow.main(arguments))
 
 
 class Scene:
-    """A run with a mirror and a follower, each started again after its end."""
+    """A run with a mirror, started again after its end."""
 
     def __init__(self, folder: Path) -> None:
         self.run, self.store, self.root = folder / "run", folder / "store", folder / "run" / "checkpoints"
-        self.overrides = [*MODEL, f"train.train_iters={ITERATIONS}", "checkpoint.max_checkpoint_keep=2"]
-        self.overrides += [f"checkpoint.mirror=file://{self.store}", "checkpoint.mirror_wait_s=60"]
-        self.words = [str(self.run), "--poll-seconds", "0.1", "--", "sh", "-c", LOOK, "sh", "{}", str(folder / "seen")]
-        self._stacks = dict[str, contextlib.ExitStack]()
-        self._running = dict[str, Running]()
+        self._words = [f"run.dir={self.run}", *MODEL, f"train.train_iters={ITERATIONS}"]
+        self._words += ["checkpoint.max_checkpoint_keep=2", f"checkpoint.mirror=file://{self.store}"]
+        self._words += ["checkpoint.mirror_wait_s=60"]
+        self.stack = contextlib.ExitStack()
+        self._running: Running | None = None
 
     def start(self) -> bool:
-        """Start what does not run; return whether the run has come to its end."""
-        for name in ("run", "follower"):
-            if name in self._running and self._running[name].processes[0].exitcode is None:
-                continue
-            if name in self._running:
-                status = self._running[name].processes[0].exitcode
-                assert status in (0, -signal.SIGKILL), self._running[name].ended().text
-                if name == "run" and status == 0:
-                    return True
-                self._stacks[name].close()
-            self._stacks[name] = contextlib.ExitStack()
-            function = run_trainer if name == "run" else run_follower
-            words = [f"run.dir={self.run}", *self.overrides] if name == "run" else self.words
-            folder = self.run.with_name(f"{name}.logs")
-            self._running[name] = self._stacks[name].enter_context(started(function, words, folder=folder, ranks=1))
+        """Start the run if it does not run; return whether it has come to its end."""
+        if self._running is not None:
+            status = self._running.processes[0].exitcode
+            if status is None:
+                return False
+            assert status in (0, -signal.SIGKILL), self._running.ended().text
+            if status == 0:
+                return True
+            self.stack.close()
+        folder = self.run.with_name("run.logs")
+        self._running = self.stack.enter_context(started(run_trainer, self._words, folder=folder, ranks=1))
         return False
 
-    def kill(self, victim: str) -> bool:
-        """Kill a process; return whether it was alive."""
-        process = self._running["follower" if victim == "follower" else "run"].processes[0]
+    def kill(self, victim: str, after_s: float) -> bool:
+        """Kill a process after a pause, or the end of the run; return whether it was alive."""
+        assert self._running is not None
+        process = self._running.processes[0]
+        process.join(after_s)
         number = uploader_of(process.pid or 0) if victim == "uploader" else process.pid
         if number is None or process.exitcode is not None:
             return False
@@ -72,25 +63,9 @@ class Scene:
             return False  # the next start would refuse to begin anew
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-        if victim != "uploader":
+        if victim == "run":
             process.join(DEADLINE_S)
         return True
-
-    def pause(self, seconds: float) -> None:
-        """Wait, or until the run has ended."""
-        self._running["run"].processes[0].join(seconds)
-
-    def end(self) -> None:
-        """Kill what still runs."""
-        for stack in self._stacks.values():
-            stack.close()
-
-    def lines(self) -> Counter[int]:
-        """Return how often the follower has recorded each iteration."""
-        path = self.run / "follow.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        assert not any(record["status"] for record in records)
-        return Counter(record["iteration"] for record in records)
 
 
 def uploader_of(parent: int) -> int | None:
@@ -104,27 +79,22 @@ def uploader_of(parent: int) -> int | None:
 
 
 @pytest.mark.nightly
-def test_run_uploader_and_follower_are_killed_at_random_moments(tmp_path: Path) -> None:
+def test_run_and_uploader_are_killed_at_random_moments(tmp_path: Path) -> None:
     draw, kills, number = random.Random(SEED), Counter[str](), 0
     unbroken = tmp_path / "unbroken" / "run"
     assert launch(unbroken, [*MODEL, f"train.train_iters={ITERATIONS}"]).ok
     while kills.total() < KILLS:
         number += 1
         scene = Scene(tmp_path / f"round{number}")
-        try:
+        with scene.stack:
             while not scene.start():
-                scene.pause(draw.uniform(0.0, LONGEST_S))
-                victim = draw.choice(("run", "uploader", "follower"))
-                kills[victim] += scene.kill(victim)
+                victim = draw.choice(("run", "uploader"))
+                kills[victim] += scene.kill(victim, draw.uniform(0.0, LONGEST_S))
                 print(f"seed {SEED}: {dict(kills)} kills in run {number}", flush=True)
                 assert_equal(scene.store, unbroken / "checkpoints")
-        finally:
-            scene.end()
-        assert follow.main(["--once", *scene.words]) == 0
         command = "-m", "reprise", "checkpoint", "mirror", scene.root, f"file://{scene.store}", "--once"
         subprocess.run([sys.executable, *command], timeout=DEADLINE_S)  # as the run says, if it ends early
         check_end(scene, unbroken / "checkpoints")
-    print(f"seed {SEED}: {dict(kills)} kills in {number} whole runs")
 
 
 def assert_equal(store: Path, unbroken: Path) -> None:
@@ -139,9 +109,5 @@ def check_end(scene: Scene, unbroken: Path) -> None:
     """Require that nothing is lost, at the end of a run."""
     assert committed(scene.store) == [iteration_name(n) for n in range(3, ITERATIONS + 1, 3)]
     assert_equal(scene.store, unbroken)
-    present = CheckpointFolder(scene.root, Files()).committed()
-    lines = scene.lines()
-    assert set(lines.values()) == {1}
-    assert set(present) <= lines.keys()
     assert not [path for path in scene.root.rglob("*") if path.name.endswith(TEMPORARY)]
     assert not list(scene.store.rglob(".upload-*"))

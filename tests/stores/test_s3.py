@@ -13,30 +13,12 @@ import boto3
 import pytest
 
 from reprise.storage import iteration_name
-from reprise.stores.client import PARTS_AT_ONCE
-from reprise.stores.mirror_process import TOKIO_THREADS
 from tests.stores.moto_server import BUCKET, KEYS, environment, moto_server
 from tests.stores.proxy import Faults, faulty
 from tests.stores.saving import content, save
 
 TIMEOUT_S = 240.0
 URL = f"s3://{BUCKET}"
-MEMORY = """
-import sys
-from pathlib import Path
-from reprise.stores.client import PART_BYTES, StoreClient
-
-def kib(member):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if member in line)
-
-client, path = StoreClient("s3://bucket"), Path(sys.argv[1])
-client.put("memory/first", b"what a first request takes stays")
-before = kib("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-for number in range(3):
-    client.put(f"memory/{number}", path)
-print((kib("VmHWM") - before) * 1024 / PART_BYTES)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +27,11 @@ def endpoint() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def python(*words: object, endpoint: str, is_ok: bool = True, **variables: str) -> str:
+def python(*words: object, endpoint: str, is_ok: bool = True) -> str:
     """Run Python against a server; return what it prints."""
     ended = subprocess.run(
         [sys.executable, *map(str, words)],
-        env={**os.environ, **environment(endpoint), **variables},
+        env={**os.environ, **environment(endpoint)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -92,14 +74,6 @@ def test_faults_of_a_store_are_not_seen(endpoint: str, tmp_path: Path) -> None:
     with faulty(int(endpoint.rpartition(":")[2]), Faults(wrong=5)) as proxy:
         text = checkpoint("copy", f"{URL}/copied", tmp_path / "wrong", endpoint=proxy, is_ok=False)
     assert "damaged" in text
-
-
-@pytest.mark.nightly
-def test_an_upload_takes_at_most_four_parts_a_thread(endpoint: str, tmp_path: Path) -> None:
-    (tmp_path / "large").write_bytes(bytes((96 << 20) + 5))
-    text = python("-c", MEMORY, tmp_path / "large", endpoint=endpoint, TOKIO_WORKER_THREADS=TOKIO_THREADS)
-    print(f"{text} parts for {PARTS_AT_ONCE} requests at a time by {TOKIO_THREADS} threads")
-    assert float(text) <= PARTS_AT_ONCE + 2 <= 4 * int(TOKIO_THREADS)
 
 
 @pytest.mark.slow
