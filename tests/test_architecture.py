@@ -225,7 +225,6 @@ HANDED_ON = {
         reprise.saving.checkpointer
         reprise.ranks.channel
         reprise.ranks.joint_call
-        reprise.commit.opening
         reprise.commit.protocol
         reprise.loading.restorer
         reprise.saving.program_end

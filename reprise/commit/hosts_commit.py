@@ -14,7 +14,6 @@ from reprise.commit.commit_state import Action, Event
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import Answer, DecisionMessage
 from reprise.commit.protocol import Steps, TwoPhaseCommit
-from reprise.commit.report import Offer
 from reprise.errors import CheckpointError
 from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
@@ -60,11 +59,11 @@ class HostsCommit(TwoPhaseCommit):
         if self._channel.rank in self._attempt.hosts.leaders:
             self._copying.committed(self._attempt, self._order)
 
-    def _begin(self, offers: Mapping[int, Offer]) -> None:
+    def _begin(self) -> None:
         """Require that all ranks of a host see one folder there."""
         for name, ranks in zip(self._attempt.hosts.names, self._attempt.hosts.ranks, strict=True):
             for rank in ranks:
-                if offers[rank].view != offers[ranks[0]].view:
+                if self._offers[rank].view != self._offers[ranks[0]].view:
                     raise CheckpointError(
                         "A rank does not see the folder of local checkpoints of its host",
                         where=f"host {name}, {self._attempt.folder.root}",
@@ -72,7 +71,7 @@ class HostsCommit(TwoPhaseCommit):
                         found=f"another one on rank {rank}",
                         fix="Nothing was saved. Let all ranks of a host see one folder at this path.",
                     )
-        super()._begin(offers)
+        super()._begin()
 
     def _calls(self) -> dict[Action, Callable[[], Event]]:
         return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}

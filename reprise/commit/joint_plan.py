@@ -1,14 +1,16 @@
 """The joint plan of a save: which rank writes which bytes, agreed before the first of them is written.
 
 The table of a rank lists the pieces that it writes. It changes with the tensors, so its digest is enough for most
-saves. Rank 0 checks once that the tables of all ranks tile every tensor. Later saves bring the digests of the blocks
-in the order of the tables.
+saves. Rank 0 checks once that the tables of all ranks tile every tensor, in columns: millions of pieces need no object
+each. Later saves bring the digests of the blocks in the order of the tables.
 """
 
 from __future__ import annotations
 
-import struct
+import itertools
+import math
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,15 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise.commit.report import Offer
-from reprise.commit.tiles import PIECE, entries_of
+from reprise.commit.report import Offer, ranks_text, sides_of
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
-from reprise.format.layout import Layout
-from reprise.format.manifest import DIGEST_BYTES, TensorEntry, WrittenPiece, block_count
+from reprise.format.layout import Layout, Place
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, TensorEntry, WrittenPiece
 
 _LEVEL = 1  # of zlib: the numbers of a table are small, and most repeat those of the piece before
-_DIGEST = np.dtype("<u8")
+_DIGEST, _NUMBER = np.dtype("<u8"), np.dtype("<i8")
+_LO, _HI, _BOX = 1, 2, 3  # columns of a table, after the tensor's number
+_Integers = npt.NDArray[np.int64]
 
 
 class PlannedPiece(Protocol):
@@ -42,14 +45,39 @@ class PlannedPiece(Protocol):
 
 
 def encode(pieces: Sequence[PlannedPiece], layout: Layout) -> bytes:
-    """Return the table of pieces: the tensor's number in the layout, dimensions, byte range, count of blocks, box."""
-    numbers = {name: number for number, name in enumerate(layout.places)}
-    parts = []
+    """Return the table of pieces: the digest of the layout, then a row of numbers for each piece.
+
+    A row has the tensor's number in the layout, the byte range, and the box: offset and shape, each filled up to the
+    most dimensions of a tensor.
+
+    Raises:
+        CheckpointError: for a piece with other dimensions than its tensor.
+    """
+    identity = xxhash.xxh3_64()
+    for name, place in layout.places.items():  # row by row: the text of all would hold up other threads
+        spec = place.spec
+        identity.update(repr((spec.kind.value, name, spec.dtype.name, spec.shape, spec.view, place.file)).encode())
+    numbers, most, rows = {name: number for number, name in enumerate(layout.places)}, _most_dims(layout), []
     for piece in pieces:
-        dims = len(piece.box.offset)
-        parts.append(PIECE.pack(numbers[piece.name], dims, piece.lo, piece.hi, block_count(piece.hi - piece.lo)))
-        parts.append(struct.pack(f"<{2 * dims}Q", *piece.box.offset, *piece.box.shape))
-    return b"".join(parts)
+        offset, shape = piece.box.offset, piece.box.shape
+        if len(offset) != len(layout.places[piece.name].spec.view):
+            raise _not_tiled(piece.name, f"a piece of {len(offset)} dimensions")
+        filling = (0,) * (most - len(offset))
+        rows.append((numbers[piece.name], piece.lo, piece.hi, *offset, *filling, *shape, *filling))
+    return identity.digest() + np.array(rows, dtype=_NUMBER).tobytes()
+
+
+def _most_dims(layout: Layout) -> int:
+    return max((len(place.spec.view) for place in layout.places.values()), default=0)
+
+
+def _not_tiled(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        "The pieces of all ranks do not cover a tensor exactly once",
+        where=name,
+        found=what,
+        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +91,42 @@ class JointPlan:
             in the order of the tables.
     """
 
-    layout: Layout
     tables: tuple[int, ...]
     counts: tuple[int, ...]
     entries: Mapping[str, TensorEntry]
 
     @staticmethod
-    def of(layout: Layout, tables: Sequence[bytes]) -> JointPlan:
-        """Check that the pieces of all tables tile the tensors.
+    def of(layout: Layout, tables: Mapping[int, bytes]) -> JointPlan:
+        """Check that the pieces of all tables, given by rank, tile the tensors.
 
         Raises:
-            CheckpointError: naming the first tensor with a missing, duplicate or unknown piece.
+            CheckpointError: naming the ranks with other tensors, or the first tensor with a missing, duplicate or
+                unknown piece.
         """
-        entries, counts = entries_of(layout, tables)
-        return JointPlan(layout, tuple(map(_digest_of, tables)), tuple(counts), entries)
-
-    def suits(self, layout: Layout, tables: Sequence[int]) -> bool:
-        """Return whether this plan is of the very same layout and tables."""
-        return self.layout is layout and self.tables == tuple(tables)
+        sides = sides_of({rank: table[:DIGEST_BYTES] for rank, table in tables.items()})
+        if len(sides) > 1:
+            raise CheckpointError(
+                "The ranks do not save the same tensors",
+                expected="the same table of tensors on every rank",
+                found=" against ".join(map(ranks_text, sides)),
+                fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which "
+                "differ by rank, cannot be saved like this. `save_state_dict` saves them.",
+            )
+        width = _BOX + 2 * _most_dims(layout)
+        parts = [np.frombuffer(table, _NUMBER, offset=DIGEST_BYTES).reshape(-1, width) for table in tables.values()]
+        rows, places = np.concatenate(parts), list(layout.places.values())
+        for row in rows[rows[:, _LO] >= rows[:, _HI]][:1]:
+            raise _not_tiled(places[row[0]].spec.name, "a piece without bytes")
+        blocks = -(-(rows[:, _HI] - rows[:, _LO]) // BLOCK_BYTES)
+        first_blocks, owners = np.cumsum(blocks) - blocks, np.repeat(np.arange(len(parts)), list(map(len, parts)))
+        counts = np.bincount(owners, weights=blocks, minlength=len(parts)).astype(np.int64)
+        order = np.argsort(rows[:, 0], kind="stable")
+        bounds = np.searchsorted(rows[order, 0], np.arange(len(places) + 1))
+        entries = {}
+        for place, (lo, hi) in zip(places, itertools.pairwise(bounds), strict=True):
+            members = order[lo:hi]
+            entries[place.spec.name] = _entry(place, rows[members], blocks[members], first_blocks[members])
+        return JointPlan(tuple(map(_digest_of, tables.values())), tuple(counts.tolist()), entries)
 
     def tensors(self, digests: Sequence[bytes]) -> dict[str, TensorEntry]:
         """Return the entries of all tensors in the manifest.
@@ -91,20 +137,20 @@ class JointPlan:
         Raises:
             CheckpointError: if a table has not one digest for each of its blocks.
         """
-        blocks, begin = np.empty(sum(self.counts), dtype=_DIGEST), 0
-        for number, (count, data) in enumerate(zip(self.counts, digests, strict=True)):
-            if len(data) != count * DIGEST_BYTES:
-                raise CheckpointError(
-                    "A written piece has not one digest for each of its blocks",
-                    where=f"report {number}",
-                    expected=f"{count * DIGEST_BYTES} B",
-                    found=f"{len(data)} B",
-                    fix="Nothing was committed; this is a defect of the program that wrote it.",
-                )
-            blocks[begin : begin + count] = np.frombuffer(data, dtype=_DIGEST)
-            begin += count
+        sizes = [count * DIGEST_BYTES for count in self.counts]
+        if (lengths := list(map(len, digests))) != sizes:
+            number = next(number for number, size in enumerate(sizes) if lengths[number] != size)
+            raise CheckpointError(
+                "A written piece has not one digest for each of its blocks",
+                where=f"report {number}",
+                expected=f"{sizes[number]} B",
+                found=f"{lengths[number]} B",
+                fix="Nothing was committed; this is a defect of the program that wrote it.",
+            )
+        blocks = np.frombuffer(b"".join(digests), dtype=_DIGEST)
         return {
-            name: replace(entry, digests=blocks[_numbers_of(entry)].tobytes()) for name, entry in self.entries.items()
+            name: replace(entry, digests=blocks[np.frombuffer(entry.digests, dtype=_DIGEST)].tobytes())
+            for name, entry in self.entries.items()
         }
 
     def writers(self, itemsizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -122,18 +168,58 @@ class JointPlan:
         return writers
 
 
+def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Integers) -> TensorEntry:
+    """Return the entry of a tensor.
+
+    Args:
+        rows: of the pieces of the tensor, in the form of `encode`; blocks are counted over all tables.
+
+    Raises:
+        CheckpointError: if the pieces do not tile it.
+    """
+    name, view = place.spec.name, place.spec.view
+    if bool(len(rows)) != (place.spec.total_bytes > 0):
+        raise _not_tiled(name, "a piece of a tensor without bytes" if len(rows) else "no piece")
+    cell, total = np.zeros(len(rows), dtype=np.int64), np.full(len(rows), place.spec.dtype.itemsize)
+    cuts = list[tuple[int, ...]]()
+    for dim, size in enumerate(view):
+        begin, length = rows[:, _BOX + dim], rows[:, (_BOX + rows.shape[1]) // 2 + dim]
+        end = begin + length
+        if (begin < 0).any() or (length <= 0).any() or (length > size - begin).any():  # `end` may overflow
+            raise _not_tiled(name, "a box outside the tensor")
+        marks = np.sort(np.concatenate([[0, size], begin, end]))
+        marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would keep other threads waiting
+        index = np.searchsorted(marks, begin)
+        if (marks[index + 1] != end).any():
+            raise _not_tiled(name, "boxes that overlap")
+        cell, total = cell * (len(marks) - 1) + index, total * length
+        cuts.append(tuple(marks.tolist()))
+    if not len(rows):
+        return TensorEntry(view, tuple(cuts), {}, b"")
+    order = np.lexsort((rows[:, _LO], cell))
+    cell, lo, hi, total, blocks = cell[order], rows[order, _LO], rows[order, _HI], total[order], blocks[order]
+    is_first = np.append(True, cell[1:] != cell[:-1])
+    is_last = np.append(is_first[1:], True)
+    has_gaps = (lo != np.where(is_first, 0, np.append(0, hi[:-1]))).any() or (hi[is_last] != total[is_last]).any()
+    if int(is_first.sum()) != math.prod(len(marks) - 1 for marks in cuts) or has_gaps:
+        raise _not_tiled(name, "bytes that no piece has, or two")
+    shares = defaultdict[int, list[int]](list)
+    for number, offset in zip(cell[~is_first].tolist(), lo[~is_first].tolist(), strict=True):
+        shares[number].append(offset)
+    offsets = {number: tuple(in_cell) for number, in_cell in shares.items()}
+    ends = np.cumsum(blocks)
+    numbers = np.repeat(first_blocks[order] - (ends - blocks), blocks) + np.arange(ends[-1])
+    return TensorEntry(view, tuple(cuts), offsets, numbers.astype(_DIGEST).tobytes())
+
+
 def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
     """Return the entries of the tensors of a layout whose pieces are all written.
 
     Raises:
         CheckpointError: as `JointPlan.of` and `JointPlan.tensors`.
     """
-    plan = JointPlan.of(layout, [encode(pieces, layout)])
+    plan = JointPlan.of(layout, {0: encode(pieces, layout)})
     return plan.tensors([b"".join(piece.digests for piece in pieces)])
-
-
-def _numbers_of(entry: TensorEntry) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(entry.digests, dtype=_DIGEST)
 
 
 def _digest_of(table: bytes) -> int:
@@ -171,13 +257,13 @@ class KnownPlans:
             offers: of all ranks, by rank.
 
         Raises:
-            CheckpointError: if the pieces do not tile the tensors, or a table has not arrived.
+            CheckpointError: if the ranks save different tensors, their pieces do not tile the tensors, or a table has
+                not arrived.
         """
         self._tables |= {rank: offer.table for rank, offer in offers.items() if offer.table}
-        digests = [offer.pieces for offer in offers.values()]
-        if self._joint is None or not self._joint.suits(layout, digests):
+        if self._joint is None or self._joint.tables != tuple(offer.pieces for offer in offers.values()):
             self._joint = None  # its memory is free while the next is made
-            self._joint = JointPlan.of(layout, [self._table(rank, offer) for rank, offer in offers.items()])
+            self._joint = JointPlan.of(layout, {rank: self._table(rank, offer) for rank, offer in offers.items()})
         return self._joint
 
     def _table(self, rank: int, offer: Offer) -> bytes:

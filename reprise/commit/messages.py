@@ -16,6 +16,7 @@ from reprise.errors import LaunchError, TrainerError
 from reprise.format import manifest
 from reprise.format.names import MANIFEST
 from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +58,12 @@ class OpeningMessage(_Message):
 
     Args:
         problem: why none may write.
-        witnesses: the ranks that send their tables before the last answer comes.
+        sides: the ranks whose replicas differ, which all ranks are about to learn; see `require_agreement`.
         is_decided: whether there is a decision on the attempt already.
     """
 
     problem: str | None = None
-    witnesses: Sequence[int] | None = None
+    sides: Sequence[Sequence[int]] = ()
     is_decided: bool = False
 
 
@@ -89,11 +90,11 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
     action = shared.take(commit_state.Aborted(str(error)))
     key = key_of(attempt.name)
     if action is Action.BROADCAST:
-        broadcast(channel, key, DecisionMessage(problem=text_of(error)))
+        broadcast(channel, key, DecisionMessage(problem=str(as_problem(error))))
         put_opening(channel, attempt.name, OpeningMessage(is_decided=True))
     if action is Action.REPORT:
         try:
-            channel.put(f"{key}/report/{channel.rank}", RankReport(text_of(error)).to_bytes())
+            channel.put(f"{key}/report/{channel.rank}", RankReport(str(as_problem(error))).to_bytes())
             refuse_opening(channel, attempt, error)
         except LaunchError as lost:
             _log.error("the failure of %s could not be reported: %s", key, lost)
@@ -112,8 +113,6 @@ def put_opening(channel: StoreChannel, name: str, message: OpeningMessage) -> No
         return
     try:
         channel.put(f"{key_of(name)}/opened", message.to_bytes(), is_first=False)
-        if message.problem is not None or message.is_decided:  # ranks that were asked for tables wait for it
-            channel.put(f"{key_of(name)}/opened/last", message.to_bytes(), is_first=False)
     except LaunchError as error:
         _log.error("the opening of attempt %s could not be sent: %s", name, error)
 
@@ -125,9 +124,9 @@ def refuse_opening(channel: StoreChannel, attempt: Attempt, error: BaseException
         LaunchError: on any rank but rank 0, if the store is gone.
     """
     if channel.coordinates:
-        put_opening(channel, attempt.name, OpeningMessage(text_of(error)))
+        put_opening(channel, attempt.name, OpeningMessage(str(as_problem(error))))
         return
-    offer = Offer(attempt.iteration, problem=text_of(error))
+    offer = Offer(attempt.iteration, problem=str(as_problem(error)))
     channel.put(f"{key_of(attempt.name)}/offer/{channel.rank}", offer.to_bytes(), is_first=False)
 
 
@@ -156,8 +155,8 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
         LaunchError: if the store is gone.
     """
     key = key_of(name)
-    kinds = ("offer", "report", "table", "stripes", "prepared")
-    of_rank0 = ("opened", "opened/last", "decision", "files") if channel.coordinates else ()
+    kinds = ("offer", "report", "stripes", "prepared")
+    of_rank0 = ("opened", "differs/decision", "decision", "files") if channel.coordinates else ()
     channel.delete([f"{key}/{kind}" for kind in (*of_rank0, *(f"{kind}/{channel.rank}" for kind in kinds))])
 
 
@@ -169,11 +168,6 @@ def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> Non
         channel.put(f"{key}/decision", decision.to_bytes())
     except LaunchError as error:
         _log.error("the decision on %s could not be sent: %s", key, error)
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error as the other ranks read it."""
-    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
 
 
 def is_committed(attempt: Attempt) -> bool:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, SharedCommitState, key_of
 from reprise.commit.commit_state import Action, Event, Outcome
-from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import JointPlan, KnownPlans
-from reprise.commit.messages import DecisionMessage, broadcast, is_committed, refuse_opening, text_of
-from reprise.commit.opening import Opening
-from reprise.commit.report import Offer, RankReport
+from reprise.commit.messages import (
+    DecisionMessage,
+    OpeningMessage,
+    broadcast,
+    is_committed,
+    put_opening,
+    refuse_opening,
+)
+from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
+from reprise.commit.report import Offer, RankReport, require_readiness
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.manifest import TensorEntry, Written
 from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem
+
+_Message = TypeVar("_Message", Offer, RankReport)
 
 # What a rank does on its disk: any error of it fails the attempt, also one of a message.
 _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
@@ -25,8 +34,9 @@ _ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
 class Steps(Protocol):
     """What a rank does on its disk in a commit. All raise what went wrong."""
 
-    def inventory(self) -> Inventory:
-        """Return what this rank saves. Where there are several ranks."""
+    @property
+    def replicas(self) -> ReplicaDigests:
+        """Return the digests of what this rank compares with other ranks."""
 
     def table(self) -> bytes:
         """Return the table of the pieces that this rank writes; see `joint_plan.encode`."""
@@ -124,8 +134,8 @@ class TwoPhaseCommit:
         # A disagreement of the ranks says more than this rank's own error, but for one that nobody expects.
         is_better = isinstance(error, TrainerError) and isinstance(self._error, TrainerError)
         self._error = error if is_better else self._error or error
-        self._report = replace(self._report, problem=text_of(error))
-        return commit_state.Failed(text_of(error))
+        self._report = replace(self._report, problem=str(as_problem(error)))
+        return commit_state.Failed(str(as_problem(error)))
 
     def _write(self) -> Event:
         try:
@@ -141,30 +151,63 @@ class TwoPhaseCommit:
         return commit_state.Wrote()
 
     def _open(self) -> bool:
-        """Agree with all ranks on what is saved; return whether this rank is to write its part."""
-        if self._channel.world_size == 1:
-            offer = self._plans.with_table(Offer(self._attempt.iteration), self._steps.table())
-            self._plan = self._plans.joint(self._attempt.layout, {self._channel.rank: offer})
-            self._plans.delivered()
-            self._steps.begin()
-            return True
-        try:
-            inventory = self._steps.inventory()
-            offer = Offer(self._attempt.iteration, inventory.identity, inventory.groups(), view=self._steps.view())
-            offer = self._plans.with_table(offer, self._steps.table())
-        except BaseException as error:
-            refuse_opening(self._channel, self._attempt, error)
-            raise
-        opening = Opening(self._channel, self._attempt, self._plans)
-        if not self._channel.coordinates:
-            return opening.join(offer, inventory)
-        self._plan = opening.lead(offer, inventory, self._begin)
-        return True
+        """Agree with all ranks on what is saved, before a byte is written.
 
-    def _begin(self, offers: Mapping[int, Offer]) -> None:
-        """Do what is to be done before any rank writes, given what all ranks offer. Rank 0 only."""
-        self._offers = dict(offers)
+        Returns:
+            False if rank 0 has decided the attempt already, as its decision says.
+
+        Raises:
+            CheckpointError: if the ranks save different tensors or iterations, or one of them saves nothing.
+            ReplicaError: on rank 0, if they hold different bits of the same tensor.
+            LaunchError: if a rank does not answer.
+        """
+        channel, offer = self._channel, Offer(self._attempt.iteration)
+        try:
+            if channel.world_size > 1:
+                offer = replace(offer, groups=self._steps.replicas.groups(), view=self._steps.view())
+            offer = self._plans.with_table(offer, self._steps.table())
+            if channel.coordinates:
+                self._lead(offer)
+                return True
+        except BaseException as error:
+            refuse_opening(channel, self._attempt, error)
+            raise
+        return self._join(offer)
+
+    def _lead(self, offer: Offer) -> None:
+        """Read the offers of all ranks, and open the attempt. Rank 0 only."""
+        self._offers = {self._channel.rank: offer, **self._read_all("offer", Offer.from_bytes)}
+        require_readiness(self._offers)
+        self._plan = self._plans.joint(self._attempt.layout, self._offers)
+        sides = differing_sides({rank: offer.groups for rank, offer in self._offers.items()})
+        if sides:
+            message = OpeningMessage(sides=sides)
+            self._channel.put(f"{self._key}/opened", message.to_bytes(), is_first=False)
+        require_agreement(self._channel, self._key, sides, self._steps.replicas.table)
+        self._begin()
+        self._plans.delivered()
+        put_opening(self._channel, self._attempt.name, OpeningMessage())
+
+    def _join(self, offer: Offer) -> bool:
+        """Send the offer of this rank, and wait until it may write. Any rank but rank 0."""
+        self._channel.put(f"{self._key}/offer/{self._channel.rank}", offer.to_bytes())
+        answer = OpeningMessage.from_bytes(self._channel.read(f"{self._key}/opened", sender=self._coordinator))
+        require_agreement(self._channel, self._key, answer.sides, self._steps.replicas.table)
+        if answer.problem is not None:
+            raise CheckpointError(answer.problem.rstrip("."))
+        if not answer.is_decided:
+            self._plans.delivered()
+        return not answer.is_decided
+
+    def _begin(self) -> None:
+        """Do what is to be done before any rank writes. Rank 0 only."""
         self._steps.begin()
+
+    def _read_all(self, kind: str, parse: Callable[[bytes], _Message]) -> dict[int, _Message]:
+        """Read the messages of a kind of all other ranks, each deleted by its rank after the attempt."""
+        ranks = self._channel.ranks[1:]
+        messages = self._channel.read_all({f"{self._key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
+        return dict(zip(ranks, map(parse, messages), strict=True))
 
     def _send_report(self) -> Event:
         self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
@@ -189,13 +232,10 @@ class TwoPhaseCommit:
         return commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()
 
     def _collect(self) -> Event:
-        """Read the reports of all ranks, each deleted by its rank after the attempt."""
-        ranks = self._channel.ranks[1:]
-        messages = self._channel.read_all({f"{self._key}/report/{rank}": f"rank {rank}" for rank in ranks})
-        reports = dict(zip(ranks, map(RankReport.from_bytes, messages), strict=True))
+        reports = self._read_all("report", RankReport.from_bytes)
         self._reports = {self._channel.rank: self._report, **reports}
         problems = (f"Rank {rank}: {report.problem}" for rank, report in reports.items() if report.problem is not None)
-        return commit_state.ReportsArrived(frozenset(ranks), next(problems, None))
+        return commit_state.ReportsArrived(frozenset(reports), next(problems, None))
 
     def _prepare(self) -> Event:
         self._steps.prepare(self._steps.json_files(self._tensors()), self._views())

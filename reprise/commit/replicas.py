@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 import xxhash
 
-from reprise.commit import disagreement
-from reprise.commit.disagreement import Disagreement
-from reprise.commit.inventory import Inventory, SharedDigests
-from reprise.commit.report import GroupDigest
-from reprise.errors import TrainerError
+from reprise.commit.report import Groups, pack_groups, ranks_text, sides_of, unpack_groups
+from reprise.errors import ReplicaError
+from reprise.format.box import whole
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
 from reprise.tensors.live import LiveTensor
@@ -23,6 +22,7 @@ from reprise.tensors.live import LiveTensor
 _BLOCK_BYTES = 16 << 20
 # Bytes for which another thread is worth its start.
 _THREAD_BYTES = 4 << 20
+_MOST_NAMED = 3
 
 
 class ReplicaDigests:
@@ -43,14 +43,13 @@ class ReplicaDigests:
         for tensor in live:
             if len(tensor.replicas) < 2 or not tensor.local.numel():
                 continue
-            self._groups[tensor.replicas].append(tensor.spec.name)
+            name = _name_of(tensor)
+            self._groups[tensor.replicas].append(name)
             data = tensor.local.detach().contiguous().reshape(-1).view(torch.uint8)
             if data.device.type == "cpu":
-                on_host.append((tensor.spec.name, data))
+                on_host.append((name, data))
             else:
-                self._sums[tensor.spec.name] = torch.stack(
-                    [checksum(block) for block in torch.split(data, _BLOCK_BYTES)]
-                )
+                self._sums[name] = torch.stack([checksum(block) for block in torch.split(data, _BLOCK_BYTES)])
         threads = 1 + sum(data.numel() for _, data in on_host) // _THREAD_BYTES
         calls = [partial(self._digest, name, data) for name, data in on_host]
         run_together(calls, name="checkpoint-replicas", threads=min(threads, torch.get_num_threads()))
@@ -58,13 +57,28 @@ class ReplicaDigests:
         if self._sums:
             self._copy_to_host()
 
-    def by_ranks(self) -> SharedDigests:
-        """Wait for the device, and return the digests by set of ranks, then by tensor. Any thread."""
+    def by_ranks(self) -> dict[tuple[int, ...], dict[str, bytes]]:
+        """Wait for the device, and return the digests by set of ranks, then by box. Any thread."""
         if self._event is not None:
             self._event.synchronize()
         sums = {name: struct.pack(f"<{len(sums)}q", *sums.tolist()) for name, sums in self._sums.items()}
         digests = self._digests | sums
         return {ranks: {name: digests[name] for name in names} for ranks, names in self._groups.items()}
+
+    def groups(self) -> Groups:
+        """Return by digest of a set of ranks the digest of all that they share."""
+        return {
+            xxhash.xxh3_64_intdigest(repr(ranks).encode()): xxhash.xxh3_64_intdigest(
+                repr(sorted(boxes.items())).encode()
+            )
+            for ranks, boxes in self.by_ranks().items()
+        }
+
+    def table(self) -> bytes:
+        """Return the digest of every box as a message: it is sent only if two ranks disagree."""
+        return json.dumps(
+            {name: data.hex() for boxes in self.by_ranks().values() for name, data in boxes.items()}
+        ).encode()
 
     def _digest(self, name: str, data: torch.Tensor) -> None:
         self._digests[name] = xxhash.xxh3_64_digest(memoryview(data.numpy()))  # type: ignore[arg-type]
@@ -95,6 +109,13 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     return (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum()
 
 
+def _name_of(tensor: LiveTensor) -> str:
+    """Return the name of a live tensor and, unless it is a whole tensor, its box."""
+    box = tensor.box
+    is_whole = box == whole(tensor.spec.view)
+    return tensor.spec.name + ("" if is_whole else f" (the box at {list(box.offset)} of {list(box.shape)})")
+
+
 def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
     """Compare the digests of all replicated boxes. A call of all ranks.
 
@@ -105,22 +126,54 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
     """
     if channel.world_size == 1:
         return
-    inventory = Inventory(live, ReplicaDigests(live).by_ranks())
-    rows = channel.gather(f"{key}/groups", b"".join(group.to_bytes() for group in inventory.groups()))
-    difference: Disagreement | None = None
+    replicas = ReplicaDigests(live)
+    rows = channel.gather(f"{key}/groups", pack_groups(replicas.groups()))
+    sides = channel.from_first(
+        f"{key}/sides", lambda: differing_sides(dict(zip(channel.ranks, map(unpack_groups, rows), strict=True)))
+    )
+    require_agreement(channel, key, sides, replicas.table)
 
-    def find() -> Sequence[int]:
-        nonlocal difference
-        groups = {rank: GroupDigest.all_of(data) for rank, data in zip(channel.ranks, rows, strict=True)}
-        difference = disagreement.between_groups(dict(sorted(groups.items())))
-        return () if difference is None else difference.witnesses
 
-    witnesses = channel.from_first(f"{key}/witnesses", find)
-    if not witnesses:
+def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
+    """Return the ranks of the first group that disagrees, by side; empty if there is none."""
+    digests = defaultdict[int, dict[int, int]](dict)
+    for rank, groups in groups_by_rank.items():
+        for group, digest in groups.items():
+            digests[group][rank] = digest
+    return next((sides for sides in map(sides_of, digests.values()) if len(sides) > 1), [])
+
+
+def require_agreement(
+    channel: StoreChannel, key: str, sides: Sequence[Sequence[int]], table: Callable[[], bytes]
+) -> None:
+    """Raise the disagreement of these sides, if any, on every rank; a rank of each of the first two explains it.
+
+    Args:
+        sides: as `differing_sides`, the same on all ranks.
+        table: returns `ReplicaDigests.table` of this rank.
+
+    Raises:
+        ReplicaError: on rank 0, naming the first different tensors and the ranks; a CheckpointError on the others.
+    """
+    if not sides:
         return
-    tables = channel.gather(f"{key}/tables", inventory.to_bytes() if channel.rank in witnesses else b"")
-    problem: TrainerError | None = None
-    if difference is not None:
-        by_rank = dict(zip(channel.ranks, tables, strict=True))
-        problem = disagreement.explain(difference, [by_rank[rank] for rank in witnesses])
-    channel.agree(f"{key}/differs", problem)
+    witnesses = [side[0] for side in sides[:2]]
+    tables = dict(
+        zip(channel.ranks, channel.gather(f"{key}/tables", table() if channel.rank in witnesses else b""), strict=False)
+    )
+    with channel.agreed(f"{key}/differs"):
+        if channel.coordinates:
+            raise _difference(sides, *(json.loads(tables[rank]) for rank in witnesses))
+
+
+def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, str], second: Mapping[str, str]) -> ReplicaError:
+    """Return the error of the ranks and the first different boxes, given the tables of the first two sides."""
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    count = f"{len(names)} differences, the first: " if len(names) > _MOST_NAMED else ""
+    return ReplicaError(
+        "Replicas of the same tensor hold different bits",
+        expected="the same bits on all ranks that hold a tensor",
+        found=f"{count}{'; '.join(names[:_MOST_NAMED])}; {' against '.join(map(ranks_text, sides))}",
+        fix="Committed checkpoints are untouched: resume from the newest. If it happens again, the memory of one of "
+        "these hosts cannot be trusted, or the program lets its replicas drift.",
+    )

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-# Has failed, iteration, identity, digest of the table of pieces, the view of the folder, groups of replicas.
-_OFFER = struct.Struct("<?IQQQH")
-_GROUP = struct.Struct("<QIQQ")
+from reprise.errors import CheckpointError
+
+# Has failed, iteration, digest of the table of pieces, the view of the folder, number of groups of replicas.
+_OFFER = struct.Struct("<?IQQH")
+_GROUP = struct.Struct("<QQ")
 _REPORT = struct.Struct("<?Q")  # has failed, bytes written
 
+Groups = Mapping[int, int]
 
-@dataclass(frozen=True, slots=True)
-class GroupDigest:
-    """Digests (xxh3-64) of everything replicated by this rank and a group of ranks.
 
-    Args:
-        ranks: digest of the group's rank numbers, this rank included.
-        size: number of ranks in the group.
-        boxes: digest of the names and boxes of the tensors.
-        content: digest of the tensors' bytes when the save began.
-    """
+def pack_groups(groups: Groups) -> bytes:
+    """Return groups of replicas as a message."""
+    return b"".join(itertools.starmap(_GROUP.pack, groups.items()))
 
-    ranks: int
-    size: int
-    boxes: int
-    content: int
 
-    def to_bytes(self) -> bytes:
-        """Return the row of a message."""
-        return _GROUP.pack(self.ranks, self.size, self.boxes, self.content)
-
-    @staticmethod
-    def all_of(rows: bytes) -> tuple[GroupDigest, ...]:
-        """Return the groups in a message."""
-        return tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(rows))
+def unpack_groups(data: bytes) -> dict[int, int]:
+    """Return the groups of replicas in a message."""
+    return dict(_GROUP.iter_unpack(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +33,34 @@ class Offer:
     """What a rank is about to save.
 
     Args:
-        identity: digest of the inventory of all tensors of the checkpoint, as this rank sees it; see `Inventory`.
-        groups: the replicas that this rank compares with other ranks.
         pieces: digest of the table of its pieces; see `joint_plan.encode`.
         view: identity of the checkpoint folder on this host; see `shared_folder.view_of`.
+        groups: the replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
         table: the table itself, compressed; empty if it is not sent.
         problem: the reason why this rank saves nothing, or None.
     """
 
     iteration: int
-    identity: int = 0
-    groups: tuple[GroupDigest, ...] = ()
     pieces: int = 0
     view: int = 0
+    groups: Groups = field(default_factory=dict)
     table: bytes = b""
     problem: str | None = None
 
     def to_bytes(self) -> bytes:
         """Return the message."""
-        has_failed = self.problem is not None
-        head = _OFFER.pack(has_failed, self.iteration, self.identity, self.pieces, self.view, len(self.groups))
-        rows = b"".join(group.to_bytes() for group in self.groups)
-        return head + rows + (self.table if self.problem is None else self.problem.encode())
+        head = _OFFER.pack(self.problem is not None, self.iteration, self.pieces, self.view, len(self.groups))
+        return head + pack_groups(self.groups) + (self.table if self.problem is None else self.problem.encode())
 
     @staticmethod
     def from_bytes(data: bytes) -> Offer:
         """Return the offer in a message."""
-        has_failed, iteration, identity, pieces, view, count = _OFFER.unpack_from(data)
+        has_failed, iteration, pieces, view, count = _OFFER.unpack_from(data)
         at = _OFFER.size + count * _GROUP.size
-        groups, payload = GroupDigest.all_of(data[_OFFER.size : at]), data[at:]
+        groups, payload = unpack_groups(data[_OFFER.size : at]), data[at:]
         if has_failed:
-            return Offer(iteration, identity, groups, pieces, view, problem=payload.decode())
-        return Offer(iteration, identity, groups, pieces, view, payload)
+            return Offer(iteration, pieces, view, groups, problem=payload.decode())
+        return Offer(iteration, pieces, view, groups, payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +88,36 @@ class RankReport:
         has_failed, written_bytes = _REPORT.unpack_from(data)
         payload = data[_REPORT.size :]
         return RankReport(payload.decode()) if has_failed else RankReport(None, written_bytes, payload)
+
+
+def require_readiness(offers: Mapping[int, Offer]) -> None:
+    """Refuse a save, given the offers by rank, if a rank saves nothing or ranks save different iterations.
+
+    Raises:
+        CheckpointError: with the first rank's reason, or the iterations and the ranks.
+    """
+    for rank, offer in offers.items():
+        if offer.problem is not None:
+            raise CheckpointError(f"Rank {rank}: {offer.problem}".rstrip("."))
+    sides = sides_of({rank: offer.iteration for rank, offer in offers.items()})
+    if len(sides) > 1:
+        raise CheckpointError(
+            "The ranks save different iterations",
+            expected="the same iteration on every rank",
+            found="; ".join(f"iteration {offers[side[0]].iteration} on {ranks_text(side)}" for side in sides),
+            fix="Nothing was saved. Give all ranks the same iteration.",
+        )
+
+
+def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
+    """Group ranks by equal answers, in the order in which the answers first appear."""
+    sides = defaultdict[object, list[int]](list)
+    for rank, answer in answers.items():
+        sides[answer].append(rank)
+    return list(sides.values())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words, at most the first eight by number."""
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

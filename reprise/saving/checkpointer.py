@@ -424,7 +424,7 @@ class Checkpointer:
     ) -> SaveJob:
         interval = self._policy.check_replicas
         compares = interval > 0 and self._attempts.count % interval == 0
-        replicas = ReplicaDigests(plan.saved) if compares and self._channel.world_size > 1 else None
+        replicas = ReplicaDigests(plan.saved if compares and self._channel.world_size > 1 else ())
         snapshot = self._staging.begin(plan)
         earlier, self._attempts.earlier = self._attempts.earlier, []
         return SaveJob(

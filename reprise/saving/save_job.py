@@ -15,7 +15,6 @@ from reprise.commit import finish, messages
 from reprise.commit.attempt import Attempt, SharedCommitState
 from reprise.commit.commit_state import Outcome
 from reprise.commit.hosts_commit import HostsCommit, LocalSaves
-from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
@@ -43,7 +42,7 @@ class SaveJob:
     """A save of one rank: `run` is called once, on the worker thread of every rank.
 
     Args:
-        replicas: digests of the tensors held by other ranks too; None without a comparison.
+        replicas: digests of the tensors that are compared with other ranks.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
         local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory; None for one rank.
@@ -60,7 +59,7 @@ class SaveJob:
     contents: Contents
     plan: Plan
     snapshot: Snapshot
-    replicas: ReplicaDigests | None
+    replicas: ReplicaDigests
     channel: StoreChannel
     shared: SharedCommitState
     lock: FolderLock | None
@@ -133,11 +132,6 @@ class SaveJob:
                 for path in attempt.folder.superseded():
                     if not is_held(path):
                         self._remove(path)
-
-    def inventory(self) -> Inventory:
-        """Return the tensors of the checkpoint as this rank knows them, and the digests of its replicas."""
-        digests = {} if self.replicas is None else self.replicas.by_ranks()
-        return Inventory(self.plan.saved, digests, self.plan.layout)
 
     def table(self) -> bytes:
         """Return the table of the pieces that this rank writes."""

@@ -26,10 +26,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reprise.commit import find_hosts, finish, messages
 from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
-from reprise.commit.inventory import Inventory
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import OpeningMessage
 from reprise.commit.protocol import TwoPhaseCommit
+from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.format.box import Box
@@ -71,7 +71,7 @@ class _Commit:
     """A rank's side of the saves of a layout, which the disk has no part in."""
 
     def __init__(self, rank: int, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
-        self._rank, self._layout, self._plans = rank, layout, KnownPlans()
+        self._rank, self._layout, self._plans, self.replicas = rank, layout, KnownPlans(), ReplicaDigests(())
         self._written = Written(list(pieces), sum(piece.hi - piece.lo for piece in pieces))
 
     def run(self, name: str, channel: StoreChannel) -> None:
@@ -88,10 +88,6 @@ class _Commit:
     def write(self) -> Written:
         """Return the pieces as written."""
         return self._written
-
-    def inventory(self) -> Inventory:
-        """Return the table of the layout."""
-        return Inventory([], {}, self._layout)
 
     def table(self) -> bytes:
         """Return the table of the pieces."""

@@ -110,7 +110,7 @@ def test_each_manifest_has_the_pieces_of_its_own_save(drawn: list[Division], att
         for rank, offer in offers.items():
             is_new = encode(division[rank], LAYOUT) != delivered.pop(rank, None)
             assert bool(offer.table) == is_new
-            assert is_new or len(offer.to_bytes()) <= 41
+            assert is_new or len(offer.to_bytes()) <= 23
         tensors = plans[0].joint(LAYOUT, offers).tensors(digests_of(division))
         require_digests_of_pieces(tensors, division)
         assert list(tensors) == list(LAYOUT.places)
@@ -144,7 +144,7 @@ del ENTIRE["empty"]
 def test_pieces_that_do_not_tile_are_refused(change: dict[str, object]) -> None:
     pieces = [replace(piece, **change) if piece.name == "matrix" else piece for piece in PIECES]  # type: ignore[arg-type]
     with refused(CheckpointError, "" if "name" in change else "matrix"):
-        JointPlan.of(LAYOUT, [encode(pieces, LAYOUT)])
+        JointPlan.of(LAYOUT, {0: encode(pieces, LAYOUT)})
 
 
 SMALL = build_layout(
@@ -196,7 +196,7 @@ def test_a_piece_has_one_digest_for_each_block(digests: bytes) -> None:
 )
 def test_a_missing_or_second_piece_is_refused(tables: Division) -> None:
     with refused(CheckpointError):
-        JointPlan.of(LAYOUT, [encode(pieces, LAYOUT) for pieces in tables])
+        JointPlan.of(LAYOUT, {rank: encode(pieces, LAYOUT) for rank, pieces in enumerate(tables)})
 
 
 def test_a_table_that_rank_0_lacks_commits_nothing() -> None:
@@ -206,18 +206,28 @@ def test_a_table_that_rank_0_lacks_commits_nothing() -> None:
         plans[0].joint(LAYOUT, offers)
 
 
-def test_other_tensors_under_the_same_table_are_checked_again() -> None:
+@pytest.mark.parametrize(
+    "change", [{"dtype": StoredDtype.F16}, {"shape": (4, 6), "view": (4, 6)}, {"name": "other"}], ids=str
+)
+def test_ranks_with_other_tensors_are_named(change: dict[str, object]) -> None:
+    other = build_layout([replace(s, **change) if s.name == "matrix" else s for s in SPECS])  # type: ignore[arg-type]
+    tables = {0: encode(PIECES, LAYOUT), **{rank: encode([], other) for rank in (1, 3)}, 2: encode([], LAYOUT)}
+    with refused(CheckpointError, "ranks 0, 2 against ranks 1, 3"):
+        JointPlan.of(LAYOUT, tables)
+
+
+def test_other_tensors_are_planned_anew() -> None:
     plans = [KnownPlans()]
     plans[0].joint(LAYOUT, offers_of(plans, [PIECES]))
     plans[0].delivered()
     taller = build_layout([replace(s, shape=(7, 4), view=(7, 4)) if s.name == "matrix" else s for s in SPECS])
     with refused(CheckpointError, "matrix"):
-        plans[0].joint(taller, offers_of(plans, [PIECES]))
+        plans[0].joint(taller, {0: plans[0].with_table(Offer(7), encode(PIECES, taller))})
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_a_rank_has_one_digest_for_each_of_its_blocks(blocks: int) -> None:
-    tiling = JointPlan.of(LAYOUT, [encode(PIECES, LAYOUT)])
+    tiling = JointPlan.of(LAYOUT, {0: encode(PIECES, LAYOUT)})
     with refused(CheckpointError):
         tiling.tensors([bytes(blocks * DIGEST_BYTES)])
 
@@ -227,6 +237,7 @@ def test_each_piece_belongs_to_the_rank_that_wrote_it() -> None:
     halves = [(lower, 8, 24), (upper, 0, 24), (lower, 0, 8)]
     pieces = [WrittenPiece("matrix", box, lo, hi, bytes(DIGEST_BYTES)) for box, lo, hi in halves]
     others = [piece for piece in PIECES if piece.name != "matrix"]
-    tiling = JointPlan.of(LAYOUT, [encode(table, LAYOUT) for table in ([pieces[0], *others], pieces[1:])])
+    tables = ([pieces[0], *others], pieces[1:])
+    tiling = JointPlan.of(LAYOUT, {rank: encode(table, LAYOUT) for rank, table in enumerate(tables)})
     writers = tiling.writers({spec.name: spec.dtype.itemsize for spec in SPECS})
     assert (writers["empty"], writers["cube"], writers["matrix"]) == ((), (0,), (1, 0, 1))

@@ -7,22 +7,24 @@ import pytest
 from reprise.commit import attempt
 from reprise.commit.attempt import Hosts, find_hosts
 from reprise.commit.messages import Answer, DecisionMessage, OpeningMessage
-from reprise.commit.report import GroupDigest, Offer, RankReport
+from reprise.commit.report import Offer, RankReport, require_readiness
+from reprise.errors import CheckpointError
 from tests.fakes import all_ranks
+from tests.messages import refused
 
-GROUPS = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
+GROUPS = {1: 4, 2**64 - 1: 0}
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(7, 2**64 - 1, GROUPS, 2**64 - 2, 5, b"table"),
+        Offer(7, 2**64 - 1, 5, GROUPS, b"table"),
         Offer(0, 1, problem="a disk, broken"),
         RankReport(None, 5, b"digests"),
         RankReport("a disk, broken"),
         DecisionMessage(iteration=7, copies="[true, 2, null]"),
         DecisionMessage(problem="Rank 1: \udcff is no text"),
-        OpeningMessage(witnesses=[0, 3]),
+        OpeningMessage(sides=[[0, 2], [3]]),
         Answer(None, "[1, 2]"),
         Answer("Input/output error", ""),
     ],
@@ -51,3 +53,16 @@ def test_all_ranks_find_the_same_hosts() -> None:
     assert [hosts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
     assert [hosts.leaders[hosts.number_of(rank)] for rank in range(5)] == [0, 1, 0, 1, 4]
     assert Hosts.shared(3).ranks == ((0, 1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("third", "words"),
+    [
+        (Offer(5), ("iteration 4 on ranks 0, 1", "iteration 5 on rank 2")),
+        (Offer(4, problem="there is no disk."), ("Rank 2: there is no disk",)),
+    ],
+)
+def test_a_rank_that_is_not_ready_is_named(third: Offer, words: tuple[str, ...]) -> None:
+    require_readiness({0: Offer(4), 1: Offer(4)})
+    with refused(CheckpointError, *words):
+        require_readiness({0: Offer(4), 1: Offer(4), 2: third})

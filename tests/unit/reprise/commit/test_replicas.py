@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.commit.inventory import SharedDigests
-from reprise.commit.replicas import ReplicaDigests, check_replicas, checksum
-from reprise.errors import CheckpointError
+from reprise.commit.replicas import ReplicaDigests, check_replicas, checksum, differing_sides
+from reprise.commit.report import Groups
+from reprise.errors import CheckpointError, ReplicaError
 from reprise.ranks.channel import StoreChannel
 from tests.fakes import Axis, Sharding, run_ranks, sample_specs, sample_state
 
@@ -22,33 +24,24 @@ SHARDINGS = (
 )
 
 
-def digests_of_all(sharding: Sharding, spoil: tuple[int, str] | None = None) -> list[SharedDigests]:
-    """Return what each rank digests; `spoil` names a rank and a tensor of which its last byte is another."""
-    digests = []
-    for rank in range(sharding.world_size):
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda s: s.name)
+def test_a_single_differing_bit_is_seen_as_it_was_at_the_call(sharding: Sharding) -> None:
+    def groups_of(rank: int, *, is_spoiled: bool) -> Groups:
         live = sharding.live(rank, SPECS, STATE)
         for tensor in live:
-            if spoil == (rank, tensor.spec.name):
+            if is_spoiled and tensor.spec.name == "embedding":
                 tensor.local.view(-1).view(torch.uint8)[-1] ^= 1
         replicas = ReplicaDigests(live)
         for tensor in live:
             tensor.local.zero_()  # what changes later is not digested
-        digests.append(replicas.by_ranks())
-    return digests
+        return replicas.groups()
 
-
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda s: s.name)
-def test_replicas_agree_and_a_single_differing_bit_is_seen(sharding: Sharding) -> None:
-    good = digests_of_all(sharding)
-    for group in {group for digests in good for group in digests}:
-        members = [good[rank][group] for rank in group]
-        assert all(member == members[0] for member in members)
-    group = next(group for group, tensors in good[0].items() if "embedding" in tensors)
-    assert len(group) > 1
-    assert len(set(good[0][group].values())) > 1
-    spoiled = digests_of_all(sharding, (group[1], "embedding"))
-    assert spoiled[group[0]][group]["embedding"] != spoiled[group[1]][group]["embedding"]
-    assert spoiled[group[0]][group]["exp_avg.embedding"] == spoiled[group[1]][group]["exp_avg.embedding"]
+    ranks = range(sharding.world_size)
+    assert differing_sides({rank: groups_of(rank, is_spoiled=False) for rank in ranks}) == []
+    last = sharding.world_size - 1
+    *others, spoiled = differing_sides({rank: groups_of(rank, is_spoiled=rank == last) for rank in ranks})
+    assert spoiled == [last]
+    assert [len(side) for side in others] == [2 if sharding.world_size == 3 else 1]
 
 
 @given(st.binary(min_size=1, max_size=70), st.data())
@@ -62,26 +55,51 @@ def test_a_checksum_sees_every_flipped_bit(data: bytes, draw: st.DataObject) -> 
     assert int(checksum(elsewhere)) == int(checksum(original))
 
 
-@pytest.mark.parametrize("culprit", [None, 0, 3])
-def test_differing_replicas_are_refused_by_tensor_and_ranks(culprit: int | None) -> None:
-    sharding = SHARDINGS[1]
+NAMES = [spec.name for spec in SPECS if spec.total_bytes]
 
+
+@pytest.mark.parametrize(
+    ("sharding", "culprit", "names", "expected"),
+    [
+        (SHARDINGS[1], None, [], ""),
+        (
+            SHARDINGS[1],
+            0,
+            ["exp_avg.embedding"],
+            "exp_avg.embedding (the box at [0, 0] of [601, 100]); rank 0 against rank 2",
+        ),
+        (
+            SHARDINGS[1],
+            3,
+            ["exp_avg.embedding"],
+            "exp_avg.embedding (the box at [601, 0] of [600, 100]); rank 1 against rank 3",
+        ),
+        (SHARDINGS[0], 1, ["embedding"], "found embedding; ranks 0, 2 against rank 1"),
+        (SHARDINGS[0], 1, NAMES, f"{len(NAMES)} differences, the first: {'; '.join(NAMES[:3])}; ranks 0, 2"),
+    ],
+)
+def test_differing_replicas_are_refused_by_tensor_and_ranks(
+    sharding: Sharding, culprit: int | None, names: list[str], expected: str
+) -> None:
     def call(channel: StoreChannel) -> None:
         live = sharding.live(channel.rank, SPECS, STATE)
-        if channel.rank == culprit:
-            (tensor,) = [t for t in live if t.spec.name == "exp_avg.embedding"]
-            tensor.local.view(torch.uint8).view(-1)[-1] ^= 1
+        for tensor in live:
+            if channel.rank == culprit and tensor.spec.name in names:
+                tensor.local.view(-1).view(torch.uint8)[-1] ^= 1
         check_replicas(live, channel, "load")
 
-    outcomes = run_ranks(sharding.world_size, call)
-    if culprit is None:
-        assert outcomes == [None] * 4
-        return
-    for outcome in outcomes:
-        assert isinstance(outcome, CheckpointError)
-        assert "hold different bits" in str(outcome)
-        assert "exp_avg.embedding" in str(outcome)
-        assert ("rank 0 against rank 2" if culprit == 0 else "rank 1 against rank 3") in str(outcome)
+    for rank, outcome in enumerate(run_ranks(sharding.world_size, call)):
+        if culprit is None:
+            assert outcome is None
+        else:
+            assert isinstance(outcome, ReplicaError if rank == 0 else CheckpointError)
+            assert expected in str(outcome)
+
+
+def test_replicas_with_other_boxes_differ() -> None:
+    whole, rows = (Sharding("", (Axis(role, 2),)).live(1, SPECS[:1], STATE)[0] for role in ("replica", "row"))
+    first, second = (ReplicaDigests([replace(tensor, replicas=(0, 1))]).groups() for tensor in (whole, rows))
+    assert differing_sides({0: first, 1: second}) == [[0], [1]]
 
 
 def test_a_run_of_one_rank_has_nothing_to_compare() -> None:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from reprise.commit import tiles
+from reprise.commit import joint_plan
 from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
@@ -121,7 +121,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
         patch.setattr(manifest, "BLOCK_BYTES", 16)
         patch.setattr(blocks, "BLOCK_BYTES", 16)
         patch.setattr(loader, "BLOCK_BYTES", 16)
-        patch.setattr(tiles, "BLOCK_BYTES", 16)
+        patch.setattr(joint_plan, "BLOCK_BYTES", 16)
         written = []
         for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
             part = Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
