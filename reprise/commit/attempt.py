@@ -31,11 +31,6 @@ class Hosts:
     ranks: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def shared(world_size: int) -> Hosts:
-        """Return the single host of a folder shared by all ranks, from 0 on."""
-        return Hosts.of(range(world_size))
-
-    @staticmethod
     def of(ranks: Sequence[int]) -> Hosts:
         """Return the single host of a folder shared by these ranks; the first rank coordinates."""
         return Hosts(("",), (tuple(ranks),))
@@ -66,7 +61,7 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
     return _unpacked(channel.from_first(f"{key}/table", lambda: _packed([json.loads(data) for data in rows])))
 
 
-def _packed(rows: Sequence[tuple[str, int]]) -> str:
+def _packed(rows: list[tuple[str, int]]) -> str:
     """Return the names and the ranks of all hosts in a few bytes, where names and numbers follow a pattern.
 
     Args:
@@ -74,21 +69,15 @@ def _packed(rows: Sequence[tuple[str, int]]) -> str:
     """
     names = {leader: rows[leader][0] for _, leader in rows}
     numbers = {leader: number for number, leader in enumerate(names)}
-    runs, before = list[tuple[int, int]](), 0
-    for number, members in itertools.groupby(numbers[leader] for _, leader in rows):
-        runs.append((number - before, len(list(members))))
-        before = number
-    return base64.b64encode(zlib.compress(json.dumps([list(names.values()), runs]).encode())).decode()
+    steps = [numbers[leader] - numbers[before] for (_, before), (_, leader) in itertools.pairwise(rows[:1] + rows)]
+    return base64.b64encode(zlib.compress(json.dumps([list(names.values()), steps]).encode())).decode()
 
 
 def _unpacked(text: str) -> Hosts:
-    names, runs = json.loads(zlib.decompress(base64.b64decode(text)))
+    names, steps = json.loads(zlib.decompress(base64.b64decode(text)))
     ranks: list[list[int]] = [[] for _ in names]
-    rank = number = 0
-    for step, count in runs:
-        number += step
-        ranks[number].extend(range(rank, rank + count))
-        rank += count
+    for rank, number in enumerate(itertools.accumulate(steps)):
+        ranks[number].append(rank)
     return Hosts(tuple(names), tuple(map(tuple, ranks)))
 
 
@@ -104,7 +93,7 @@ class Attempt:
     name: str
     folder: CheckpointFolder
     layout: Layout
-    hosts: Hosts = field(default_factory=lambda: Hosts.shared(1))
+    hosts: Hosts = field(default_factory=lambda: Hosts.of((0,)))
     replaces: bool = False
 
     @property

@@ -38,9 +38,10 @@ class Outcome(Enum):
 
 
 class Action(Enum):
-    """The next action, whose result is an event. NOTHING: another thread acts, or no action is due."""
+    """The next action; done, it is an event itself, unless it has a result. NOTHING: another thread acts."""
 
     NOTHING = "nothing"
+    WRITE = "write its own part"
     REPORT = "store the report"
     AWAIT_DECISION = "wait for the decision"
     LOOK = "look whether the checkpoint is there"
@@ -49,13 +50,8 @@ class Action(Enum):
     ANSWER = "tell rank 0 whether this host's folder is prepared"
     AWAIT_LEADERS = "wait for the answers of the other hosts"
     RENAME = "rename it"
-    BROADCAST = "send the decision"
+    BROADCAST = "send the decision; done also where the store is gone: it stays decided"
     END = "end"
-
-
-@dataclass(frozen=True, slots=True)
-class Wrote:
-    """This rank's own part is durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +62,8 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportStored:
-    """This rank's report is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportsArrived:
-    """The reports of some ranks: the first reason why the part of any of them failed, with its rank, or None."""
+class Arrived:
+    """The reports of some ranks, or the answers of leaders: the first reason why any of them failed, or None."""
 
     ranks: frozenset[int]
     problem: str | None
@@ -81,34 +72,6 @@ class ReportsArrived:
 @dataclass(frozen=True, slots=True)
 class AskedToPrepare:
     """Rank 0 asks the leader of another host to prepare its folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyToRename:
-    """The checkpoint is prepared; only the rename is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerStored:
-    """This leader's answer, whether its folder is prepared, is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerArrived:
-    """The answer of the leader of another host: the reason why its folder is not prepared, or None."""
-
-    rank: int
-    problem: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """The checkpoint exists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """The decision was sent, or the store is gone: it stays decided either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +94,10 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCommitted:
-    """The checkpoint of this attempt is there."""
+class Looked:
+    """Whether the checkpoint of this attempt is there."""
 
-
-@dataclass(frozen=True, slots=True)
-class FoundNothing:
-    """The checkpoint of this attempt is not there."""
+    is_there: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +107,7 @@ class Aborted:
     why: str
 
 
-Event = (
-    Wrote
-    | Failed
-    | ReportStored
-    | ReportsArrived
-    | AskedToPrepare
-    | ReadyToRename
-    | AnswerStored
-    | AnswerArrived
-    | Renamed
-    | Broadcast
-    | Decision
-    | Silence
-    | FoundCommitted
-    | FoundNothing
-    | Aborted
-)
+Event = Action | Failed | Arrived | AskedToPrepare | Decision | Silence | Looked | Aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,24 +193,23 @@ _UNDECIDED = (
 
 def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     match state.stage, event:
-        case CommitStage.WRITING, Wrote():
+        case CommitStage.WRITING, Action.WRITE:
             return _collected(replace(state, stage=CommitStage.COLLECTING))
         case CommitStage.WRITING, Silence(why):  # a rank did not offer its part
             return _failed(replace(state, problem=state.problem or why))
         case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
             return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
-        case CommitStage.COLLECTING, ReportsArrived(ranks, problem) if ranks & state.missing:
+        case CommitStage.COLLECTING, Arrived(ranks, problem) if ranks & state.missing:
             return _collected(replace(state, missing=state.missing - ranks, problem=state.problem or problem))
         case stage, (Silence(why) | Failed(why)) if stage in _UNDECIDED:
             return _failed(replace(state, problem=state.problem or why))
-        case CommitStage.PREPARING, ReadyToRename():
+        case CommitStage.PREPARING, Action.PREPARE:
             return _answered(replace(state, stage=CommitStage.AWAITING_LEADERS))
-        case CommitStage.AWAITING_LEADERS, AnswerArrived(rank, problem) if rank in state.unprepared:
-            text = None if problem is None else f"Rank {rank}: {problem}"
-            return _answered(replace(state, unprepared=state.unprepared - {rank}, problem=state.problem or text))
-        case CommitStage.RENAMING, Renamed():
+        case CommitStage.AWAITING_LEADERS, Arrived(ranks, problem) if ranks & state.unprepared:
+            return _answered(replace(state, unprepared=state.unprepared - ranks, problem=state.problem or problem))
+        case CommitStage.RENAMING, Action.RENAME:
             return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
-        case CommitStage.BROADCASTING, (Broadcast() | Silence()):
+        case CommitStage.BROADCASTING, (Action.BROADCAST | Silence()):
             return replace(state, stage=CommitStage.ENDED), Action.END
     return state, Action.NOTHING
 
@@ -299,11 +242,11 @@ _WAITING = (CommitStage.REPORTING, CommitStage.AWAITING, CommitStage.PREPARED)
 
 def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     match state.stage, event:
-        case CommitStage.WRITING, Wrote():
+        case CommitStage.WRITING, Action.WRITE:
             return replace(state, stage=CommitStage.REPORTING), Action.REPORT
         case CommitStage.WRITING, (Failed(why) | Silence(why)):
             return replace(state, stage=CommitStage.REPORTING, problem=why), Action.REPORT
-        case CommitStage.REPORTING, ReportStored():
+        case CommitStage.REPORTING, Action.REPORT:
             return replace(state, stage=CommitStage.AWAITING), Action.AWAIT_DECISION
         case stage, Silence(why) if stage in _WAITING:
             if state.problem is not None:
@@ -311,11 +254,11 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return replace(state, stage=CommitStage.LOOKING, problem=why), Action.LOOK
         case CommitStage.AWAITING, AskedToPrepare() if state.leads and state.problem is None:
             return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
-        case CommitStage.PREPARING, ReadyToRename():
+        case CommitStage.PREPARING, Action.PREPARE:
             return replace(state, stage=CommitStage.PREPARED), Action.ANSWER
         case CommitStage.PREPARING, Failed(why):
             return replace(state, stage=CommitStage.PREPARED, problem=why), Action.ANSWER
-        case CommitStage.PREPARED, AnswerStored():
+        case CommitStage.PREPARED, Action.ANSWER:
             return state, Action.AWAIT_DECISION
         case CommitStage.PREPARED, Decision(None) if state.problem is None:
             return replace(state, stage=CommitStage.RENAMING), Action.RENAME
@@ -323,7 +266,7 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return _ended(state, Outcome.UNKNOWN)
         case CommitStage.PREPARED, Decision(why):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
-        case CommitStage.RENAMING, Renamed():
+        case CommitStage.RENAMING, Action.RENAME:
             return _ended(state, Outcome.COMMITTED)
         case CommitStage.RENAMING, Failed(why):  # the other hosts have it; this folder is renamed at the next start
             return _ended(replace(state, problem=why), Outcome.UNKNOWN)
@@ -335,9 +278,9 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
         case CommitStage.AWAITING, Decision(str(why)):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
-        case CommitStage.LOOKING, FoundCommitted():
+        case CommitStage.LOOKING, Looked(True):
             return _ended(replace(state, problem=None), Outcome.COMMITTED)
-        case CommitStage.LOOKING, FoundNothing():
+        case CommitStage.LOOKING, Looked(False):
             return _ended(state, Outcome.UNKNOWN)
     return state, Action.NOTHING
 

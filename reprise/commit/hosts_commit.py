@@ -73,8 +73,8 @@ class HostsCommit(TwoPhaseCommit):
                     )
         super()._begin()
 
-    def _calls(self) -> dict[Action, Callable[[], Event]]:
-        return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leader}
+    def _calls(self) -> dict[Action, Callable[[], Event | None]]:
+        return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leaders}
 
     def _await_decision(self) -> Event:
         """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
@@ -84,7 +84,7 @@ class HostsCommit(TwoPhaseCommit):
                 return commit_state.AskedToPrepare()
         return super()._await_decision()
 
-    def _prepare(self) -> Event:
+    def _prepare(self) -> None:
         if self._channel.coordinates:
             files = self._with_host_file(self._steps.json_files(self._tensors()))
             if len(self._attempt.hosts.leaders) > 1:
@@ -92,27 +92,25 @@ class HostsCommit(TwoPhaseCommit):
         else:
             files = self._exchange.unpack(self._channel.read(f"{self._key}/files", sender=self._coordinator))
         self._steps.prepare(of_host(files, self._attempt.hosts.number_of(self._channel.rank)), {})
-        return commit_state.ReadyToRename()
 
-    def _answer(self) -> Event:
+    def _answer(self) -> None:
         problem = self._shared.current.problem
         status = b"" if problem is not None else self._copying.status(self._attempt.iteration)
         answer = Answer(problem, status.decode())
         self._channel.put(f"{self._key}/prepared/{self._channel.rank}", answer.to_bytes())
-        return commit_state.AnswerStored()
 
-    def _await_leader(self) -> Event:
-        """Wait for the answer of a leader whose answer is not in."""
-        leader = min(self._shared.current.unprepared)
-        data = self._channel.take(f"{self._key}/prepared/{leader}", sender=f"rank {leader}")
-        answer = Answer.from_bytes(data)
-        self._statuses[leader] = answer.status.encode()
-        return commit_state.AnswerArrived(leader, answer.problem)
+    def _await_leaders(self) -> Event:
+        answers = self._read_all("prepared", Answer.from_bytes, sorted(self._shared.current.unprepared))
+        self._statuses |= {leader: answer.status.encode() for leader, answer in answers.items()}
+        problems = (
+            f"Rank {leader}: {answer.problem}" for leader, answer in answers.items() if answer.problem is not None
+        )
+        return commit_state.Arrived(frozenset(answers), next(problems, None))
 
-    def _rename(self) -> Event:
+    def _rename(self) -> None:
         if self._channel.coordinates:
             self._exchange.delivered(was_taken=True)
-        return super()._rename()
+        super()._rename()
 
     def _decided(self, decision: DecisionMessage) -> Event:
         self._order = decision.copies.encode()

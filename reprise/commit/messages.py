@@ -143,6 +143,7 @@ def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
     """
     kinds = ["stripes"] if len(attempt.hosts.ranks_with(channel.rank)) > 1 else []
     kinds += [] if channel.coordinates else ["offer", "report"]
+    kinds += ["prepared"] if channel.rank in attempt.hosts.leaders[1:] else []
     key = key_of(attempt.name)
     of_rank0 = [f"{key}/opened"] if channel.coordinates else []
     channel.delete([*of_rank0, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])

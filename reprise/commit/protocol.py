@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -25,10 +25,10 @@ from reprise.format.manifest import TensorEntry, Written
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 
-_Message = TypeVar("_Message", Offer, RankReport)
+T = TypeVar("T")
 
 # What a rank does on its disk: any error of it fails the attempt, also one of a message.
-_ON_DISK = (Action.NOTHING, Action.PREPARE, Action.RENAME)
+_ON_DISK = (Action.WRITE, Action.PREPARE, Action.RENAME)
 
 
 class Steps(Protocol):
@@ -67,7 +67,7 @@ class Steps(Protocol):
 class TwoPhaseCommit:
     """One rank's side of the commit of one attempt: rank 0 coordinates, the others participate. Worker thread.
 
-    `commit_state.advance` decides alone which action comes next. Each action returns its result as an event.
+    `commit_state.advance` decides alone which action comes next. A call may return its result as an event.
 
     Args:
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
@@ -101,23 +101,21 @@ class TwoPhaseCommit:
             TrainerError: on every rank, if the attempt did not become a checkpoint.
             BaseException: on the failed rank; the others get a CheckpointError with the number of the failed rank.
         """
-        action, call = Action.NOTHING, self._write
-        while True:
+        action = Action.WRITE
+        while action not in (Action.END, Action.NOTHING):
             try:
-                event = call()
+                event = self._calls()[action]() or action
             except BaseException as error:  # noqa: BLE001 - raised again once the peers know
                 event = self._failure(error, is_silence=isinstance(error, LaunchError) and action not in _ON_DISK)
             action = self._shared.take(event)
-            if action in (Action.END, Action.NOTHING):
-                break
-            call = self._calls()[action]
         state = self._shared.current
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
-    def _calls(self) -> dict[Action, Callable[[], Event]]:
+    def _calls(self) -> dict[Action, Callable[[], Event | None]]:
         """Return the call of each action. Kept, they would keep this object, and with it the lock of the folder."""
         return {
+            Action.WRITE: self._write,
             Action.REPORT: self._send_report,
             Action.AWAIT_DECISION: self._await_decision,
             Action.LOOK: self._look,
@@ -137,18 +135,17 @@ class TwoPhaseCommit:
         self._report = replace(self._report, problem=str(as_problem(error)))
         return commit_state.Failed(str(as_problem(error)))
 
-    def _write(self) -> Event:
+    def _write(self) -> Event | None:
         try:
             if not self._open():
-                return commit_state.Wrote()  # the decision is there
+                return None  # the decision is there
         except LaunchError as error:
-            self._error = error
-            return commit_state.Silence(str(error))
+            return self._failure(error, is_silence=True)
         written = self._steps.write()
         digests = b"".join(piece.digests for piece in written.pieces)
         self._report = RankReport(None, written.total_bytes, digests)
         self._reports = {self._channel.rank: self._report}  # all there are, where there is one rank
-        return commit_state.Wrote()
+        return None
 
     def _open(self) -> bool:
         """Agree with all ranks on what is saved, before a byte is written.
@@ -203,15 +200,14 @@ class TwoPhaseCommit:
         """Do what is to be done before any rank writes. Rank 0 only."""
         self._steps.begin()
 
-    def _read_all(self, kind: str, parse: Callable[[bytes], _Message]) -> dict[int, _Message]:
-        """Read the messages of a kind of all other ranks, each deleted by its rank after the attempt."""
-        ranks = self._channel.ranks[1:]
+    def _read_all(self, kind: str, parse: Callable[[bytes], T], ranks: Sequence[int] | None = None) -> dict[int, T]:
+        """Read the messages of a kind of ranks, by default all others, each deleted by its rank after the attempt."""
+        ranks = self._channel.ranks[1:] if ranks is None else ranks
         messages = self._channel.read_all({f"{self._key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
         return dict(zip(ranks, map(parse, messages), strict=True))
 
-    def _send_report(self) -> Event:
+    def _send_report(self) -> None:
         self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
-        return commit_state.ReportStored()
 
     def _await_decision(self) -> Event:
         message = self._channel.read(f"{self._key}/decision", sender=self._coordinator)
@@ -229,17 +225,16 @@ class TwoPhaseCommit:
         return commit_state.Decision(None, decision.is_earlier)
 
     def _look(self) -> Event:
-        return commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()
+        return commit_state.Looked(is_committed(self._attempt))
 
     def _collect(self) -> Event:
         reports = self._read_all("report", RankReport.from_bytes)
         self._reports = {self._channel.rank: self._report, **reports}
         problems = (f"Rank {rank}: {report.problem}" for rank, report in reports.items() if report.problem is not None)
-        return commit_state.ReportsArrived(frozenset(reports), next(problems, None))
+        return commit_state.Arrived(frozenset(reports), next(problems, None))
 
-    def _prepare(self) -> Event:
+    def _prepare(self) -> None:
         self._steps.prepare(self._steps.json_files(self._tensors()), self._views())
-        return commit_state.ReadyToRename()
 
     def _views(self) -> dict[int, int]:
         """Return the views of the other ranks, each with the first of them. Rank 0 only."""
@@ -267,13 +262,11 @@ class TwoPhaseCommit:
         assert self._plan is not None
         return self._plan.tensors([report.digests for report in self._reports.values()])
 
-    def _rename(self) -> Event:
+    def _rename(self) -> None:
         self._steps.rename()
-        return commit_state.Renamed()
 
-    def _broadcast(self) -> Event:
+    def _broadcast(self) -> None:
         broadcast(self._channel, self._key, self._decision())
-        return commit_state.Broadcast()
 
     def _decision(self) -> DecisionMessage:
         """Return the decision of rank 0, to be sent."""

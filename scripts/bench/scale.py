@@ -76,7 +76,7 @@ class _Commit:
 
     def run(self, name: str, channel: StoreChannel) -> None:
         """Commit an attempt; a peer's ends where it would wait, as if it were committed."""
-        hosts, folder = Hosts.shared(channel.world_size), CheckpointFolder(Path(tempfile.gettempdir()), Files())
+        hosts, folder = Hosts.of(channel.ranks), CheckpointFolder(Path(tempfile.gettempdir()), Files())
         self._attempt = Attempt(7, name, folder, self._layout, hosts)
         shared = SharedCommitState(self._rank, channel.ranks, hosts.leaders)
         try:

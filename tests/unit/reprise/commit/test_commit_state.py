@@ -93,7 +93,7 @@ class Troubles:
     def hosts(self) -> Hosts:
         """Return the hosts; one host stands for a shared folder."""
         if not self.is_local:
-            return Hosts.shared(self.ranks)
+            return Hosts.of(range(self.ranks))
         ends = (*self.leaders[1:], self.ranks)
         members = tuple(tuple(range(first, end)) for first, end in zip(self.leaders, ends, strict=True))
         return Hosts(tuple(f"host{number}" for number in range(len(members))), members)
@@ -533,22 +533,16 @@ SETS_OF_RANKS = [
 ]
 EVENTS: st.SearchStrategy[Event] = st.sampled_from(
     [
-        commit_state.Wrote(),
+        *Action,
         commit_state.Failed("no room"),
-        commit_state.ReportStored(),
-        *(commit_state.ReportsArrived(ranks, problem) for ranks in SETS_OF_RANKS for problem in PROBLEMS),
+        *(commit_state.Arrived(ranks, problem) for ranks in SETS_OF_RANKS for problem in PROBLEMS),
         commit_state.AskedToPrepare(),
-        commit_state.ReadyToRename(),
-        commit_state.AnswerStored(),
-        *(commit_state.AnswerArrived(rank, problem) for rank in range(MOST_RANKS) for problem in PROBLEMS),
-        commit_state.Renamed(),
-        commit_state.Broadcast(),
         commit_state.Decision(None),
         commit_state.Decision(None, is_earlier=True),
         commit_state.Decision("no room"),
         commit_state.Silence("nothing came"),
-        commit_state.FoundCommitted(),
-        commit_state.FoundNothing(),
+        commit_state.Looked(True),
+        commit_state.Looked(False),
         commit_state.Aborted("time is over"),
     ]
 )
@@ -559,8 +553,8 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
     rank=1,
     leaders=(0, 1),
     events=[
-        commit_state.Wrote(),
-        commit_state.ReportStored(),
+        Action.WRITE,
+        Action.REPORT,
         commit_state.AskedToPrepare(),
         commit_state.Failed("no room"),
         commit_state.Decision(None),
@@ -576,14 +570,14 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         assert commit_state.advance(ended, commit_state.Aborted("again")) == (ended, Action.NOTHING)
         known, action = commit_state.advance(known, event)
         match before.stage, event:
-            case CommitStage.WRITING, commit_state.Wrote():
+            case CommitStage.WRITING, Action.WRITE:
                 whole.add(rank)
-            case CommitStage.COLLECTING, commit_state.ReportsArrived(senders, None):
+            case CommitStage.COLLECTING, commit_state.Arrived(senders, None):
                 whole |= senders
-            case CommitStage.PREPARING, commit_state.ReadyToRename():
+            case CommitStage.PREPARING, Action.PREPARE:
                 prepared.add(rank)
-            case CommitStage.AWAITING_LEADERS, commit_state.AnswerArrived(sender, None):
-                prepared.add(sender)
+            case CommitStage.AWAITING_LEADERS, commit_state.Arrived(senders, None):
+                prepared |= senders
             case CommitStage.PREPARED, commit_state.Decision(None):
                 is_decided = True
         if action is Action.RENAME:
@@ -610,7 +604,7 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         if known.outcome is Outcome.COMMITTED and rank == 0:
             assert renames == 1
         if known.outcome is Outcome.COMMITTED and before.outcome is None and rank in leaders[1:]:  # its folder is there
-            assert isinstance(event, commit_state.Renamed | commit_state.FoundCommitted)
+            assert event in (Action.RENAME, commit_state.Looked(True))
         if known.outcome is Outcome.FAILED and rank in leaders:  # its partial folder is removed
             assert not is_decided
         if known.stage is CommitStage.ENDED:

@@ -52,7 +52,6 @@ def test_all_ranks_find_the_same_hosts() -> None:
     assert hosts.leaders == (0, 1, 4)
     assert [hosts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
     assert [hosts.leaders[hosts.number_of(rank)] for rank in range(5)] == [0, 1, 0, 1, 4]
-    assert Hosts.shared(3).ranks == ((0, 1, 2),)
 
 
 @pytest.mark.parametrize(
