@@ -7,9 +7,9 @@ import operator
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,14 @@ from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.loading.blocks import PieceBlock, blocks_in
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, not_held, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, not_held, open_tensor_file
 from reprise.storage.worker import Worker
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
 
 MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
 PROGRESS_S = 1.0
+Progress = Callable[[int], object]
 # Seconds that an aborted load waits for threads that hang in a read.
 _LEAVE_S = 5.0
 
@@ -95,18 +96,16 @@ def fill(
     live: Sequence[LiveTensor],
     *,
     verify: bool = True,
-    is_trial: bool = False,
     threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda _: None,
 ) -> LoadReport:
     """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
 
     The tensors' version counters rise first, so that autograd refuses a graph with their old values.
 
     Args:
-        is_trial: read and verify alone; no live memory changes.
-        threads: number of reading threads; by default the available cores, at most `MOST_THREADS`.
-        progress: called by the calling thread about once a second with the bytes filled so far and the total.
+        threads: as `BlockReader.run`.
+        progress: as `BlockReader.run`, with the bytes filled.
 
     Raises:
         CheckpointError: for the first damaged block in file order, naming file, tensor and bytes. Memory filled before
@@ -114,34 +113,53 @@ def fill(
         MismatchError: before anything is filled, for a shard of a tensor written with other dimensions.
     """
     start = time.perf_counter()
+    targets = _targets_of(checkpoint, places, live)
+    torch.autograd.graph.increment_version([target.tensor.local for target in targets])
+    devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
+    for device in devices:  # the filling threads do not copy on the caller's stream
+        torch.accelerator.synchronize(device)
+    reader = BlockReader(checkpoint, _reads_of(checkpoint, places, targets), verify=verify, is_pinned=bool(devices))
+    reader.run(threads, progress)
+    for target in targets:
+        if target.filled_bytes != target.box.numel:
+            raise CheckpointError(
+                "A checkpoint does not cover a tensor",
+                where=f"{checkpoint.path}, {target.tensor.spec.name}",
+                expected=f"{target.box.numel} B",
+                found=f"{target.filled_bytes} B",
+            )
+        target.finish()
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return LoadReport(len(live), len(live), reader.read_bytes, reader.done_bytes, time.perf_counter() - start)
+
+
+@own_modes()
+def verify_blocks(
+    checkpoint: Checkpoint,
+    places: Mapping[str, Place],
+    live: Sequence[LiveTensor],
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+) -> None:
+    """Verify each block that `fill` would read; no live memory changes.
+
+    Raises:
+        CheckpointError: as `fill`.
+        MismatchError: as `fill`.
+    """
+    reads = _reads_of(checkpoint, places, _targets_of(checkpoint, places, live))
+    BlockReader(checkpoint, ((block, None) for block, _ in reads)).run(threads, progress)
+
+
+def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]) -> list[Target]:
+    """Return the memory to fill in the order of the files, once the checkpoint's files know what is read."""
     tensors = [tensor for tensor in live if tensor.box.numel]
     tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
     targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
-    if not is_trial:
-        torch.autograd.graph.increment_version([tensor.local for tensor in tensors])
-    devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
-    _synchronize(devices)
     checkpoint.files.expect(_ranges(checkpoint, _reads_of(checkpoint, places, targets)))
-    queue = _Queue(_reads_of(checkpoint, places, targets))
-    count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-    is_pinned = bool(devices) and not is_trial
-    workers = [
-        _Worker(checkpoint, queue, verify=verify, is_trial=is_trial, is_pinned=is_pinned)
-        for _ in range(count if targets else 0)
-    ]
-    _run(workers, queue, progress=progress, total_bytes=sum(target.box.numel for target in targets))
-    for target in targets:
-        _check_covered(checkpoint, target, sum(worker.filled[target] for worker in workers))
-        if not is_trial:
-            target.finish()
-    _synchronize(devices)
-    return LoadReport(
-        tensors=len(live),
-        expected=len(live),
-        read_bytes=sum(worker.read_bytes for worker in workers),
-        filled_bytes=sum(worker.filled_bytes for worker in workers),
-        seconds=time.perf_counter() - start,
-    )
+    return targets
 
 
 def touched_pieces(
@@ -179,22 +197,6 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
     )
 
 
-def _synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for pending work on devices: the filling threads do not copy on the caller's stream."""
-    for device in devices:
-        torch.accelerator.synchronize(device)
-
-
-def _check_covered(checkpoint: Checkpoint, target: Target, filled_bytes: int) -> None:
-    if filled_bytes != target.box.numel:
-        raise CheckpointError(
-            "A checkpoint does not cover a tensor",
-            where=f"{checkpoint.path}, {target.tensor.spec.name}",
-            expected=f"{target.box.numel} B",
-            found=f"{filled_bytes} B",
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The part of a piece that goes to a target. Boxes are in bytes, in the dimensions of the tensor.
@@ -224,17 +226,19 @@ class _Part:
         memory = target.memory(common) if packed.is_contiguous else None
         return _Part(target, box, common, packed.start, packed.start + packed.extent, memory)
 
-    def move(self, lo: int, data: Bytes, *, is_trial: bool) -> int:
-        """Copy what belongs to the part of `data`, the packed piece's bytes from `lo` on; return the number of bytes.
+    def direct(self, block: PieceBlock) -> Bytes | None:
+        """Return the memory that takes the bytes of a block as they are; None without."""
+        if self.memory is None or block.lo < self.first or self.last < block.hi:
+            return None
+        return self.memory[block.lo - self.first : block.hi - self.first]
 
-        Args:
-            is_trial: copy nothing.
-        """
+    def move(self, lo: int, data: Bytes) -> int:
+        """Copy what belongs to the part of the packed piece's bytes from `lo` on; return the number of bytes."""
         at = filled = 0
         for inner in extent(self.box.shape, lo, lo + data.size):
             box = absolute(inner, self.box)
             common = intersect(box, self.common)
-            if common.numel and not is_trial:
+            if common.numel:
                 array = data[at : at + box.numel].reshape(box.shape)
                 self.target.put(common, array[relative(common, box).slices])
             at += box.numel
@@ -277,85 +281,90 @@ def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Pa
         spans.clear()
 
 
-class _Queue:
-    """Hands out blocks in file order to several threads, until it is empty or closed."""
+class BlockReader:
+    """Reads and verifies blocks on several threads, which take them in the order of the files.
 
-    def __init__(self, reads: Iterator[_Read]) -> None:
-        self._reads, self._number = reads, 0
-        self._is_closed = False
-        self._lock = threading.Lock()
+    Args:
+        reads: the blocks, each with the part that takes its bytes; None for a block that is verified alone.
+        is_pinned: whether the bytes go on to a device.
 
-    def take(self) -> tuple[int, _Read | None]:
-        """Return a block and its number, which ascends; None if no block is left."""
-        with self._lock:
-            self._number += 1
-            return self._number, None if self._is_closed else next(self._reads, None)
+    Attributes:
+        read_bytes: read from the files: blocks are read completely, and narrow gaps along with them.
+        done_bytes: copied to parts, or verified.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        reads: Iterable[tuple[PieceBlock, _Part | None]],
+        *,
+        verify: bool = True,
+        is_pinned: bool = False,
+    ) -> None:
+        self._checkpoint, self._reads, self._verify, self._is_pinned = checkpoint, iter(reads), verify, is_pinned
+        self._lock, self._is_closed = threading.Lock(), False
+        self._taken = itertools.count()
+        self.read_bytes = self.done_bytes = 0
+
+    def run(self, threads: int | None, progress: Progress) -> None:
+        """Read until all is done, or a thread fails, which stops the others at their next block.
+
+        Blocks are taken in order and finished, so the failure with the lowest number is the first in the files,
+        regardless of thread timing.
+
+        Args:
+            threads: their number; by default the available cores, at most `MOST_THREADS`.
+            progress: called by the calling thread about once a second, and at the end, with the bytes done so far.
+        """
+        count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+        numbers = [0] * count  # by thread, that of its last block
+        pool = Worker("checkpoint-reader", threads=count)
+        jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]
+        try:
+            for job in jobs:
+                while not job.ends(PROGRESS_S):
+                    progress(self.done_bytes)
+        finally:
+            self.close()
+            pool.close(_LEAVE_S)
+        for _, job in sorted(zip(numbers, jobs, strict=True), key=operator.itemgetter(0)):
+            job.wait()
+        progress(self.done_bytes)
 
     def close(self) -> None:
+        """Let no thread take another block."""
         self._is_closed = True
 
-
-class _Worker:
-    """Fills or only verifies blocks on a thread of its own."""
-
-    def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_trial: bool, is_pinned: bool) -> None:
-        self._checkpoint, self._queue, self._verify, self._is_trial = checkpoint, queue, verify, is_trial
-        self._gatherer = Gatherer()
-        memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-        self._buffer: Bytes = memory.numpy()
-        self.number = 0
-        self.read_bytes = self.filled_bytes = 0
-        self.filled: Counter[Target] = Counter()
-
-    def run(self) -> None:
-        """Fill blocks in turn. A failing worker stops the others at their next block.
-
-        Invariant: blocks are taken in order and finished, so the failure with the lowest `number` is the first in the
-        files, regardless of thread timing.
-        """
+    def _work(self, numbers: list[int], thread: int) -> None:
+        """Read blocks in turn."""
+        gatherer = Gatherer()
+        memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+        buffer: Bytes = memory.numpy()
         try:
-            for name, reads in itertools.groupby(self._take(), key=lambda read: read[0].place.file):
+            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
                     for block, part in reads:
-                        self._fill(block, part, file)
-                    self.read_bytes += file.read_bytes
+                        direct = None if part is None else part.direct(block)
+                        data = buffer[: block.hi - block.lo] if direct is None else direct
+                        block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
+                        done = data.size if part is None or direct is not None else part.move(block.lo, data)
+                        with self._lock:
+                            self.done_bytes += done
+                            if part is not None:
+                                part.target.filled_bytes += done
+                    with self._lock:
+                        self.read_bytes += file.read_bytes
         finally:
-            self._queue.close()
+            self.close()
 
-    def _take(self) -> Iterator[_Read]:
+    def _take(self, numbers: list[int], thread: int) -> Iterator[tuple[PieceBlock, _Part | None]]:
         while True:
-            self.number, read = self._queue.take()
+            with self._lock:
+                numbers[thread] = next(self._taken)
+                read = None if self._is_closed else next(self._reads, None)
             if read is None:
                 return
             yield read
-
-    def _fill(self, block: PieceBlock, part: _Part, file: OpenFile) -> None:
-        data, is_direct = self._buffer[: block.hi - block.lo], False
-        if part.memory is not None and part.first <= block.lo and block.hi <= part.last:
-            is_direct = True
-            data = data if self._is_trial else part.memory[block.lo - part.first : block.hi - part.first]
-        block.read(self._checkpoint, file, self._gatherer, data, verify=self._verify)
-        filled = data.size if is_direct else part.move(block.lo, data, is_trial=self._is_trial)
-        self.filled[part.target] += filled
-        self.filled_bytes += filled
-
-
-def _run(
-    workers: Sequence[_Worker], queue: _Queue, *, progress: Callable[[int, int], None] | None, total_bytes: int
-) -> None:
-    """Run workers on threads until all are done, and raise the first error in file order."""
-    pool = Worker("checkpoint-reader", threads=len(workers))
-    jobs = [pool.submit(worker.run) for worker in workers]
-    try:
-        for job in jobs:
-            while not job.ends(PROGRESS_S):
-                if progress is not None:
-                    progress(sum(worker.filled_bytes for worker in workers), total_bytes)
-    finally:
-        queue.close()
-        pool.close(_LEAVE_S)
-    for _, job in sorted(zip((worker.number for worker in workers), jobs, strict=True), key=lambda found: found[0]):
-        job.wait()
 
 
 class Target:
@@ -366,7 +375,7 @@ class Target:
     """
 
     def __init__(self, tensor: LiveTensor, box: Box) -> None:
-        self.tensor = tensor
+        self.tensor, self.filled_bytes = tensor, 0
         self.elements, self.box = box, in_bytes(box, tensor.local.element_size())
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from reprise.commit import replicas
@@ -15,7 +14,7 @@ from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
 from reprise.format.names import MANIFEST
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
-from reprise.loading.loader import LoadReport, fill, touched_pieces
+from reprise.loading.loader import LoadReport, Progress, fill, touched_pieces, verify_blocks
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
@@ -117,7 +116,7 @@ class Restorer:
             new = [tensor for tensor in tensors if is_new or tensor.is_new]
             report = self._fill(checkpoint, new, verify=verify)
             if verify and not is_new:
-                self._fill(checkpoint, _held(tensors), is_trial=True)
+                self._verify_blocks(checkpoint, _held(tensors))
             return tensors, report
 
         try:
@@ -244,28 +243,28 @@ class Restorer:
         places = read_places(checkpoint)
         share = sum(place.spec.total_bytes for place in places.values()) // world_size
         line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)
-        checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, progress=line.add)
+        threads = self._files.reading_threads
+        checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, threads=threads, progress=line.at)
         _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
 
-    def _fill(
-        self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool = True, is_trial: bool = False
-    ) -> LoadReport:
-        start = time.monotonic()
-
-        @cache
-        def line() -> ProgressLine:  # made only by a load of more than a second
-            title = f"{'verifying' if is_trial else 'loading'} iteration {checkpoint.iteration}"
-            return ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors), start=start)
-
+    def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
         return fill(
             checkpoint,
             read_places(checkpoint),
             tensors,
             verify=verify,
-            is_trial=is_trial,
             threads=self._files.reading_threads,
-            progress=lambda done, _: line().at(done),
+            progress=self._progress("loading", checkpoint, tensors),
         )
+
+    def _verify_blocks(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> None:
+        progress, places = self._progress("verifying", checkpoint, tensors), read_places(checkpoint)
+        verify_blocks(checkpoint, places, tensors, threads=self._files.reading_threads, progress=progress)
+
+    def _progress(self, what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
+        """Return the progress of reading tensors, logged by a load of more than a second."""
+        total_bytes = sum(tensor.local.nbytes for tensor in tensors)
+        return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
 
     def _agree(self, problem: TrainerError | None) -> None:
         self._channel.agree(self._key("agree"), problem)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-
-import numpy as np
+from collections.abc import Mapping
 
 from reprise.format.layout import Place
-from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import Checkpoint, Gatherer, open_tensor_file
+from reprise.loading.loader import BlockReader, Progress
+from reprise.loading.reader import Checkpoint
 
 
 def verify_share(
@@ -19,25 +17,19 @@ def verify_share(
     *,
     rank: int,
     world_size: int,
-    progress: Callable[[int], None] = lambda _: None,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
 ) -> int:
-    """Check the digest of every `world_size`-th block, from number `rank` on; return the number of bytes read.
+    """Check the digest of every `world_size`-th block, from number `rank` on; return the number of bytes checked.
 
     Args:
-        progress: called with the number of bytes checked since the last call.
+        threads: as `BlockReader.run`.
+        progress: as `BlockReader.run`.
 
     Raises:
         CheckpointError: naming the file, the tensor and the byte range of the first damaged block.
     """
-    gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, dtype=np.uint8)
-    checked_bytes = 0
-    blocks_here = blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places})
-    share = itertools.islice(blocks_here, rank, None, world_size)
-    for name, blocks in itertools.groupby(share, key=lambda block: block.place.file):
-        with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
-            for block in blocks:
-                data = buffer[: block.hi - block.lo]
-                block.read(checkpoint, file, gatherer, data)
-                checked_bytes += data.nbytes
-                progress(data.nbytes)
-    return checked_bytes
+    blocks = blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places})
+    reader = BlockReader(checkpoint, ((block, None) for block in itertools.islice(blocks, rank, None, world_size)))
+    reader.run(threads, progress)
+    return reader.done_bytes

@@ -91,15 +91,10 @@ def _verify(
 
 
 def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
-    name, total, count = checkpoint.path.name, stored_bytes(checkpoint), 0
-
-    def add(new_bytes: int) -> None:
-        nonlocal count
-        count += new_bytes
-        progress(name, count, total)
-
+    name, total = checkpoint.path.name, stored_bytes(checkpoint)
     progress(name, 0, total)
-    return verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1, progress=add)
+    places = read_places(checkpoint)
+    return verify_share(checkpoint, places, rank=0, world_size=1, progress=lambda done: progress(name, done, total))
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:

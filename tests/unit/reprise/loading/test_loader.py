@@ -276,11 +276,11 @@ def test_a_failing_read_ends_the_load_and_names_the_file(
 
 
 def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, close = threading.Event(), loader._Queue.close
+    closed, close = threading.Event(), loader.BlockReader.close
     told, reads = list[bool](), itertools.count()
 
-    def close_and_tell(queue: loader._Queue) -> None:
-        close(queue)
+    def close_and_tell(reader: loader.BlockReader) -> None:
+        close(reader)
         closed.set()
 
     def fail_once() -> int:
@@ -289,7 +289,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
         told.append(closed.wait(JOIN_S))
         return 0
 
-    monkeypatch.setattr(loader._Queue, "close", close_and_tell)
+    monkeypatch.setattr(loader.BlockReader, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
         Opened(large, Troubled(fail_once)).fill(threads=2)
     assert told in ([], [True])
@@ -304,7 +304,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
         reached.append(1)
         return not released.wait(JOIN_S)
 
-    def break_off(done: int, total: int) -> None:
+    def break_off(done: int) -> None:
         if len(reached) == 2:
             raise KeyboardInterrupt
 
@@ -322,18 +322,17 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
 
 def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
-    told, called, go_on = list[tuple[int, int]](), set[int](), threading.Event()
+    told, called, go_on = list[int](), set[int](), threading.Event()
 
-    def progress(done: int, total: int) -> None:
-        told.append((done, total))
+    def progress(done: int) -> None:
+        told.append(done)
         called.add(threading.get_ident())
         go_on.set()
 
     opened = Opened(large, Troubled(lambda: not go_on.wait(JOIN_S)))
     opened.fill(progress=progress)
-    assert {total for _, total in told} == {sum(tensor.spec.total_bytes for tensor in opened.live)}
     assert told == sorted(told)
-    assert told[0][0] == 0
+    assert (told[0], told[-1]) == (0, sum(tensor.spec.total_bytes for tensor in opened.live))
     assert called == {threading.get_ident()}
 
 
