@@ -56,23 +56,6 @@ def test_manifest_round_trips() -> None:
     assert manifest.from_bytes(resealed(), where="x") == sample()
 
 
-def test_pieces_come_back_as_they_were_written() -> None:
-    entry = sample().tensors["w"]
-    expected = [replace(piece, name="") for piece in (LEFT, RIGHT_1, RIGHT_2)]
-    assert list(entry.pieces(4)) == expected
-    assert list(sample().tensors["none"].pieces(4)) == []
-
-
-def test_shares_count_as_pieces_and_lie_inside_their_cell() -> None:
-    entry = TensorEntry((4, 6), ((0, 4), (0, 2, 6)), {1: (16,)}, A * 3)
-    assert entry.fits(4)
-    assert not replace(entry, shares={}).fits(4)
-    for offsets in ((0,), (64,), (65,), (16, 16), (32, 16)):
-        assert not replace(entry, shares={1: offsets}, digests=A * (2 + len(offsets))).fits(4)
-    for cell in (-1, 2):
-        assert not replace(entry, shares={cell: (16,)}).fits(4)
-
-
 def test_an_entry_of_countless_cells_is_refused_uncounted() -> None:
     marks = tuple(range(10_001))
     assert not TensorEntry((10_000,) * 4, (marks,) * 4, {}, A).fits(4)

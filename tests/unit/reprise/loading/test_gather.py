@@ -1,19 +1,14 @@
-"""Scattered bytes of a file arrive in contiguous memory, and in live tensors of any strides."""
+"""Scattered bytes of a file arrive in contiguous memory."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.format.box import Box, Image, image, in_bytes, whole
-from reprise.format.layout import TensorKind, TensorSpec
-from reprise.loading.loader import Target
+from reprise.format.box import Box, Image, image
 from reprise.loading.reader import Bytes, Gatherer
-from reprise.tensors.dtypes import stored_dtype
-from reprise.tensors.live import LiveTensor
 from tests.profiles import examples
 
 OFFSET = 5
@@ -70,19 +65,6 @@ def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
     assert len(memory.reads) <= max(1, runs)
 
 
-VALUES = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-
-
-def target_of(local: torch.Tensor, box: Box) -> Target:
-    spec = TensorSpec(TensorKind.MODEL, "t", (8, 9), stored_dtype(local.dtype, where="t"), (8, 9))
-    return Target(LiveTensor(spec, box, local, (0,)), box)
-
-
-def bytes_of(values: torch.Tensor) -> np.ndarray:
-    packed = values.contiguous()
-    return packed.reshape(-1).view(torch.uint8).numpy().reshape(*values.shape, packed.element_size())
-
-
 @pytest.mark.parametrize(
     ("shape", "box", "gap_bytes", "scratch_bytes", "sizes"),
     [
@@ -98,27 +80,3 @@ def test_narrow_gaps_are_read_along_and_wide_ones_left_out(
     source = image(box, shape, 1)
     gathered(memory, source, 0, source.total_bytes, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
     assert [size for _, size in memory.reads] == sizes
-
-
-@pytest.mark.parametrize(
-    "local", [torch.zeros(4, 6), torch.zeros(6, 4).T, torch.zeros(4, 12)[:, ::2], torch.zeros(9, 8)[3:7, 1:7]]
-)
-def test_parts_that_are_put_are_in_the_live_tensor(local: torch.Tensor) -> None:
-    box = Box((2, 3), (4, 6))
-    target = target_of(local, box)
-    for part in (Box((2, 3), (4, 2)), Box((2, 5), (1, 4)), Box((3, 5), (3, 4))):
-        inner = tuple(slice(o - b, o - b + n) for o, b, n in zip(part.offset, box.offset, part.shape, strict=True))
-        target.put(in_bytes(part, 4), bytes_of(VALUES[inner]))
-    target.finish()
-    assert torch.equal(local, VALUES)
-
-
-def test_memory_is_given_where_a_part_is_packed_in_it() -> None:
-    target = target_of(torch.zeros(4, 6), Box((2, 3), (4, 6)))
-    rows = target.memory(in_bytes(Box((3, 3), (2, 6)), 4))
-    assert rows is not None
-    rows[:] = bytes_of(VALUES[1:3]).reshape(-1)
-    assert torch.equal(target.tensor.local[1:3], VALUES[1:3])
-    assert not target.tensor.local[0].any()
-    assert target.memory(in_bytes(Box((3, 3), (2, 5)), 4)) is None
-    assert target_of(torch.zeros(6, 4).T, Box((0, 0), (4, 6))).memory(in_bytes(whole((4, 6)), 4)) is None
