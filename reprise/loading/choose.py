@@ -17,7 +17,7 @@ from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir
-from reprise.storage.patience import OLDER, Patience, unreadable
+from reprise.storage.patience import Patience, unreadable
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +39,6 @@ class LoadTerms:
     def advice(self, fix: str) -> str:
         """Return a sentence with the advice `fix`, or to start without a checkpoint."""
         return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
-
-    def completed(self, error: TrainerError) -> TrainerError:
-        """Return an error with the name of the iteration in its advice to load an older iteration, if any."""
-        if not isinstance(error, UnreadableError) or self.iteration == LoadTerms().iteration:
-            return error
-        return UnreadableError(str(error).replace(OLDER, f"{OLDER} with {self.iteration}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +151,6 @@ class Chooser:
 
     Attributes:
         checkpoint: the one picked last; None if it was returned unopened.
-        terms: those of the source.
     """
 
     def __init__(
@@ -170,7 +163,6 @@ class Chooser:
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
-        self.terms = source.terms
         self._source, self._files, self._check = source, files, check
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
@@ -344,20 +336,14 @@ class Chooser:
 
     def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
         committed, path = folder.committed(), folder.iteration(iteration)
-        if iteration in folder.non_folders():
-            raise CheckpointError(
-                "An iteration is not a folder",
-                where=path,
-                expected="one of " + (", ".join(map(str, committed)) or "none"),
-                found=kind_of(path),
-                fix="Replace the link by its target, or load the target.",
-            )
         if iteration not in committed:
+            is_there = iteration in folder.non_folders()
             raise CheckpointError(
-                "An iteration was never saved",
+                "An iteration is not a folder" if is_there else "An iteration was never saved",
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
-                fix=f"Correct {self._source.terms.iteration}.",
+                found=kind_of(path) if is_there else None,
+                fix="Load its target." if is_there else f"Correct {self._source.terms.iteration}.",
             )
         self._is_exact = True
         return [path]

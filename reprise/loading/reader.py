@@ -103,33 +103,28 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         raise failed_read(
             "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
         ) from error
-    document: bytes | None = None
-    lacking: dict[str, CheckpointError] = {}
 
-    def checked(name: str) -> bytes | CheckpointError | None:
+    def checked(name: str) -> bytes | CheckpointError:
         try:
             return _checked_file(path, name, listing.files[name], files)
         except CheckpointError as error:
-            if _is_of_optimizer(name) and not exists(path / name) and exists(path / OPTIMIZER_DROPPED):
-                return None
-            if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
-                raise
             return error
 
-    is_dropped = False
+    contents, lacking, is_dropped = dict[str, bytes](), dict[str, CheckpointError](), False
     for name, data in zip(listing.files, files.map(checked, listing.files), strict=True):
-        if data is None:
+        if not isinstance(data, CheckpointError):
+            contents[name] = data
+        elif _is_of_optimizer(name) and not exists(path / name) and exists(path / OPTIMIZER_DROPPED):
             is_dropped = True
-            continue
-        if isinstance(data, CheckpointError):
+        elif may_lack and name in ACCESSORIES and not isinstance(data, UnreadableError):
             lacking[name] = data
-            continue
-        document = data if name == STATE else document
-        if name == INDEX:
-            _check_index(json_file.parse(data, where=path / name), listing, where=path / name)
-    if not document:
+        else:
+            raise data
+    if INDEX in contents:
+        _check_index(json_file.parse(contents[INDEX], where=path / INDEX), listing, where=path / INDEX)
+    if not contents.get(STATE):
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
-    state = json_file.parse(document, where=path / STATE)
+    state = json_file.parse(contents[STATE], where=path / STATE)
     check_state(state, path)
     digest = manifest.digest_of(content)
     host = _host_file(path, files, listing, digest)

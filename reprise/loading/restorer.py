@@ -303,10 +303,7 @@ def _make_whole(change: Callable[[], None]) -> None:
 
 def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
     """Return the path and the digest of the next candidate, after skipping the last one for its damage."""
-    try:
-        if damage is not None:
-            chooser.skip(damage)
-        path = chooser.pick(is_complete=is_complete)
-    except TrainerError as error:
-        raise chooser.terms.completed(error) from None
+    if damage is not None:
+        chooser.skip(damage)
+    path = chooser.pick(is_complete=is_complete)
     return [str(path), "" if chooser.checkpoint is None else chooser.checkpoint.digest]

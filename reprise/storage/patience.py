@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 # How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
 RETRY_S = 10.0
-OLDER = "load an older iteration"  # the advice that `LoadTerms` completes
+OLDER = "load an older iteration"
 # What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
 

@@ -101,12 +101,7 @@ class Grid:
     @staticmethod
     def flat(world_size: int) -> Grid:
         """Return the grid of all ranks on a single axis, with a name used by no mesh."""
-        return Grid.of(range(world_size))
-
-    @staticmethod
-    def of(ranks: Sequence[int]) -> Grid:
-        """Return the grid of these ranks on a single axis, with a name used by no mesh."""
-        return Grid(np.array(ranks), ("",))
+        return Grid(np.arange(world_size), ("",))
 
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return the ranks at the `fixed` coordinates, in ascending order."""
@@ -146,7 +141,7 @@ def live_tensors(
     free_gathered_parameters(model)
     stored = stored or {}
     names = parameter_names(model)
-    buffers = list(_persistent_buffers(model))
+    buffers = _persistent_buffers(model)
     _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
     for parameter, name in names.items():
         yield from locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
@@ -261,13 +256,13 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the persistent buffers in the order of the model, each under its first name."""
+    first = dict[int, tuple[str, torch.Tensor]]()
+    for name, tensor in named_tensors(model):
+        if not isinstance(tensor, nn.Parameter):
+            first.setdefault(id(tensor), (name, tensor))
+    return list(first.values())
 
 
 def _check_memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
