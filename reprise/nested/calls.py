@@ -89,7 +89,7 @@ def contents_of(
     joint, values = agree_on_state(call, table, values, cache, before_decision=before_decision)
     if tree.remark and call.channel.coordinates:
         _log_once(f"{folder}: {tree.remark}")
-    live = last.shared(joint, call.channel.rank, from_rank0)
+    live = last.shared(joint, call.channel.rank)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
 
 
@@ -182,8 +182,7 @@ def fill(
         tree = make_tree()
         tree.prepare_load()
         local = local_tensors(tree)
-        table = local.table(tree, ())
-    joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
+    joint, _ = agree_on_state(call, local.table, NestedValues(), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
     filling = Filling(tree, local.shared(joint, channel.rank), joint, strict=strict)

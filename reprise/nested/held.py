@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from reprise.nested.stored_names import Keys, stored_name
-from reprise.nested.table import JointTable, Table, TableRow, require_whole
+from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.live import (
@@ -32,84 +32,66 @@ _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """This rank's tensors by stored name, without the other ranks of each, and the second names of tied tensors."""
+    """This rank's tensors by stored name, without the other ranks of each, and their table as a message."""
 
     live: Mapping[str, LiveTensor]
-    aliases: Mapping[str, str]
+    table: bytes
+    patterns: Sequence[str] = ()
 
-    def table(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool = False) -> Table:
-        """Return the table of this rank; see `Table` for the arguments."""
-        rows = {name: TableRow(tensor.spec, tensor.box) for name, tensor in self.live.items()}
-        return Table(rows, self.aliases, tree.entries, (*tree.values, *tree.receivers), patterns, is_replicated)
-
-    def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
+    def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks of the same boxes, in the order of the joint table.
 
-        Args:
-            patterns: as for `table`; of these tensors the first rank with a box saves it.
+        The first rank with a box saves a tensor that one of the patterns fits.
         """
         tensors = []
         for spec in joint.specs:
-            tensor = self.live.get(spec.name)
-            if tensor is None:
-                continue
-            holders = joint.holders[spec.name][tensor.box]
-            if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
-                tensors.append(replace(tensor, replicas=holders[:1], is_copy=rank != holders[0]))
-            else:
-                tensors.append(replace(tensor, replicas=holders))
+            if (tensor := self.live.get(spec.name)) is not None:
+                holders = joint.holders[spec.name][tensor.box]
+                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.patterns)
+                replicas, is_copy = (holders[:1], rank != holders[0]) if is_first else (holders, False)
+                tensors.append(replace(tensor, replicas=replicas, is_copy=is_copy))
         return tuple(tensors)
 
 
-@dataclass(slots=True)
 class LastTensors:
-    """The tensors of the last save of a saver; the next save of the same ones enumerates nothing.
+    """The tensors of the last save of a saver; the next save of the same ones enumerates nothing."""
 
-    Args:
-        marks: see `_marks`.
-        table: this rank's, for `given`: what it is made of beside the tensors.
-        joint: the table of all ranks for which `live` was made.
-    """
+    def __init__(self) -> None:
+        self._marks: object = None
+        self._held = HeldTensors({}, b"")
+        self._joint: JointTable | None = None  # for which `_live` was made
+        self._live: tuple[LiveTensor, ...] = ()
 
-    marks: object = None
-    held: HeldTensors = field(default_factory=lambda: HeldTensors({}, {}))
-    given: object = None
-    table: Table = field(default_factory=lambda: Table({}))
-    joint: JointTable | None = None
-    live: tuple[LiveTensor, ...] = ()
-
-    def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> Table:
-        """Return the table of this rank, the same object if nothing has changed; see `Table` for the arguments.
+    def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> bytes:
+        """Return the table of this rank; see `table_of` for the arguments.
 
         Raises:
             CheckpointError: as `local_tensors`.
         """
-        marks = _marks(tree)
-        if marks != self.marks:
-            self.held, self.given, self.joint = local_tensors(tree), None, None
-            self.marks = marks
-        arguments = (tree.entries, tuple(tree.values), tuple(patterns), is_replicated)
-        if arguments != self.given:
-            self.table = self.held.table(tree, patterns, is_replicated=is_replicated)
-            self.given = arguments
-        return self.table
+        marks = (_marks(tree), tree.entries, [*tree.values], [*patterns], is_replicated)
+        if marks != self._marks:
+            self._held, self._joint = local_tensors(tree, patterns, is_replicated=is_replicated), None
+            self._marks = marks
+        return self._held.table
 
-    def shared(self, joint: JointTable, rank: int, patterns: Sequence[str]) -> tuple[LiveTensor, ...]:
+    def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all their ranks, the same tuple if nothing has changed.
 
         Raises:
-            CheckpointError: as `require_whole` and `require_patterns`.
+            CheckpointError: as `require_whole`, and naming a pattern of `from_rank0` without a match on any rank.
         """
-        if joint is not self.joint:
+        if joint is not self._joint:
             require_whole(joint)
-            require_patterns(patterns, joint)
-            self.live = self.held.shared(joint, rank, patterns)
-            self.joint = joint
-        return self.live
+            _require_patterns(self._held.patterns, joint)
+            self._live, self._joint = self._held.shared(joint, rank), joint
+        return self._live
 
 
-def local_tensors(tree: Tree) -> HeldTensors:
+def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bool = False) -> HeldTensors:
     """Return this rank's part of every tensor of a state dict.
+
+    Args:
+        patterns, is_replicated: see `table_of`.
 
     Raises:
         CheckpointError: naming an unstorable tensor, a part that is no box, or a tensor in the memory of another.
@@ -144,15 +126,18 @@ def local_tensors(tree: Tree) -> HeldTensors:
             names_by_identity[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
     refuse_unstorable(tensor.spec for tensor in live.values())
-    return HeldTensors(live, aliases)
+    table = table_of(
+        live.values(),
+        aliases=aliases,
+        entries=tree.entries,
+        values=(*tree.values, *tree.receivers),
+        patterns=patterns,
+        is_replicated=is_replicated,
+    )
+    return HeldTensors(live, table, patterns)
 
 
-def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
-    """Refuse a pattern of `from_rank0` without a match on any rank.
-
-    Raises:
-        CheckpointError: naming it.
-    """
+def _require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
     unused = [p for p in patterns if not any(fnmatch.fnmatchcase(spec.name, p) for spec in joint.specs)]
     if unused:
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from reprise.errors import CheckpointError
@@ -12,74 +13,73 @@ from reprise.format.layout import TensorKind, TensorSpec
 from reprise.nested import agreement
 from reprise.nested.agreement import KnownTables, agree_on_state
 from reprise.nested.documents import NestedValues
-from reprise.nested.table import JointTable, Table, TableRow, join
+from reprise.nested.table import JointTable, join, table_of
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
+from reprise.tensors.live import LiveTensor
 from tests.fakes import run_ranks
 from tests.messages import refused
 
 
 def table(
     *names: str, rows: int = 0, dtype: StoredDtype = StoredDtype.F32, aliases: dict[str, str] | None = None
-) -> Table:
+) -> bytes:
     """Return the table of a rank that holds two rows, from `rows` on, of tensors of four."""
     specs = [TensorSpec(TensorKind.MODEL, name, (4, 3), dtype, (4, 3)) for name in names]
-    return Table({spec.name: TableRow(spec, Box((rows, 0), (2, 3))) for spec in specs}, aliases or {}, ["model"])
+    live = [LiveTensor(spec, Box((rows, 0), (2, 3)), torch.empty(0), ()) for spec in specs]
+    return table_of(live, aliases=aliases or {}, entries=["model"], values=(), patterns=(), is_replicated=False)
 
 
-def called(channel: StoreChannel, key: str) -> JointCall:
-    return JointCall(channel, key, "save()", timeout_s=60.0)
+def agreed(
+    channel: StoreChannel, key: str, mine: bytes, values: object, known: KnownTables
+) -> tuple[JointTable, object]:
+    call = JointCall(channel, key, "save()", timeout_s=60.0)
+    joint, joined = agree_on_state(call, mine, NestedValues(values), known)  # type: ignore[arg-type]
+    return joint, joined.values
 
 
-def agreed(tables: list[list[Table]], values: list[NestedValues]) -> list[list[object]]:
-    """Return what three ranks know after each of several agreements: names, exchanged tables, values of the first."""
-    store = HashStore()
-
-    def call(channel: StoreChannel) -> list[object]:
-        known, found, last = KnownTables(), [], None
-        for number, mine in enumerate(tables):
-            joint, joined = agree_on_state(
-                called(channel, f"k{number}"), mine[channel.rank], values[channel.rank], known
-            )
-            found.append((len(joint.specs), known.exchanged, joint is last, joined.values))
-            last = joint
-        return found
-
-    return run_ranks(3, call, store=lambda: store)  # type: ignore[return-value]
+# How many tables ranks 1 and 2 send in each agreement. A large one is asked for, unless a rank has sent one of that
+# digest; a small one is part of a rank's first message.
+SENT = {"large": ([1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]), "small": ([1, 0, 1, 1, 1, 0], [1, 0, 0, 0, 1, 0])}
 
 
-# What rank 0 has received, and each other rank sent, after each agreement. A large table is asked for, unless another
-# rank has sent one of that digest; a small one is part of the first message of a rank.
-EXCHANGED = {
-    "large": [[2, 2, 3, 4, 4, 4], [1, 1, 2, 3, 3, 3], [1, 1, 1, 1, 1, 1]],
-    "small": [[2, 2, 3, 4, 6, 6], [1, 1, 2, 3, 4, 4], [1, 1, 1, 1, 2, 2]],
-}
-
-
-@pytest.mark.parametrize("size", ["large", "small"])
+@pytest.mark.parametrize("size", SENT)
 def test_tables_travel_only_when_one_is_new(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if size == "large":
         monkeypatch.setattr(agreement, "SMALL_TABLE_BYTES", 0)
         monkeypatch.setattr(agreement, "SMALL_VALUES_BYTES", 0)
-    own = [table("a"), table("b"), table("b", rows=2)]
-    more = [table("a"), table("b", "c"), table("b", rows=2)]
-    same = [table("a")] * 3
-    values = [NestedValues({"/epoch": 3}), NestedValues({"/epoch": 3}), NestedValues({"/epoch": 3, "/more": 1})]
-    found = agreed([own, own, more, own, same, same], values)
-    everything, mine = {"/epoch": 3, "/more": 1}, {"/epoch": 3}
+    own, other, same = [table("a"), table("b"), table("b", rows=2)], table("b", "c"), [table("a")] * 3
+    values = [{"/epoch": 3}, {"/epoch": 3}, {"/epoch": 3, "/more": 1}]
+    store, put = HashStore(), StoreChannel.put
+    sent: list[tuple[int, str]] = []
+
+    def count(channel: StoreChannel, key: str, data: bytes) -> None:
+        sent.extend([(channel.rank, key[:2])] if b"F32" in data and not channel.coordinates else [])
+        put(channel, key, data)
+
+    monkeypatch.setattr(StoreChannel, "put", count)
+
+    def call(channel: StoreChannel) -> list[object]:
+        known, found, last = KnownTables(), [], None
+        for number, tables in enumerate([own, own, [own[0], other, own[2]], own, same, same]):
+            rank = channel.rank
+            joint, joined = agreed(channel, f"k{number}", tables[rank], values[rank], known)
+            found.append((len(joint.specs), joint is last, joined))
+            last = joint
+        return found
+
     counts = [(2, False), (2, True), (3, False), (2, False), (1, False), (1, True)]
-    for rank, exchanged in enumerate(EXCHANGED[size]):
-        expected = everything if rank in (0, 2) else mine
-        assert found[rank] == [
-            (names, sent, is_same, expected) for (names, is_same), sent in zip(counts, exchanged, strict=True)
-        ]
+    for rank, found in enumerate(run_ranks(3, call, store=lambda: store)):
+        expected = values[2] if rank in (0, 2) else values[1]
+        assert found == [(*count, expected) for count in counts]
+    assert tuple([sent.count((rank, f"k{number}")) for number in range(6)] for rank in (1, 2)) == SENT[size]
 
 
-def test_a_joint_table_is_the_same_after_a_message() -> None:
-    joint = join({5: table("b", "a10", "a9", aliases={"x": "b"}), 2: table("b", rows=2)})
+def test_a_joint_table_has_every_box_with_its_ranks() -> None:
+    joint = JointTable.from_text(join({5: table("b", "a10", "a9", aliases={"x": "b"}), 2: table("b", rows=2)}))
     assert [spec.name for spec in joint.specs] == ["a9", "a10", "b"]
     assert joint.holders["b"] == {Box((0, 0), (2, 3)): (5,), Box((2, 0), (2, 3)): (2,)}
-    assert JointTable.from_bytes(joint.to_bytes()) == joint
+    assert (joint.aliases, joint.entries) == ({"x": "b"}, {"model"})
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,9 @@ def test_a_joint_table_is_the_same_after_a_message() -> None:
         (table("a", dtype=StoredDtype.I8), ["a is F32 [4, 3]", "rank 0", "I8 [4, 3]", "rank 1"]),
         (table("b", aliases={"a": "b"}), ["a is tied to b", "rank 1", "rank 0"]),
     ],
+    ids=["other0-words0", "other1-words1"],
 )
-def test_tables_that_contradict_each_other_are_refused(other: Table, words: list[str]) -> None:
+def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list[str]) -> None:
     with refused(CheckpointError, *words):
         join({0: table("a"), 1: other})
 
@@ -100,8 +101,8 @@ def test_a_refusal_reaches_every_rank_and_is_forgotten() -> None:
         odd = table("a", dtype=StoredDtype.I8 if channel.rank else StoredDtype.F32)
         for key, mine, values in (("odd", odd, {}), ("values", table("a"), {"/a": channel.rank})):
             with pytest.raises(CheckpointError, match=r"a"):
-                agree_on_state(called(channel, key), mine, NestedValues(values), known)
-        joint, _ = agree_on_state(called(channel, "good"), table("a"), NestedValues(), known)
+                agreed(channel, key, mine, values, known)
+        joint, _ = agreed(channel, "good", table("a"), {}, known)
         assert [spec.name for spec in joint.specs] == ["a"]
 
     assert run_ranks(2, call) == [None, None]
