@@ -12,7 +12,7 @@ from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.loading.reader import Checkpoint
 from reprise.nested.calls import fill, save_now
 from reprise.nested.loaded import LoadedState, Strictness
-from reprise.nested.optimizer_state import check_optimizer
+from reprise.nested.optimizers import check_optimizer
 from reprise.nested.own_state import check_ranks, own_state
 from reprise.nested.tree import Tree, tree_of
 from reprise.ranks.group import CALL_TIMEOUT_S, open_call

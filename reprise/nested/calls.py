@@ -33,7 +33,7 @@ from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.locations import location
-from reprise.tensors.live import Contents
+from reprise.tensors.live import Contents, LiveTensor
 from reprise.tensors.modes import own_modes
 
 _log = logging.getLogger(__name__)
@@ -185,15 +185,19 @@ def fill(
     joint, _ = agree_on_state(call, local.table, NestedValues(), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
-    filling = Filling(tree, local.shared(joint, channel.rank), joint, strict=strict)
+    shared, fillings = local.shared(joint, channel.rank), list[Filling]()
 
     def check_all(checkpoint: Checkpoint) -> None:
         read_values(checkpoint)
         check(checkpoint)
 
+    def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
+        fillings.append(Filling(tree, shared, joint, strict, checkpoint))
+        return fillings[-1].live()
+
     restorer = Restorer(channel, nonce=call.nonce)
-    restored = restorer.restore(LoadSource(source), check=check_all, live=filling.live, finish=filling.finish)
-    return filling.result(restored.checkpoint, is_first=channel.coordinates)
+    restorer.restore(LoadSource(source), check=check_all, live=live, finish=lambda: fillings[-1].finish())
+    return fillings[-1].result(is_first=channel.coordinates)
 
 
 def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:

@@ -2,91 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
-from reprise.errors import MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.layout import TensorSpec
+from reprise.format.names import STATE
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import StoredState, read_state
-from reprise.nested.loaded import LoadedState, Strictness, is_refused, log_names
+from reprise.nested.loaded import LoadedState, Strictness, log_names, log_options, log_untaken
+from reprise.nested.modules import Receiver
+from reprise.nested.optimizers import ParameterGroup, saved_numbers
 from reprise.nested.own_state import is_random_state
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of, keys_of_pointer, pointer
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of, keys_of_pointer, pointer, stored_name
 from reprise.nested.table import JointTable
-from reprise.nested.taken import Taken
 from reprise.nested.tree import Tree
-from reprise.nested.typed_values import ByLeaf, TensorReference, references
-from reprise.nested.untaken import log_options, log_untaken
-from reprise.tensors.live import LiveTensor
+from reprise.nested.typed_values import ByLeaf, TensorReference, leaves, put_back, references
+from reprise.storage.json_file import Json
+from reprise.tensors.dtypes import torch_dtype
+from reprise.tensors.file_form import in_memory, resolve
+from reprise.tensors.live import Grid, LiveTensor, is_dtensor, local_of, locate
 from reprise.tensors.modes import own_modes
 
+_ABSENT = object()
+_SMALL = 1 << 20  # elements, of state that any parameter may have
 
-@dataclass(slots=True)
+Make = Callable[[TensorSpec, str | None], torch.Tensor]
+
+
 class Filling:
-    """A load into a nested state dict, on a single rank.
+    """A load of a checkpoint into a nested state dict, on a single rank.
 
     Args:
         tensors: this rank's, with the ranks of the same boxes.
         joint: the table of all ranks.
-        taken: what the tree takes from the checkpoint at hand.
-        missing, unexpected: the names that one side alone has, and that the load does not refuse.
     """
 
-    tree: Tree
-    tensors: Sequence[LiveTensor]
-    joint: JointTable
-    strict: Strictness
-    taken: Taken = field(init=False)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    def __init__(
+        self, tree: Tree, tensors: Sequence[LiveTensor], joint: JointTable, strict: Strictness, checkpoint: Checkpoint
+    ) -> None:
+        self._tree, self._own, self._joint, self._strict, self._checkpoint = tree, tensors, joint, strict, checkpoint
+        self._stored, self._places = read_state(checkpoint), read_places(checkpoint)
+        self._aliases = checkpoint.manifest.aliases
+        names = {*self._places, *self._aliases}
+        self._other_names = {
+            name: alias for alias, name in joint.aliases.items() if alias in names and name not in names
+        }
+        self._missing, self._unexpected = list[str](), list[str]()
+        self._values = dict[str, Any]()  # what the tree takes, by JSON Pointer, with references to tensors
+        self._tensors = dict[str, torch.Tensor]()  # of the values, by stored name
+        self._new = list[LiveTensor]()  # the same, to be filled
+        self._puts = list[tuple[str, Callable[[Any], object]]]()
+        self._receivers = list[tuple[str, Receiver]]()
+        self._copies = list[Callable[[], None]]()
+        self._numbers = list[tuple[ParameterGroup, Json]]()
+        self._rest = ByLeaf()
+        # By stored name, the tensors with which new state of an optimizer may be tied.
+        self._tied = {stored_name(keys)[1]: each.tensor for keys, each in tree.tensors.items() if tree.optimizers}
 
     @own_modes()
-    def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        """Return the tensors to fill, under their names in a checkpoint.
+    def live(self) -> Sequence[LiveTensor]:
+        """Return the tensors to fill, under their names in the checkpoint.
 
         Raises:
             MismatchError: listing what does not fit.
         """
-        joint, stored, places = self.joint, read_state(checkpoint), read_places(checkpoint)
-        source = self.taken = Taken(checkpoint, stored, self.tree)
-        missing = [*source.take_optimizers(self.strict), *source.take_values(joint.values), *source.take_states()]
-        if self.tree.takes_rest:
-            source.take_rest({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
-        other_names = source.other_names(joint.aliases)
-        tensors = [*source.own_tensors(self.tensors, other_names), *source.new]
-        lacking = {tensor.spec.name: tensor.spec for tensor in tensors if source.target(tensor.spec.name) not in places}
-        pointers = joint.values | source.values.keys()
+        joint, places, stored = self._joint, self._places, self._stored
+        missing = [*self._take_optimizers(), *self._take_values(), *self._take_states()]
+        if self._tree.takes_rest:
+            self._take_rest({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
+        own_tensors = self._own_tensors()
+        lacking = {tensor.spec.name for tensor in own_tensors if tensor.spec.name not in places}
+        pointers = joint.values | self._values.keys()
         values = [value for where in pointers if type(value := stored.at(keys_of_pointer(where))) is not ByLeaf]
-        names = [reference.name for value in values for reference in references(value)]
-        names += [tensor.spec.name for tensor in tensors]
-        names += [other_names.get(spec.name, spec.name) for spec in joint.specs]
-        requested = set(map(source.target, names))
+        requested = {self._aliases.get(each.name, each.name) for value in values for each in references(value)}
+        requested |= {tensor.spec.name for tensor in (*own_tensors, *self._new)}
+        requested |= {self._target(spec.name) for spec in joint.specs}
         unexpected = {name: keys_of(place.spec.kind, name) for name, place in places.items() if name not in requested}
         unexpected |= {pointer(keys): keys for keys in sorted(_untaken(stored, pointers), key=pointer)}
         unexpected = {name: keys for name, keys in unexpected.items() if self._is_asked(keys)}
         problems = [f"{name} is missing" for name in missing if self._is_refused(keys_of_pointer(name))]
-        if self.strict != "missing":
+        if self._strict != "missing":
             problems += [f"{name} is unexpected" for name, keys in unexpected.items() if self._is_refused(keys)]
-        present = [
-            replace(tensor, spec=replace(tensor.spec, name=source.target(tensor.spec.name)))
-            for tensor in tensors
-            if (spec := lacking.get(tensor.spec.name)) is None or self._is_refused(keys_of(spec.kind, spec.name))
+        tensors = [
+            tensor
+            for tensor in (*own_tensors, *self._new)
+            if (spec := tensor.spec).name not in lacking or self._is_refused(keys_of(spec.kind, spec.name))
         ]
-        specs = [tensor.spec for tensor in present]
-        check_tensors(specs, places, where=checkpoint.path, is_partial=True, further=problems)
-        self.missing, self.unexpected = [*lacking, *missing], list(unexpected)
-        return present
-
-    def _is_asked(self, keys: Keys) -> bool:
-        """Return whether the load is about a name of the checkpoint."""
-        return keys[0] in self.joint.entries and not ("rng" in self.tree.declined and is_random_state(keys))
-
-    def _is_refused(self, keys: Keys) -> bool:
-        """Return whether the load refuses a name that one side alone has."""
-        modules = (at for at, member in self.tree.objects.items() if isinstance(member, torch.nn.Module))
-        return is_refused(self.strict, keys, [(MODEL,), *modules])
+        specs = [tensor.spec for tensor in tensors]
+        check_tensors(specs, places, where=self._checkpoint.path, is_partial=True, further=problems)
+        names = [tensor.spec.name for tensor in own_tensors if tensor.spec.name in lacking]
+        self._missing, self._unexpected = [*names, *missing], list(unexpected)
+        return tensors
 
     def finish(self) -> None:
         """Replace the values, after this rank has filled its tensors. A second call does the same again.
@@ -94,33 +108,261 @@ class Filling:
         Raises:
             MismatchError: if an object does not take its state.
         """
+        tree = self._tree
         with own_modes():  # the versions of all tensors rise, of DTensors and ties too
-            torch.autograd.graph.increment_version([stored.tensor for stored in self.tree.tensors.values()])
-            self.tree.put_tensors(self.missing)
-            self.taken.put()
-        self.taken.give()  # in the modes of the caller, whose code it is
-        unknown = [name for entries in self.tree.modules.values() for name in entries.give()]
-        if unknown and self.strict in (True, "model"):
+            torch.autograd.graph.increment_version([stored.tensor for stored in tree.tensors.values()])
+            tree.put_tensors(self._missing)
+            for where in tree.values.keys() & self._values.keys():
+                tree.replace_value(where, self._value(where))
+            for where, put in self._puts:
+                put(self._value(where))
+            for group, numbers in self._numbers:
+                group.replace(numbers)
+            for copy in (*(stored.copy_back for stored in tree.tensors.values()), *self._copies):
+                if copy is not None:
+                    copy()
+        for where, receiver in self._receivers:  # in the modes of the caller, whose code it is
+            receiver.give(where, self._value(where))
+        unknown = [name for entries in tree.modules.values() for name in entries.give()]
+        if unknown and self._strict in (True, "model"):
             raise MismatchError(
                 "A module does not know entries of the checkpoint's state dict",
                 found=", ".join(unknown),
                 fix='Make it as it was made when the checkpoint was saved, or give strict="missing".',
             )
-        self.unexpected = list(dict.fromkeys((*self.unexpected, *unknown)))
+        self._unexpected = list(dict.fromkeys((*self._unexpected, *unknown)))
 
-    def result(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
+    def result(self, *, is_first: bool) -> LoadedState:
         """Log the names missing on a side, and return the result of the load.
 
         Args:
             is_first: whether this rank logs the lines common to all ranks.
         """
-        values = self.taken.rest()
-        result = LoadedState({**values, "iteration": checkpoint.iteration}, self.missing, self.unexpected)
+        checkpoint, values = self._checkpoint, put_back(self._rest, self._tensors)
+        result = LoadedState({**values, "iteration": checkpoint.iteration}, self._missing, self._unexpected)
         log_names(checkpoint.path, result, is_first=is_first)
         if is_first:
-            log_untaken(checkpoint, self.taken.stored, self.tree, self.joint.entries, values)
-            log_options(checkpoint, self.tree, self.taken.numbers)
+            log_untaken(checkpoint.path, self._stored, self._tree, self._joint.entries, values)
+            log_options(checkpoint.path, self._numbers)
         return result
+
+    def _is_asked(self, keys: Keys) -> bool:
+        """Return whether the load is about a name of the checkpoint."""
+        return keys[0] in self._joint.entries and not ("rng" in self._tree.declined and is_random_state(keys))
+
+    def _is_refused(self, keys: Keys) -> bool:
+        """Return whether the load refuses a name that one side alone has."""
+        modules = (at for at, member in self._tree.objects.items() if isinstance(member, nn.Module))
+        is_of_model = any(keys[: len(module)] == module for module in ((MODEL,), *modules))
+        return self._strict is not False and (self._strict != "model" or is_of_model)
+
+    def _target(self, name: str) -> str:
+        """Return the name under which a tensor of a rank is stored: of tied ones it may have another."""
+        name = self._other_names.get(name, name)
+        return self._aliases.get(name, name)
+
+    def _own_tensors(self) -> list[LiveTensor]:
+        """Return the tensors of the tree that are filled, under their names in the checkpoint.
+
+        Raises:
+            MismatchError: for one with another dtype in memory than in the checkpoint, and the same in the files.
+        """
+        dtypes, saved_dtypes = self._tree.dtypes(), self._stored.dtypes
+        replaced = {stored_name(keys_of_pointer(where))[1] for where, _ in self._puts}
+        meta_names = {stored_name(keys)[1] for keys in self._tree.meta}
+        own_tensors = []
+        for tensor in self._own:
+            spec, name = tensor.spec, self._target(tensor.spec.name)
+            if spec.name in replaced:
+                continue
+            if name in self._places and dtypes.get(spec.name) != saved_dtypes.get(name):
+                saved_dtype = self._places[name].spec.dtype
+                raise MismatchError(
+                    "A tensor has another dtype in the checkpoint",
+                    where=f"{self._checkpoint.path}, {name}",
+                    expected=dtypes.get(spec.name, saved_dtype),
+                    found=saved_dtypes.get(name, saved_dtype),
+                )
+            own_tensors.append(replace(tensor, spec=replace(spec, name=name), is_new=spec.name in meta_names))
+        return own_tensors
+
+    def _take_optimizers(self) -> Iterator[str]:
+        """Take the state that optimizers lack, and the numbers of groups; yield the numbers that the checkpoint lacks.
+
+        Raises:
+            MismatchError: for a group whose parameters were in groups of different numbers, and for a group of tensors
+                from another place.
+        """
+        own_names = frozenset(self._tied)
+        for where, optimizer in self._tree.optimizers.items():
+            top = keys_of_pointer(where)
+            elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
+            filled_groups = set[str]()
+            for kind in ("state", "param_groups"):
+                for name, _ in self._stored.members(*top, kind):
+                    for key, value in self._stored.members(*top, kind, name):
+                        keys, is_tensor = (*top, kind, name, key), isinstance(value, TensorReference)
+                        vacancy = optimizer.vacancy(kind, name, key)
+                        if vacancy is None or (is_tensor and (keys in self._tree.tensors or value.name in own_names)):
+                            continue
+                        on_host = is_tensor and key == "step" and not optimizer.steps_on_device
+                        make = partial(self._made_for, vacancy[0], elements, on_host)
+                        self._take(pointer(keys), value, list, make)
+                        self._puts.append((pointer(keys), vacancy[1]))
+                        filled_groups.add(pointer(keys[:-1]))
+            groups = self._stored.groups.get(where, ())
+            saved = {
+                name: (group.get("place", number), group["numbers"])
+                for number, group in enumerate(groups)
+                for name in group["names"]
+            }
+            for number, group in enumerate(optimizer.groups):
+                if not group.names:  # it has the numbers of such a group at its place, if any
+                    is_there = number < len(groups) and not groups[number]["names"]
+                    self._numbers += [(group, groups[number]["numbers"])] if is_there else []
+                    continue
+                at = f"{where}/param_groups/{number}"
+                has_tensors = any(isinstance(value, torch.Tensor) for value in group.given.values())
+                place = number if has_tensors or at in filled_groups else None
+                numbers = saved_numbers(at, group, saved, place, is_strict=self._strict in (True, "missing"))
+                if numbers is None:
+                    yield at
+                    continue
+                self._numbers.append((group, numbers))
+                lacking = group.numbers.keys() - numbers.keys() - group.defaults
+                yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
+
+    def _take_values(self) -> Iterator[str]:
+        """Take the values of the tree; yield those that the checkpoint lacks.
+
+        An empty dict takes the values of a dict, except those requested by a rank.
+        """
+        for where, current in self._tree.values.items():
+            keys = keys_of_pointer(where)
+            value = self._stored.at(keys, _ABSENT)
+            if type(value) is ByLeaf and current == {}:
+                value = _part(value, keys, lambda at, each: pointer(at) in self._joint.values or any(references(each)))
+            elif value is _ABSENT or type(value) is ByLeaf:
+                if current != {}:
+                    yield where
+                continue
+            self._take(where, value)
+
+    def _take_states(self) -> Iterator[str]:
+        """Take the state of objects, and what modules have beyond their tensors; yield what the checkpoint lacks."""
+        for where, receiver in (self._tree.receivers | self._new_entries()).items():
+            value = self._stored.at(keys_of_pointer(where), _ABSENT)
+            if value is _ABSENT:
+                yield where
+            elif where not in self._values:  # which an optimizer puts in place
+                self._take(where, value, receiver.template)
+                self._receivers.append((where, receiver))
+
+    def _new_entries(self) -> dict[str, Receiver]:
+        """Return receivers of what modules lack before their first use."""
+        receivers: dict[str, Receiver] = {}
+        for (keys, prefix), entries in self._tree.modules.items():  # an inner module after the one that it is in
+            for name, value in self._stored.members(*keys):
+                where, is_tensor = pointer((*keys, name)), isinstance(value, TensorReference) and value.is_implied
+                if name.startswith(prefix) and not is_tensor and where not in self._tree.receivers:
+                    receivers[where] = entries.receiver(name)
+        return receivers
+
+    def _take_rest(self, left_out: Collection[str]) -> None:
+        """Take the values under all outermost keys but some: no DTensors, and no tensors stored by leaf."""
+        members = ByLeaf({key: member for key, member in self._stored.root.items() if key not in left_out})
+        self._rest = _part(members, (), lambda _, v: any(at.is_sharded or at.is_implied for at in references(v)))
+        self._allocate(self._rest, {}, None)
+
+    def _value(self, where: str) -> Any:
+        return put_back(self._values[where], self._tensors)
+
+    def _take(
+        self, where: str, value: Any, template: Callable[[], Any] | None = None, make: Make | None = None
+    ) -> None:
+        """Take a value, with new tensors in it.
+
+        Args:
+            template: returns the current value, whose DTensors are filled in place.
+            make: returns memory for a tensor.
+        """
+        current: dict[str, torch.Tensor] = {}
+        if template is not None and any(references(value)):
+            old = template()
+            value = _shaped_like(old, value)
+            for keys, leaf in leaves(old, keys_of_pointer(where)):
+                if isinstance(leaf, torch.Tensor):
+                    current[stored_name(keys)[1]] = leaf
+        self._values[where] = value
+        self._allocate(value, current, make)
+
+    def _allocate(self, value: object, current: Mapping[str, torch.Tensor], make: Make | None) -> None:
+        """Make the tensors of a value, but those that are the current DTensor of an object, or tied to another.
+
+        Raises:
+            CheckpointError: naming a tensor that the checkpoint lacks.
+        """
+        for name in [reference.name for reference in references(value)]:
+            target, dtype, tensor = self._aliases.get(name, name), self._stored.dtypes.get(name), current.get(name)
+            if make is not None and target in self._tied:
+                self._tensors[name] = in_memory(self._tied[target].detach(), dtype)
+                continue
+            if target not in self._places:
+                where = f"{self._checkpoint.path / STATE}, {name}"
+                raise CheckpointError("A value refers to a tensor that the checkpoint lacks", where=where)
+            spec = self._places[target].spec
+            is_new = make is not None or tensor is None or not is_dtensor(tensor)
+            if make is not None:
+                tensor = make(spec, dtype)
+            elif tensor is None or is_new:
+                device = torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
+                tensor = in_memory(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device), dtype)
+            self._tensors[name] = tensor.detach()
+            form = resolve(tensor, partial(str, name))
+            if form is None:
+                continue
+            self._copies += [] if form.copy_back is None else [form.copy_back]
+            if make is not None:
+                self._tied[target] = form.tensor
+            # The copies of other ranks are not compared.
+            parts = locate(spec.kind, target, form.tensor, grid=Grid.flat(1))
+            self._new += [replace(part, replicas=(), is_new=is_new) for part in parts]
+
+    def _made_for(
+        self, parameter: nn.Parameter, elements: int, on_host: bool, spec: TensorSpec, dtype: str | None
+    ) -> torch.Tensor:
+        """Return memory for state of a parameter: of its own shape and dtype, placed as by optimizers.
+
+        Args:
+            elements: those of all parameters of the optimizer, which may keep flat state of all under the first.
+            on_host: whether the state is a counter of steps on the host.
+            spec: of the state in the files.
+            dtype: its dtype in memory; None for that of the files.
+
+        Raises:
+            MismatchError: for state larger than a square matrix over all elements, the largest state of optimizers: a
+                checkpoint must not claim any amount of memory.
+        """
+        kind = torch_dtype(spec.dtype) if dtype is None else getattr(torch, dtype)
+        shape = spec.shape[:-1] if dtype is not None and kind.is_complex else spec.shape
+        most = max(elements**2, _SMALL)
+        if math.prod(shape) > most:
+            raise MismatchError(
+                "The checkpoint has optimizer state that is too large for its parameter",
+                where=f"{self._checkpoint.path}, tensor {spec.name}",
+                expected=f"at most {most} elements",
+                found=f"shape {list(shape)}",
+                fix="Load the model alone.",
+            )
+        order = self._stored.orders.get(spec.name, [])[: len(shape)]
+        is_ordered = bool(order) and len(order) == len(shape) and not is_dtensor(parameter)
+        if not is_ordered and not on_host and shape == tuple(parameter.shape):
+            return torch.zeros_like(parameter.detach(), dtype=kind)
+        device = torch.device("cpu") if on_host else local_of(parameter).device
+        if not is_ordered:
+            return torch.zeros(shape, dtype=kind, device=device)
+        outermost_first = torch.zeros([shape[dim] for dim in order], dtype=kind, device=device)
+        return outermost_first.permute([order.index(dim) for dim in range(len(shape))])
 
 
 def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
@@ -144,3 +386,28 @@ def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
             yield keys
 
     return untaken(stored.root, ())
+
+
+def _part(value: Any, keys: Keys, is_left_out: Callable[[Keys, object], bool]) -> Any:
+    """Return a value without some of the values in its dicts by leaf, and without dicts that have no others."""
+    if type(value) is not ByLeaf:
+        return value
+    part = ByLeaf()
+    for key, member in value.items():
+        inner = _part(member, (*keys, key), is_left_out)
+        if inner if type(inner) is ByLeaf else not is_left_out((*keys, key), member):
+            part[key] = inner
+    return part
+
+
+def _shaped_like(template: object, value: Any) -> Any:
+    """Return a value that was stored by leaf with the lists and tuples of a template, and keys in its order."""
+    if type(value) is not ByLeaf:
+        return value
+    if isinstance(template, (list, tuple)) and value.keys() == {str(number) for number in range(len(value))}:
+        members = [*template, *[None] * len(value)]
+        return type(template)(_shaped_like(members[number], value[str(number)]) for number in range(len(value)))
+    if not isinstance(template, dict):
+        return value
+    keys = [*(key for key in template if key in value), *(key for key in value if key not in template)]
+    return ByLeaf({key: _shaped_like(template.get(key), value[key]) for key in keys})

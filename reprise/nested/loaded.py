@@ -1,14 +1,20 @@
-"""The result of a load: its values, and the names missing on either side."""
+"""The result of a load: its values, and the lines about what it left, replaced, or did not find."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from reprise.errors import ConfigError, count_of
-from reprise.nested.stored_names import Keys
+from reprise.nested.documents import StoredState
+from reprise.nested.optimizers import ParameterGroup
+from reprise.nested.own_state import is_random_state
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of_pointer
+from reprise.nested.tree import Tree
+from reprise.nested.typed_values import leaves
+from reprise.storage.json_file import Json
 
 _log = logging.getLogger(__name__)
 
@@ -16,6 +22,7 @@ _log = logging.getLogger(__name__)
 Strictness = bool | Literal["missing", "model"]
 
 _MOST_NAMED = 5
+_FLAGS = (bool, str, type(None))
 
 
 def check_strict(strict: object) -> None:
@@ -44,15 +51,6 @@ class LoadedState(dict[str, Any]):
         self.missing_keys, self.unexpected_keys = list(missing_keys), list(unexpected_keys)
 
 
-def is_refused(strict: Strictness, keys: Keys, models: Collection[Keys]) -> bool:
-    """Return whether a load refuses a name that one side alone has.
-
-    Args:
-        models: the keys of modules.
-    """
-    return strict is not False and (strict != "model" or any(keys[: len(model)] == model for model in models))
-
-
 def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
     """Log the names missing on either side.
 
@@ -66,6 +64,57 @@ def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
     if missing:
         keep = "keeps its value" if len(missing) == 1 else "keep their values"
         _log.warning(f"not in {path}: {count_of(len(missing), 'name')}, which {keep}: {_first(missing)}")
+
+
+def log_untaken(
+    path: Path, stored: StoredState, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
+) -> None:
+    """Log which state of a checkpoint a load was not given, unless the call says that this is meant.
+
+    An optimizer is seen in the call, and weights are often all that a state dict asks for. Returned values count as
+    taken, but not those of an object such as a scheduler.
+
+    Args:
+        entries: the outermost keys that any rank gives.
+        returned: the values in the result.
+    """
+    objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
+    given_names = {MODEL, OPTIMIZER[0], *entries} | (returned.keys() - objects)
+    names = []
+    for keys in (*(keys for keys, _ in leaves(stored.root)), *map(keys_of_pointer, filter(None, stored.groups))):
+        if keys[0] in given_names:
+            continue
+        if not tree.takes_rest:
+            names += [keys[0]] if tree.optimizers else []
+            continue
+        name, argument = keys[0], "state"
+        if is_random_state(keys):
+            name, argument = "random state", "rng"
+        elif keys[0] == PER_RANK:
+            name, argument = "/".join(keys[2:3] or keys), PER_RANK
+        names += [f"{name} ({argument}=)"] if argument not in tree.declined else []
+    hint = "; False or an empty dict says that this is meant" if tree.takes_rest else ""
+    _warn(names, f"{path} has what this load was not given", hint)
+
+
+def log_options(path: Path, numbers: Iterable[tuple[ParameterGroup, Json]]) -> None:
+    """Log the options of parameter groups, such as `fused`, that the checkpoint replaced; numbers are not options.
+
+    Args:
+        numbers: of each group, in the checkpoint.
+    """
+    changes = [
+        f"{key}={saved[key]} for {value}"
+        for group, saved in numbers
+        for key, value in group.numbers.items()
+        if key in saved and saved[key] != value and (isinstance(value, _FLAGS) or isinstance(saved[key], _FLAGS))
+    ]
+    _warn(changes, f"options of an optimizer are those of {path}, for equal bits")
+
+
+def _warn(names: Sequence[str], text: str, hint: str = "") -> None:
+    if names:
+        _log.warning(f"{text}: {', '.join(dict.fromkeys(names))}{hint}")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.loading.reader import Checkpoint
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
 from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
 from reprise.storage.json_file import Json
@@ -292,54 +293,61 @@ def _check_shapes(
                 )
 
 
-class SavedGroups:
-    """The parameter groups of an optimizer in a checkpoint."""
+def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the optimizer state of another class: the next step of `optimizer` would fail, or be wrong.
 
-    def __init__(self, groups: Sequence[Json]) -> None:
-        self._groups = groups
-        self._by_name = {name: (place, group) for place, group in enumerate(groups) for name in group["names"]}
-
-    def numbers(
-        self, where: str, group: ParameterGroup, number: int, *, is_strict: bool, has_place: bool
-    ) -> Json | None:
-        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
-
-        A group without parameters has the numbers of such a group at its place, if any.
-
-        Args:
-            where: the JSON Pointer of the group.
-            is_strict: whether parameters from groups of different numbers are refused.
-            has_place: whether the group has tensors, which are stored by place.
-
-        Raises:
-            MismatchError: for parameters from different groups, and for tensors from another place.
-        """
-        if not group.names:
-            is_empty = number < len(self._groups) and not self._groups[number]["names"]
-            return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
-        saved = {name: self._by_name[name] for name in group.names if name in self._by_name}
-        first = next(iter(saved), "")
-        odd_name = next(
-            (name for name, (_, each) in saved.items() if each["numbers"] != saved[first][1]["numbers"]), None
+    Raises:
+        MismatchError: if the checkpoint was saved without an optimizer, or with an optimizer of another class.
+    """
+    if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
+        raise MismatchError(
+            "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
         )
-        if odd_name is not None and is_strict:
-            raise MismatchError(
-                "The parameters of a group were in groups of different numbers",
-                where=where,
-                expected=f"those of {first}, {saved[first][1]['numbers']}",
-                found=f"{odd_name} with {saved[odd_name][1]['numbers']}",
-                fix="Divide the parameters into groups as when the checkpoint was saved.",
-            )
-        if odd_name is not None or len(saved) < len(group.names):
-            return None
-        places = {each.get("place", place) for place, each in saved.values()}
-        if has_place and places != {number}:
-            raise MismatchError(
-                "A parameter group with tensors was at another place",
-                where=where,
-                expected=f"place {number} in the list of groups",
-                found=", ".join(map(str, sorted(places))),
-                fix="Give the groups in the order in which the checkpoint was saved.",
-            )
-        numbers: Json = saved[first][1]["numbers"]
-        return numbers
+    record = checkpoint.state.get("optimizer", {})
+    saved, current = record.get("name") if isinstance(record, dict) else record, type(optimizer).__name__
+    if saved is not None and saved != current:
+        raise MismatchError(
+            "The checkpoint was saved with an optimizer of another class",
+            where=checkpoint.path,
+            expected=current,
+            found=saved,
+            fix=f"Pass an optimizer of class {saved}, or load the model alone.",
+        )
+
+
+def saved_numbers(
+    where: str, group: ParameterGroup, saved: Mapping[str, tuple[int, Json]], place: int | None, *, is_strict: bool
+) -> Json | None:
+    """Return the saved numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
+
+    Args:
+        where: the JSON Pointer of the group.
+        saved: by the name of a parameter, the place and the numbers of its group in the checkpoint.
+        place: of a group with tensors, which are stored by place.
+        is_strict: whether parameters from groups of different numbers are refused.
+
+    Raises:
+        MismatchError: for parameters from different groups, and for tensors from another place.
+    """
+    sources = [(name, *saved[name]) for name in group.names if name in saved]
+    odd_name, odd_numbers = next(((name, own) for name, _, own in sources if own != sources[0][2]), ("", None))
+    if odd_name and is_strict:
+        raise MismatchError(
+            "The parameters of a group were in groups of different numbers",
+            where=where,
+            expected=f"those of {sources[0][0]}, {sources[0][2]}",
+            found=f"{odd_name} with {odd_numbers}",
+            fix="Divide the parameters into groups as when the checkpoint was saved.",
+        )
+    if odd_name or len(sources) < len(group.names):
+        return None
+    places = sorted({at for _, at, _ in sources})
+    if place is not None and places != [place]:
+        raise MismatchError(
+            "A parameter group with tensors was at another place",
+            where=where,
+            expected=f"place {place} in the list of groups",
+            found=", ".join(map(str, places)),
+            fix="Give the groups in the order in which the checkpoint was saved.",
+        )
+    return sources[0][2]
