@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprise.nested.documents import NestedValues, join_values
+from reprise.nested.documents import Section, join_sections
 from reprise.nested.table import JointTable, digest_of, join
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
+from reprise.storage import json_file
 
 # What is larger travels only if the coordinator asks for it. A table is sent where it is new, values in every save.
 SMALL_TABLE_BYTES, SMALL_VALUES_BYTES = 32 << 10, 4 << 10
@@ -41,24 +42,25 @@ class KnownTables:
 def agree_on_state(
     call: JointCall,
     table: bytes,
-    values: NestedValues,
+    values: bytes,
     cache: KnownTables,
     *,
     before_decision: Callable[[], None] = lambda: None,
-) -> tuple[JointTable, NestedValues]:
+) -> tuple[JointTable, Section | None]:
     """Return the table and the values of all ranks. A call of all ranks.
 
     The table is the very object of the last agreement if no rank's has changed. The values are those of all ranks on
-    the coordinator, which writes them, and this rank's own on the others.
+    the coordinator, which writes them; None if they are this rank's, and on the others.
 
     Args:
         table: see `table_of`.
+        values: a `Section` as JSON.
         before_decision: called on the coordinator once every rank has offered; the call fails if it raises.
 
     Raises:
         CheckpointError: on every rank, if a rank does not make the call, or their tables or values do not fit together.
     """
-    channel, documents = call.channel, {_TABLE: table, _VALUES: values.to_bytes()}
+    channel, documents, joined = call.channel, {_TABLE: table, _VALUES: values}, None
     digests = {kind: digest_of(data) for kind, data in documents.items()}
     most_bytes = {_TABLE: SMALL_TABLE_BYTES if digests[_TABLE] != cache.sent else -1, _VALUES: SMALL_VALUES_BYTES}
     small = {digests[kind]: data.decode() for kind, data in documents.items() if len(data) <= most_bytes[kind]}
@@ -66,12 +68,12 @@ def agree_on_state(
     answer: list[Any] = []
     if channel.coordinates:
         with call.preparing():
-            exchange = _Exchange(channel, rows, values, cache)
+            exchange = _Exchange(channel, rows, cache)
             exchange.documents |= {digests[kind]: data for kind, data in documents.items()}
             wanted = {kind: exchange.lacking(kind) for kind in documents}
             answer = [wanted, exchange.is_same, ""]
             if not any(wanted.values()):
-                values = exchange.join()
+                joined = exchange.join()
                 answer[2] = exchange.joint if len(exchange.joint) <= SMALL_TABLE_BYTES else ""
             before_decision()
     wanted, is_same, joint = json.loads(call.decide(json.dumps(answer)))
@@ -82,7 +84,7 @@ def agree_on_state(
         with channel.agreed(f"{call.key}/joined"):
             if channel.coordinates:
                 exchange.receive(call.key, wanted)
-                values = exchange.join()
+                joined = exchange.join()
     if not is_same:
         if not joint:
             data = exchange.joint.encode() if channel.coordinates else None
@@ -91,7 +93,7 @@ def agree_on_state(
             cache.joint = JointTable.from_text(joint)
     cache.sent = digests[_TABLE]
     assert cache.joint is not None
-    return cache.joint, values
+    return cache.joint, joined
 
 
 class _Exchange:
@@ -103,8 +105,8 @@ class _Exchange:
         joint: the message with a new joint table.
     """
 
-    def __init__(self, channel: StoreChannel, rows: list[bytes], values: NestedValues, cache: KnownTables) -> None:
-        self._channel, self._values, self._cache = channel, values, cache
+    def __init__(self, channel: StoreChannel, rows: list[bytes], cache: KnownTables) -> None:
+        self._channel, self._cache = channel, cache
         offers = [json.loads(row) for row in rows]
         self._digests = {rank: digests for rank, (_, digests, _) in zip(channel.ranks, offers, strict=True)}
         self.documents = {digest: text.encode() for *_, small in offers for digest, text in small.items()}
@@ -128,8 +130,8 @@ class _Exchange:
                 data = self._channel.take(f"{key}/{kind}/{rank}", sender=f"rank {rank}")
                 self.documents[self._digests[rank][kind]] = data
 
-    def join(self) -> NestedValues:
-        """Build the joint table, cache each rank's table, and return the values of all ranks.
+    def join(self) -> Section | None:
+        """Build the joint table, cache each rank's table, and return the values of all ranks, where they differ.
 
         Raises:
             CheckpointError: if they do not fit together.
@@ -141,6 +143,10 @@ class _Exchange:
             self.joint = join({rank: cache.tables[digest] for rank, digest in tables.items()})
             cache.joint = JointTable.from_text(self.joint)
         first = {digests[_VALUES]: rank for rank, digests in reversed(self._digests.items())}
-        del first[self._digests[self._channel.rank][_VALUES]]
-        others = {rank: NestedValues.from_bytes(self.documents[digest]) for digest, rank in first.items()}
-        return join_values({self._channel.rank: self._values, **others}) if others else self._values
+        own_digest = self._digests[self._channel.rank][_VALUES]
+        ranks = {**first, own_digest: self._channel.rank}
+        if len(ranks) < 2:
+            return None
+        return join_sections(
+            {rank: json_file.parse(self.documents[digest], where="a message") for digest, rank in ranks.items()}
+        )

@@ -13,7 +13,7 @@ from reprise.loading.newest import has_no_checkpoint
 from reprise.loading.reader import Checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
-from reprise.nested.documents import NestedValues, read_values
+from reprise.nested.documents import document, read_values
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
@@ -31,6 +31,7 @@ from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.json_file import to_bytes
 from reprise.storage.patience import Patience, unreadable
 from reprise.stores.locations import location
 from reprise.tensors.live import Contents, LiveTensor
@@ -83,14 +84,14 @@ def contents_of(
         check_iteration(iteration)
         check_patterns(from_rank0)
         tree = make_tree()
-        values = tree.nested_values()
+        section = tree.section()
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
-        values.to_bytes()
-    joint, values = agree_on_state(call, table, values, cache, before_decision=before_decision)
+        data = to_bytes(section)
+    joint, joined = agree_on_state(call, table, data, cache, before_decision=before_decision)
     if tree.remark and call.channel.coordinates:
         _log_once(f"{folder}: {tree.remark}")
     live = last.shared(joint, call.channel.rank)
-    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
+    return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
 @functools.cache
@@ -182,7 +183,7 @@ def fill(
         tree = make_tree()
         tree.prepare_load()
         local = local_tensors(tree)
-    joint, _ = agree_on_state(call, local.table, NestedValues(), known_tables("load", channel))
+    joint, _ = agree_on_state(call, local.table, to_bytes({}), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
     shared, fillings = local.shared(joint, channel.rank), list[Filling]()

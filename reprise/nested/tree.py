@@ -12,7 +12,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
-from reprise.nested.documents import NestedValues
+from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
 from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
@@ -206,20 +206,25 @@ class Tree:
         """Return, by stored name, the dtype of each tensor with another dtype in the files."""
         return {stored_name(keys)[1]: each.dtype for keys, each in self.tensors.items() if each.dtype is not None}
 
-    def nested_values(self) -> NestedValues:
+    def section(self) -> Section:
         """Return the values, and what describes tensors."""
-        groups = {
-            where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
-            for where, optimizer in self.optimizers.items()
-        }
-        classes = {where: _CLASS_NAMES[kind] for where, kind in self.classes.items() if kind in _CLASS_NAMES}
         tops = [(*keys_of_pointer(where), "state") for where in self.optimizers]
         orders = {
             stored_name(keys)[1]: order
             for keys, stored in self.tensors.items()
             if any(keys[: len(top)] == top for top in tops) and (order := order_in_memory(stored.tensor))
         }
-        return NestedValues(self.values, groups, self.optimizer_class, classes, self.dtypes(), orders)
+        return {
+            "values": self.values,
+            "groups": {
+                where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
+                for where, optimizer in self.optimizers.items()
+            },
+            "optimizer": {pointer(OPTIMIZER[:1]): self.optimizer_class},
+            "classes": {where: _CLASS_NAMES[kind] for where, kind in self.classes.items() if kind in _CLASS_NAMES},
+            "dtypes": self.dtypes(),
+            "orders": orders,
+        }
 
     def prepare_load(self) -> None:
         """Give memory to meta tensors, which the state dict holds from the end of the load on.

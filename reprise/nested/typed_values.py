@@ -23,6 +23,9 @@ from reprise.tensors.live import is_dtensor
 TAG = "$type"
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
+# What malformed content raises.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, IndexError)
+
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -128,7 +131,7 @@ def decode_number(value: Any) -> Any:
     """Return the value before `encode_number`; an array is a tuple of numbers.
 
     Raises:
-        ValueError: as `decode`, and for an array of anything else or an object without a tag.
+        Exception: as `decode`, and for an array of anything else or an object without a tag.
     """
     if isinstance(value, list) and all(isinstance(member, (int, float)) for member in value):
         return tuple(value)
@@ -141,19 +144,13 @@ def decode(value: Any) -> Any:
     """Return the value before `encode`; an array is a list.
 
     Raises:
-        ValueError: for an object whose tag or content is malformed, or of a later version.
+        Exception: one of `MALFORMED`, for an object whose tag or content is malformed, or of a later version.
     """
     if isinstance(value, list):
         return [decode(member) for member in value]
     if not isinstance(value, dict):
         return value
-    if TAG not in value:
-        return {key: decode(member) for key, member in value.items()}
-    kind = value[TAG]
-    try:
-        return _DECODERS[kind](value["value"])
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{kind!r} is no type of a value, or its value is malformed") from error
+    return _DECODERS[value[TAG]](value["value"]) if TAG in value else {key: decode(value[key]) for key in value}
 
 
 def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -243,30 +240,26 @@ def _tagged(kind: str, content: object) -> dict[str, object]:
 
 def _decoded_dict(kind: type[dict[Any, Any]], content: Any) -> dict[Any, Any]:
     members = kind()
-    for key, member in _listed(content):
+    for key, member in content:
         members[decode(key)] = decode(member)
     return members
 
 
 def _decoded_members(kind: Callable[[Any], Any], content: Any) -> Any:
-    return kind([decode(member) for member in _listed(content)])
+    return kind([decode(member) for member in _instance(list, content)])
 
 
 def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = _listed(content)
-    if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise ValueError(f"{dtype!r} is no dtype of a number, of text or of a time")
-    content = bytes.fromhex(data)
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, content)
-    if array.nbytes != len(content):
-        raise ValueError(f"{len(content)} bytes for {array.nbytes}")
+    dtype, shape, data = content[0], content[1], bytes.fromhex(content[2])
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype if _NUMPY_DTYPE.fullmatch(dtype) else "", data)
+    if array.nbytes != len(data):
+        raise ValueError(f"{len(data)} bytes for {array.nbytes}")
     return array.copy()
 
 
 def _buffer(content: Any) -> io.BytesIO:
-    data, position = _listed(content)
-    buffer = io.BytesIO(bytes.fromhex(data))
-    buffer.seek(position)
+    buffer = io.BytesIO(bytes.fromhex(content[0]))
+    buffer.seek(content[1])
     return buffer
 
 
@@ -274,10 +267,6 @@ def _instance(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
-
-
-def _listed(content: Any) -> list[Any]:
-    return cast(list[Any], _instance(list, content))
 
 
 # By exact type: the tag, the content in JSON, and the way back.
@@ -292,7 +281,7 @@ _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (
         "complex",
         lambda value: [encode(value.real, ()), encode(value.imag, ())],
-        lambda content: complex(*map(decode, _listed(content))),
+        lambda content: complex(*map(decode, content)),
     ),
     bytes: ("bytes", bytes.hex, bytes.fromhex),
     bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),

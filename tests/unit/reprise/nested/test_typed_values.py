@@ -19,7 +19,8 @@ from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
-from reprise.nested.typed_values import decode, decode_number, encode, encode_number
+from reprise.nested.documents import join_sections
+from reprise.nested.typed_values import MALFORMED, decode, decode_number, encode, encode_number
 from tests.messages import refused
 
 VALUES: list[object] = [
@@ -123,8 +124,8 @@ def test_plain_values_have_no_tag() -> None:
         {"$type": "complex", "value": ["a", 1]},
     ],
 )
-def test_a_malformed_tag_raises_value_error(value: object) -> None:
-    with pytest.raises(ValueError, match="is no type of a value"):
+def test_a_malformed_tag_is_seen(value: object) -> None:
+    with pytest.raises(MALFORMED):
         decode([value])
 
 
@@ -134,13 +135,12 @@ def test_a_group_s_value_is_an_array_of_numbers_or_tagged(value: object) -> None
         decode_number(value)
 
 
-def test_ranks_may_not_differ_in_the_type_of_a_value() -> None:
-    from reprise.nested.documents import NestedValues, join_values
-
-    with refused(CheckpointError, "/a", "tuple"):
-        join_values({0: NestedValues({"/a": [1]}), 1: NestedValues({"/a": encode((1,), ())})})
-    with refused(CheckpointError, "/a", "OrderedDict", "Counter"):
-        join_values({0: NestedValues(classes={"/a": "OrderedDict"}), 1: NestedValues(classes={"/a": "Counter"})})
+@pytest.mark.parametrize(
+    ("member", "values"), [("values", [[1], encode((1,), ())]), ("classes", ["OrderedDict", "Counter"])]
+)
+def test_ranks_may_not_differ_in_the_type_of_a_value(member: str, values: list[Any]) -> None:
+    with refused(CheckpointError, "/a", "rank 0", "rank 1"):
+        join_sections({rank: {member: {"/a": value}} for rank, value in enumerate(values)})
 
 
 @pytest.mark.parametrize(
