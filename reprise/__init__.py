@@ -31,7 +31,7 @@ from reprise.errors import (
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
-    from reprise.api import load, save
+    from reprise.api import load, load_state_dict, save, save_state_dict
     from reprise.async_saver import AsyncSaver
     from reprise.loading.newest import latest
     from reprise.management.comparison import CheckpointDifference, FieldDifference, TensorDifference, diff
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from reprise.management.verification import VerifiedCheckpoint, verify
     from reprise.nested.loaded import LoadedState
     from reprise.nested.random_state import RandomState
-    from reprise.state_dict import load_state_dict, save_state_dict
 
     list = list_checkpoints
 
@@ -98,7 +97,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "api": "load save",
+    "api": "load load_state_dict save save_state_dict",
     "async_saver": "AsyncSaver",
     "loading.newest": "latest",
     "management.comparison": "CheckpointDifference FieldDifference TensorDifference diff",
@@ -113,7 +112,6 @@ _NAMES = {
     "management.progress": "ProgressCallback",
     "nested.loaded": "LoadedState",
     "nested.random_state": "RandomState",
-    "state_dict": "load_state_dict save_state_dict",
 }
 # The trainer, whose modules lie beneath, needs none of most.
 _attribute = importer(__name__, _NAMES)

@@ -17,9 +17,8 @@ from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
 from reprise.nested.held import LastTensors
-from reprise.nested.own_state import own_state
-from reprise.nested.save_arguments import check_limits, check_numbers, check_patterns, check_vacant, target_folder
-from reprise.nested.tree import Tree, tree_of, tree_of_dict
+from reprise.nested.save_arguments import check_options, check_vacant, target_folder
+from reprise.nested.tree import tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from reprise.ranks.joint_call import JointCall, end_waits
 from reprise.saving import program_end
@@ -92,10 +91,13 @@ class AsyncSaver:
                 self._last = LastTensors()
                 with call.agreed():
                     self._folder = target_folder(folder)
-                    check_patterns(from_rank0)
-                    check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
-                    check_limits(
-                        staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
+                    check_options(
+                        from_rank0,
+                        max_checkpoint_keep,
+                        file_bytes,
+                        staging_bytes,
+                        stall_timeout_s=stall_timeout_s,
+                        commit_timeout_s=commit_timeout_s,
                     )
                     self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
                     policy = SavePolicy(
@@ -160,11 +162,11 @@ class AsyncSaver:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
         rank = self._channel.rank
-
-        def make_tree() -> Tree:
-            return tree_of(model, optimizer, state, of_rank=own_state(rank, per_rank, rng=rng), files=files)
-
-        self._save(iteration, make_tree, is_replicated=True)
+        self._save(
+            iteration,
+            lambda: tree_of(model, optimizer, state, rank=rank, per_rank=per_rank, rng=rng, files=files),
+            is_replicated=True,
+        )
 
     def save_state_dict(
         self,

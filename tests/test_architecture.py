@@ -97,7 +97,7 @@ reprise.saving.weights_checkpointer reprise.saving.program_end
 reprise.local
 reprise.management
 reprise.nested
-reprise.api reprise.state_dict
+reprise.api
 reprise.async_saver
 reprise
 reprise.__main__

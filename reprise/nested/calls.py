@@ -19,8 +19,7 @@ from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
 from reprise.nested.save_arguments import (
     check_iteration,
-    check_numbers,
-    check_patterns,
+    check_options,
     check_vacant,
     require_path,
     target_folder,
@@ -82,7 +81,6 @@ def contents_of(
     with call.preparing(), own_modes():
         check()
         check_iteration(iteration)
-        check_patterns(from_rank0)
         tree = make_tree()
         section = tree.section()
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
@@ -127,7 +125,7 @@ def save_now(
     """
     with call.preparing():
         path = target_folder(folder)
-        check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes)
+        check_options(from_rank0, keep, file_bytes)
         policy = SavePolicy(path, retention=Retention(keep), file_bytes=file_bytes)
         checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
 

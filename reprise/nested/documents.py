@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer, pointer
+from reprise.nested.stored_names import PER_RANK, Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, decode_number, references
 from reprise.storage.json_file import Json
 
@@ -158,12 +158,30 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
         ) from error
 
 
+def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
+    """Refuse what each rank had of its own, if other numbers of ranks save and load.
+
+    Raises:
+        MismatchError: naming the numbers.
+    """
+    keys = map(keys_of_pointer, read_values(checkpoint).values)
+    saved = {inner[1] for inner in keys if inner[0] == PER_RANK}
+    if saved and len(saved) != world_size:
+        raise MismatchError(
+            "The checkpoint has random state or other state of each rank, of another number of ranks",
+            where=checkpoint.path,
+            expected=f"{count_of(world_size, 'rank')}, as those that load",
+            found=f"{count_of(len(saved), 'rank')}, as those that saved",
+            fix="Load on as many ranks, or without rng=True and per_rank.",
+        )
+
+
 def upgraded(state: Json) -> Section:
     """Return the section in a state file of any version.
 
     Version 0.1 stored the `state` of a save as a nested dict.
     """
-    section = state.get(STATE_DICT) or {"values": _by_pointer(state.get("user", {})), "groups": {}}
+    section = state.get(STATE_DICT, {"values": _by_pointer(state.get("user", {})), "groups": {}})
     groups = {**section["groups"], _OPTIMIZER: state.get("groups", [])}
     return {**{member: {} for member in _FURTHER}, **section, "groups": groups}
 

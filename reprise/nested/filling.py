@@ -20,8 +20,17 @@ from reprise.nested.documents import StoredState, read_state
 from reprise.nested.loaded import LoadedState, Strictness, log_names, log_options, log_untaken
 from reprise.nested.modules import Receiver
 from reprise.nested.optimizers import ParameterGroup, saved_numbers
-from reprise.nested.own_state import is_random_state
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of, keys_of_pointer, pointer, stored_name
+from reprise.nested.stored_names import (
+    MODEL,
+    OPTIMIZER,
+    PER_RANK,
+    Keys,
+    is_random_state,
+    keys_of,
+    keys_of_pointer,
+    pointer,
+    stored_name,
+)
 from reprise.nested.table import JointTable
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import ByLeaf, TensorReference, leaves, put_back, references

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from reprise.errors import ConfigError, count_of
 from reprise.nested.documents import StoredState
 from reprise.nested.optimizers import ParameterGroup
-from reprise.nested.own_state import is_random_state
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, keys_of_pointer
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, is_random_state, keys_of_pointer
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import leaves
 from reprise.storage.json_file import Json

@@ -30,45 +30,14 @@ def check_iteration(iteration: int) -> None:
     Raises:
         CheckpointError: naming it.
     """
-    if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
+    if not _is_int(iteration, 0) or iteration > MOST_ELEMENTS:
         raise CheckpointError("The iteration is invalid", expected="an int of 0 or more", found=repr(iteration))
 
 
-def check_patterns(from_rank0: object) -> None:
-    """Refuse patterns other than a sequence of texts; a single text would be taken letter by letter.
-
-    Raises:
-        ConfigError: naming the given type.
-    """
-    mistakes: list[object] = [from_rank0]
-    if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
-        mistakes = [part for part in from_rank0 if not isinstance(part, str)]
-    if mistakes:
-        raise ConfigError(
-            "from_rank0 is invalid",
-            expected='texts in a list, such as ["*.running_*"]',
-            found=repr(mistakes[0]),
-        )
-
-
-def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
-    """Refuse invalid numbers of checkpoints and bytes.
-
-    Raises:
-        ConfigError: naming the first.
-    """
-    if type(max_checkpoint_keep) is not int or max_checkpoint_keep < 0:
-        raise ConfigError(
-            "max_checkpoint_keep is invalid",
-            expected="an int of 0 or more; 0 keeps all",
-            found=repr(max_checkpoint_keep),
-        )
-    if type(file_bytes) is not int or file_bytes < 1:
-        raise ConfigError("file_bytes is invalid", expected="an int of 1 or more", found=repr(file_bytes))
-
-
-def check_limits(*, staging_bytes: object, **seconds: object) -> None:
-    """Refuse limits of a background save other than numbers of bytes or seconds.
+def check_options(
+    from_rank0: object, max_checkpoint_keep: object, file_bytes: object, staging_bytes: object = None, **seconds: object
+) -> None:
+    """Refuse options of a save of another kind, such as a single text as patterns: it would be taken letter by letter.
 
     Args:
         seconds: limits by their names, each a finite number of seconds above 0.
@@ -76,12 +45,33 @@ def check_limits(*, staging_bytes: object, **seconds: object) -> None:
     Raises:
         ConfigError: naming the first.
     """
-    if staging_bytes is not None and (type(staging_bytes) is not int or staging_bytes < 0):
-        raise ConfigError(
-            "staging_bytes is invalid", expected="None, or an int of 0 or more", found=repr(staging_bytes)
-        )
+    others: list[object] = [from_rank0]
+    if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
+        others = [part for part in from_rank0 if not isinstance(part, str)]
+    for name, is_valid, expected, value in (
+        ("from_rank0", not others, 'texts in a list, such as ["*.running_*"]', next(iter(others), None)),
+        (
+            "max_checkpoint_keep",
+            _is_int(max_checkpoint_keep, 0),
+            "an int of 0 or more; 0 keeps all",
+            max_checkpoint_keep,
+        ),
+        ("file_bytes", _is_int(file_bytes, 1), "an int of 1 or more", file_bytes),
+        (
+            "staging_bytes",
+            staging_bytes is None or _is_int(staging_bytes, 0),
+            "None, or an int of 0 or more",
+            staging_bytes,
+        ),
+    ):
+        if not is_valid:
+            raise ConfigError(f"{name} is invalid", expected=expected, found=repr(value))
     for name, limit in seconds.items():
         check_seconds(name, limit)
+
+
+def _is_int(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 def check_vacant(folder: Path, iteration: int) -> None:

@@ -16,6 +16,7 @@ Keys = tuple[str, ...]  # from the outermost; the place in a list is a decimal n
 MODEL = "model"
 OPTIMIZER = ("optimizer", "state")
 PER_RANK = "per_rank"  # below it, by the rank's number, what each rank has of its own
+RNG = "rng"  # there, the random state
 _DIGITS = re.compile("([0-9]+)")
 
 
@@ -27,6 +28,11 @@ def pointer(keys: Sequence[str]) -> str:
 def keys_of_pointer(text: str) -> Keys:
     """Return the keys in a JSON Pointer."""
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in text.split("/")[1:])
+
+
+def is_random_state(keys: Keys) -> bool:
+    """Return whether keys lead to the random state of a rank, or below it."""
+    return keys[0] == PER_RANK and keys[2:3] == (RNG,)
 
 
 def stored_name(keys: Keys) -> tuple[TensorKind, str]:

@@ -17,7 +17,8 @@ from reprise.nested.folder_files import folder_files
 from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
 from reprise.nested.pretrained import form_of
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, keys_of_pointer, pointer, stored_name
+from reprise.nested.random_state import RandomState
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, RNG, Keys, keys_of_pointer, pointer, stored_name
 from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, materialized, resolve
@@ -343,14 +344,17 @@ def tree_of(
     optimizer: torch.optim.Optimizer | None = None,
     state: Mapping[str, object] | None = None,
     *,
-    of_rank: tuple[int, list[dict[str, Any]]] | None = None,
+    rank: int = 0,
+    per_rank: Mapping[str, object] | None = None,
+    rng: bool | None = None,
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
     """Return a model as `"model"`, its optimizer as `"optimizer"`, and the values of `state` under their own keys.
 
     Args:
-        of_rank: a rank and the dicts of its own values; None without any.
+        rank, per_rank: this rank, and its own values.
+        rng: whether the random state is one of them.
         files: see `folder_files`.
         is_load: build the tree for a load, which replaces the values in `state`, a dict, and gives objects their state.
 
@@ -360,17 +364,18 @@ def tree_of(
     """
     state = {} if state is None else state if isinstance(state, dict) else dict(state)
     tree = Tree(tuple(map(str, state)), is_load=is_load, refers=not is_load)
-    _require_free(tree.entries)
+    _require_free(state, (MODEL, OPTIMIZER[0], PER_RANK), "state", "the model, the optimizer or a rank's own state")
     tree.add_object((MODEL,), model)
     if optimizer is not None:
         tree.add_object(OPTIMIZER[:1], optimizer)
     tree.add_dict((), state)
     _require_classes(tree.classes)
-    if of_rank is not None:
-        rank, containers = of_rank
+    if per_rank or rng:
         tree.entries += (PER_RANK,)
-        for container in containers:
-            require_text_keys(container, (PER_RANK,))
+        values = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
+        _require_free(values, (RNG,) if rng else (), "per_rank", "the random state")
+        require_text_keys(values, (PER_RANK,))
+        for container in (values, {RNG: RandomState()} if rng else {}):
             for key, value in container.items():
                 tree.add((PER_RANK, str(rank), key), value, (container, key))
     tree.add_objects()
@@ -379,13 +384,11 @@ def tree_of(
     return tree
 
 
-def _require_free(entries: Collection[str]) -> None:
-    reserved = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(entries)
-    if reserved:
+def _require_free(given: Mapping[str, object], reserved: Collection[str], argument: str, meaning: str) -> None:
+    keys = [key for key in reserved if key in given]
+    if keys:
         raise CheckpointError(
-            "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
-            found=", ".join(sorted(reserved)),
-            fix="Rename it.",
+            f"`{argument}` has a key that stands for {meaning}", found=", ".join(keys), fix="Rename it."
         )
 
 

@@ -18,6 +18,7 @@ from reprise import AsyncSaver, load, save
 from reprise.commit.replicas import ReplicaDigests, checksum
 from reprise.errors import CheckpointError
 from reprise.format import STATE
+from reprise.nested.documents import document
 from reprise.nested.tree import tree_of
 from reprise.ranks import single_rank_channel
 from reprise.saving import Checkpointer, Retention, SavePolicy, snapshot
@@ -100,9 +101,9 @@ class TrainersSaver:
 
     def save(self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         live = tuple(live_tensors(model, optimizer, grid=Grid.flat(1)))
-        document = tree_of(model, optimizer).nested_values().document(iteration)
+        state = document(tree_of(model, optimizer).section(), iteration)
         specs = tuple(tensor.spec for tensor in live)
-        self._checkpointer.save(iteration, Contents(specs, live, {}, {STATE: document}, (optimizer,)))
+        self._checkpointer.save(iteration, Contents(specs, live, {}, {STATE: state}, (optimizer,)))
 
     @property
     def is_saving(self) -> bool:

@@ -26,6 +26,7 @@ from reprise.format.layout import build_layout
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
+from reprise.nested.documents import document
 from reprise.nested.tree import tree_of
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving import plan
@@ -96,9 +97,9 @@ class Training:
 
     def contents(self, *, ranks: int = 1) -> Contents:
         live = tuple(live_tensors(self.net, self.optimizer, grid=Grid.flat(ranks)))
-        document = tree_of(self.net, self.optimizer).nested_values().document(self.iteration)
+        state = document(tree_of(self.net, self.optimizer).section(), self.iteration)
         specs = tuple(t.spec for t in live)
-        return Contents(specs, live, aliases_of(self.net), {STATE: document}, (self.optimizer,))
+        return Contents(specs, live, aliases_of(self.net), {STATE: state}, (self.optimizer,))
 
     def place_like_files(self) -> None:
         """Move the moments to memory that lies as the files do."""
