@@ -27,7 +27,8 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from tests.distributed.odd_modules import MODULES, REFUSED, SIZE, Nested, Sparse
-from tests.distributed.random_states import answer, differences, each_case, on_ranks, whole
+from tests.distributed.random_states import answer, each_case, on_ranks, whole
+from tests.states import differences
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict", "state")
 PACKAGES = ("torch.optim", "pytorch_optimizer", "torch_optimizer")

@@ -9,7 +9,6 @@ import copy
 import json
 import os
 import random
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +17,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +24,7 @@ from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from tests.distributed.programs import process_group
 from tests.distributed.random_programs import Program, fill, mesh_of, program, tensors_of
 from tests.harness import call_on_ranks
+from tests.states import differences
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict")
 LIMIT_S = 60.0  # of one call on a busy machine; a hang takes longer
@@ -234,31 +233,3 @@ def whole(tree: Any) -> Any:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().resolve_conj().clone()
-
-
-def differences(expected: Any, value: Any, where: str) -> list[str]:
-    """Return where two states differ in value, type or order."""
-    if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
-        alike = expected.dtype == value.dtype and expected.shape == value.shape and bits(expected) == bits(value)
-        return [] if alike else [f"{where}: expected {expected!r}, found {value!r}".replace("\n", " ")[:300]]
-    if type(expected) is not type(value):
-        return [f"{where}: expected {expected!r} ({type(expected).__name__}), found {value!r}"[:400]]
-    if isinstance(expected, dict):
-        if list(expected) != list(value) or list(map(type, expected)) != list(map(type, value)):
-            return [f"{where}: expected keys {list(expected)}, found {list(value)}"[:400]]
-        return [text for key in expected for text in differences(expected[key], value[key], f"{where}/{key}")]
-    if isinstance(expected, list | tuple) and len(expected) == len(value):
-        pairs = enumerate(zip(expected, value, strict=True))
-        return [text for number, pair in pairs for text in differences(*pair, f"{where}/{number}")]
-    if isinstance(expected, float):
-        return [] if struct.pack("d", expected) == struct.pack("d", value) else [f"{where}: {expected} became {value}"]
-    if isinstance(expected, np.ndarray):
-        return [] if np.array_equal(expected, value) and expected.dtype == value.dtype else [f"{where}: an array"]
-    return [] if expected == value else [f"{where}: expected {expected!r}, found {value!r}"[:400]]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a dense tensor."""
-    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)  # with a stride of 1, whatever that of the tensor is
-    plain.copy_(tensor.detach().reshape(-1))
-    return bytes(plain.view(torch.uint8).tolist())

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.distributed import random_modules, random_states
-from tests.distributed.random_states import differences
 from tests.profiles import SEED
+from tests.states import differences
 
 
 def test_a_state_comes_back_or_its_key_is_named(tmp_path: Path) -> None:

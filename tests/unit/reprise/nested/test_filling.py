@@ -117,17 +117,6 @@ def test_a_group_with_a_new_parameter_keeps_its_numbers(tmp_path: Path, new: str
     assert decays(optimizer) == [0.25, 0.5]
 
 
-def test_a_strict_load_of_what_is_missing_lists_the_rest(tmp_path: Path) -> None:
-    path = save_state_dict(tmp_path, {"a": {"b": 1, "c": 2, "t": torch.ones(1)}}, iteration=1)
-    state: dict[str, Any] = {"a": {"b": 0}}
-    with refused(MismatchError, "/a/t is unexpected; /a/c is unexpected"):
-        load_state_dict(path, state)
-    found = load_state_dict(path, state, strict="missing")
-    assert (state, found.missing_keys, found.unexpected_keys) == ({"a": {"b": 1}}, [], ["/a/t", "/a/c"])
-    with refused(MismatchError, "/a/d is missing"):
-        load_state_dict(path, {"a": {"b": 0, "d": 0}}, strict="missing")
-
-
 @pytest.mark.parametrize("strict", ["Missing", 1, None])
 def test_another_value_of_strict_is_refused(tmp_path: Path, strict: Any) -> None:
     net = nn.Linear(2, 2)

@@ -45,29 +45,49 @@ def test_an_optimizer_alone_may_differ(tmp_path: Path) -> None:
         load(path, other, again, strict="model")
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
-def test_a_model_may_not_differ(tmp_path: Path, saved: int, loaded: int) -> None:
+@pytest.mark.parametrize(("saved", "loaded", "problem"), [(1, 2, "missing"), (2, 1, "unexpected")])
+def test_a_module_in_state_may_not_differ(tmp_path: Path, saved: int, loaded: int, problem: str) -> None:
     def layers(count: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
-    problem = "missing" if saved < loaded else "unexpected"
-    path = save(tmp_path, model := layers(saved), trained(model), iteration=1, state={"ema": layers(2)})
-    with refused(MismatchError, f" 1.weight is {problem}"):
-        load(path, layers(loaded), strict="model")
-    with refused(MismatchError, f" 1.weight is {problem}"):
-        load_state_dict(path, {"model": layers(loaded).state_dict()}, strict="model")
-    path = save(tmp_path, model, iteration=2, state={"ema": layers(saved)})
+    path = save(tmp_path, model := nn.Linear(2, 2), iteration=1, state={"ema": layers(saved)})
     with refused(MismatchError, f"/ema/1.weight is {problem}"):
         load(path, model, state={"ema": layers(loaded)}, strict="model")
 
 
-def test_values_may_differ_where_the_model_may_not(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    path = save(tmp_path, model, iteration=1, state={"own": {"a": 1, "t": torch.ones(1)}})
-    state = {"own": {"a": 0, "b": 5}, "further": torch.zeros(1)}
-    found = load(path, model, state=state, strict="model")
-    assert (state["own"], found.missing_keys) == ({"a": 1, "b": 5}, ["/further", "/own/b"])
-    assert found.unexpected_keys == ["/own/t"]
+# How strict a load is, and what it says of `b` and `/own/c`, which the load lacks, and of `w` and `/run`.
+ALL = ["w is missing", "/run is missing", "b is unexpected", "/own/c is unexpected"]
+STRICT: dict[Any, list[str]] = {True: ALL, "missing": ALL[:2], "model": ALL[::2], False: []}
+
+
+@pytest.mark.parametrize("strict", STRICT)
+def test_names_that_a_side_lacks_are_refused_or_returned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strict: Any
+) -> None:
+    saved = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "own": {"epoch": 3, "c": 1}, "left": {"out": 1}}
+    path = save_state_dict(tmp_path, saved, iteration=1)
+    target: dict[str, Any] = {"model": {"a": torch.zeros(2), "w": torch.ones(2)}, "own": {"epoch": 0}, "run": 7}
+    before = repr(target)
+    if STRICT[strict]:
+        with refused(MismatchError, *STRICT[strict]) as caught:
+            load_state_dict(path, target, strict=strict)
+        assert str(caught.value).count(" is ") == len(STRICT[strict])
+        assert repr(target) == before
+    own, part = {"own": {"epoch": 0}, "run": 7}, {"own": {"epoch": 0}}
+    allowed = {True: [], "missing": [part], "model": [part, own], False: [part, own, target]}
+    for given in allowed[strict]:
+        caplog.clear()
+        found = load_state_dict(path, given, strict=strict)
+        assert given["own"] == {"epoch": 3}
+        missing = [name for name, key in (("w", "model"), ("/run", "run")) if key in given]
+        unexpected = ["b"] * ("model" in given) + ["/own/c"]
+        assert (found.missing_keys, found.unexpected_keys) == (missing, unexpected)
+        lines = [", ".join(names) for names in (unexpected, missing) if names]
+        assert [record.message.rpartition(": ")[2] for record in caplog.records] == lines
+    if strict is False:
+        target["model"]["a"] = torch.zeros(3)
+        with refused(MismatchError, "a has shape [2]"):
+            load_state_dict(path, target, strict=False)
 
 
 def loop() -> Loop:
@@ -129,7 +149,6 @@ def test_a_state_dict_with_an_optimizer_names_the_rest(path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("saved", "given", "named"),
     [
-        ({"foreach": True}, {"foreach": False}, ["foreach=True for False"]),
         ({"fused": True}, {}, ["fused=True for None"]),
         ({}, {"capturable": True, "amsgrad": True}, ["capturable=False for True", "amsgrad=False for True"]),
         ({"lr": 0.5, "betas": (0.5, 0.5)}, {"lr": 0.25}, []),
@@ -139,17 +158,14 @@ def test_options_that_a_load_replaces_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: dict[str, Any], given: dict[str, Any], named: list[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups = [{"params": module.parameters()} for module in model]
-    path = save(tmp_path, model, torch.optim.AdamW(groups, **saved), iteration=1)
-    groups = [{"params": module.parameters()} for module in model]
-    load(path, model, again := torch.optim.AdamW(groups, **given))
-    assert again.param_groups[1]["foreach"] == saved.get("foreach")
+    optimizer, again = (
+        torch.optim.AdamW([{"params": module.parameters()} for module in model], **options)
+        for options in (saved, given)
+    )
+    load(save(tmp_path, model, optimizer, iteration=1), model, again)
+    assert again.param_groups[1]["fused"] == saved.get("fused")
     assert len(lines(caplog)) == bool(named)
     assert all(line.count(name) == 1 for line in lines(caplog) for name in named)
-    caplog.clear()
-    state = {"model": model, "optimizer": torch.optim.AdamW(model.named_parameters(), **given).state_dict()}
-    load_state_dict(save_state_dict(tmp_path / "dict", state, iteration=1), state)
-    assert not lines(caplog)
 
 
 def test_what_is_given_or_meant_is_not_named(path: Path, caplog: pytest.LogCaptureFixture) -> None:

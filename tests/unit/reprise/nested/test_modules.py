@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,167 +14,83 @@ from torch import nn
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
+from tests.distributed.odd_modules import CARRIED, REFUSED, SIZE, Informs, Packed, SavesMore, Turned
 from tests.messages import refused
 
 
-class Scaled(nn.Linear):
-    """A layer with a scale that is neither a parameter nor a buffer; None before its first use."""
-
-    def __init__(self, scale: float | None = 1.0) -> None:
-        super().__init__(2, 2)
-        self.scale = None if scale is None else torch.tensor([scale], dtype=torch.bfloat16)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.scale is not None:
-            destination[f"{prefix}scale"] = self.scale
-            destination[f"{prefix}weight.meta"] = {"kind": ("int4", None), 3: [self.scale + 1]}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.scale = state_dict.pop(f"{prefix}scale", self.scale)
-        self.meta = state_dict.pop(f"{prefix}weight.meta", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+def _by_saver(folder: Path, net: nn.Module) -> None:
+    with AsyncSaver(folder) as saver:
+        saver.save(1, net)
+        for module in net.modules():
+            if isinstance(getattr(module, "scale", None), torch.Tensor):  # as a later step may
+                module.scale.mul_(2)
 
 
-class Whole(Scaled):
-    """A layer with a `state_dict` and a `load_state_dict` of its own."""
-
-    _save_to_state_dict = nn.Linear._save_to_state_dict
-    _load_from_state_dict = nn.Linear._load_from_state_dict
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return {**super().state_dict(*args, **options), "own": {"scale": self.scale}}
-
-    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
-        rest = dict(state_dict)
-        self.scale = rest.pop("own")["scale"]
-        return super().load_state_dict(rest, *args, **options)
-
-
-class Hooked(Scaled):
-    """A layer whose hooks add the scale, and take it back."""
-
-    _save_to_state_dict = nn.Linear._save_to_state_dict
-    _load_from_state_dict = nn.Linear._load_from_state_dict
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale)
-        self.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({f"{prefix}scale": m.scale}))
-        self.register_load_state_dict_pre_hook(self._take)
-
-    @staticmethod
-    def _take(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-        module.scale = state_dict.pop(f"{prefix}scale")
-
-
-WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-    "save": (lambda at, net: save(at, net, iteration=1), load),
+# How a module is saved, loaded and wrapped.
+WAYS: dict[str, tuple[Callable[..., object], Callable[..., object], Callable[[nn.Module], nn.Module]]] = {
+    "save": (lambda at, net: save(at, net, iteration=1), load, nn.Sequential),
     "save_state_dict": (
         lambda at, net: save_state_dict(at, {"model": net}, iteration=1),
         lambda at, net: load_state_dict(at, {"model": net}),
+        torch.compile,
     ),
     "state": (
         lambda at, net: save(at, nn.Linear(1, 1), iteration=1, state={"metric": net}),
         lambda at, net: load(at, nn.Linear(1, 1), state={"metric": net}),
+        lambda net: net,
     ),
+    "AsyncSaver": (_by_saver, load, nn.Sequential),
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "make", "wrap"),
-    [
-        pytest.param(way, make, wrap, marks=() if third == (first + second) % 2 else pytest.mark.slow)
-        for first, way in enumerate([*WAYS, "AsyncSaver"])
-        for second, make in enumerate([Scaled, Whole, Hooked])
-        for third, wrap in enumerate([lambda net: net, nn.Sequential, torch.compile])
-    ],
-)
-def test_further_entries_come_back(
-    tmp_path: Path, way: str, make: type[Scaled], wrap: Callable[[nn.Module], nn.Module]
-) -> None:
-    layer, other = make(3.0), make(5.0)
-    if way == "AsyncSaver":
-        with AsyncSaver(tmp_path) as saver:
-            saver.save(1, wrap(layer))
-            layer.scale.mul_(2)  # as a later step may
-        load(tmp_path, wrap(other))
+def output(module: nn.Module) -> Any:
+    return module(torch.ones(2, SIZE)).tolist()
+
+
+@pytest.mark.parametrize("kind", [*CARRIED, Packed, Turned], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_of_any_form_comes_back_or_is_named(tmp_path: Path, way: str, kind: Callable[..., nn.Module]) -> None:
+    saving, loading, wrap = WAYS[way]
+    module, other = kind(random.Random(1)), kind(random.Random(1))
+    output(module)
+    expected = output(copy.deepcopy(module))
+    if kind in REFUSED:
+        with refused(CheckpointError, "weight", kind.__name__):
+            saving(tmp_path, wrap(module))
     else:
-        saving, loading = WAYS[way]
-        saving(tmp_path, wrap(layer))
+        saving(tmp_path, wrap(module))
         loading(tmp_path, wrap(other))
-    assert other.scale == torch.tensor([3.0])
-    assert other.scale.dtype == torch.bfloat16
-    assert torch.equal(other.weight, layer.weight)
-
-
-def test_entries_that_a_fresh_module_lacks_come_back(tmp_path: Path) -> None:
-    save(tmp_path, nn.Sequential(Scaled(3.0)), iteration=1)
-    fresh = Scaled(None)
-    load(tmp_path, nn.Sequential(fresh))
-    assert repr((fresh.scale, fresh.meta)) == repr(
-        (torch.tensor([3.0], dtype=torch.bfloat16), {"kind": ("int4", None), 3: [torch.tensor([4.0]).bfloat16()]})
-    )
+        assert output(other) == expected
 
 
 def test_entries_that_one_side_alone_has_are_named(tmp_path: Path) -> None:
-    plain = save(tmp_path / "plain", nn.Sequential(nn.Linear(2, 2)), iteration=1)
+    plain = save(tmp_path / "plain", nn.Sequential(nn.Linear(SIZE, SIZE)), iteration=1)
+    scaled = nn.Sequential(SavesMore(random.Random(1)))
     with refused(MismatchError, "/model/0.scale is missing"):
-        load(plain, nn.Sequential(Scaled()))
-    assert load(plain, nn.Sequential(Scaled()), strict=False).missing_keys == ["/model/0.scale", "/model/0.weight.meta"]
-    scaled = save(tmp_path / "scaled", nn.Sequential(Scaled()), iteration=1)
+        load(plain, scaled)
+    assert load(plain, scaled, strict=False).missing_keys == ["/model/0.scale"]
+    path = save(tmp_path / "scaled", scaled, iteration=1)
     with refused(MismatchError, "0.scale is unexpected"):
-        load(scaled, nn.Sequential(nn.Linear(2, 2)))
+        load(path, nn.Sequential(nn.Linear(SIZE, SIZE)))
 
 
 def test_an_entry_that_its_module_does_not_take_is_named(tmp_path: Path) -> None:
-    def made() -> nn.Module:
-        net = nn.Linear(2, 2)
-        net.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}version": "1.0"}))
-        return net
-
-    save(tmp_path, made(), iteration=1)
-    with refused(PartialLoadError, "/model/version"):
-        load(tmp_path, made())
-    assert load(tmp_path, made(), strict="missing").unexpected_keys == ["/model/version"]
-
-
-Change = Callable[[Any, str], object]
-
-
-@pytest.mark.parametrize(
-    ("change", "is_carried"),
-    [
-        (lambda state, name: state.update(packed=(state.pop(name) * 16).to(torch.int8)), False),
-        (lambda state, name: state.update({name: state[name].T}), False),
-        (lambda state, name: state.update({name: state[name].half()}), True),
-        (lambda state, name: state.update(rows=state.pop(name)), True),
-        (lambda state, _: state.pop("bias"), True),
-    ],
-)
-def test_parameters_in_another_form_are_carried_or_named(tmp_path: Path, change: Change, is_carried: bool) -> None:
-    def hook(_: nn.Module, state: Any, prefix: str, __: object) -> None:
-        change(state, f"{prefix}weight")
-
-    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    for module in (net, other):
-        module.register_state_dict_post_hook(hook)
-    if is_carried:
-        load(save(tmp_path, net, iteration=1), other)
-        assert torch.equal(net.weight, other.weight)
-        assert torch.equal(net.bias, other.bias)
-    else:
-        with refused(CheckpointError, "/model/weight", "Linear"):
-            save(tmp_path, net, iteration=1)
+    net = Informs(random.Random(1))
+    save(tmp_path, net, iteration=1)
+    with refused(PartialLoadError, "/model/informs"):
+        load(tmp_path, net)
+    assert load(tmp_path, net, strict="missing").unexpected_keys == ["/model/informs"]
 
 
 def test_an_error_of_the_module_names_it(tmp_path: Path) -> None:
-    class Failing(Scaled):
+    class Failing(SavesMore):
         def _load_from_state_dict(self, *_: Any) -> None:
             raise KeyError("scale")
 
-    save(tmp_path, nn.Sequential(Failing()), iteration=1)
+    net = nn.Sequential(Failing(random.Random(1)))
+    save(tmp_path, net, iteration=1)
     with refused(PartialLoadError, "/model/0", "KeyError"):
-        load(tmp_path, nn.Sequential(Failing()))
+        load(tmp_path, net)
 
 
 class Extra(nn.Linear):
