@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import OrderedSamples, positions_of
-from trainer.data.look_ahead import Ints
+from trainer.data.batches import Ints, OrderedSamples, positions_of
 
 
 def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:

@@ -32,8 +32,7 @@ from reprise.tensors import local_of, parameter_names
 from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
-from trainer.data.batches import OrderedSamples
-from trainer.data.look_ahead import Ints
+from trainer.data.batches import Ints, OrderedSamples
 from trainer.launch.control import RunControl
 from trainer.run import saves
 from trainer.run.build import Run

@@ -1,4 +1,4 @@
-"""Samples of fixed length cut from token files, and the positions of each micro batch in a global batch."""
+"""Samples of fixed length cut from token files, and the order of the samples of several sources."""
 
 from __future__ import annotations
 
@@ -192,23 +192,3 @@ class OrderedSamples:
             rows = np.flatnonzero(numbers == number)
             out[rows] = self.sources[number].windows(ids[rows] - self._bounds[number])
         return out
-
-
-def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:
-    """Return the global positions of a micro batch of an iteration.
-
-    Micro batches follow each other, so all of them are each position of the global batch once.
-
-    Args:
-        consumed: samples consumed before this iteration, over all coordinates.
-        number: of the micro batch in the iteration, over all coordinates, from 0.
-
-    Raises:
-        ValueError: a number is negative or the size is not positive.
-    """
-    if consumed < 0 or number < 0 or micro_batch_size < 1:
-        raise ValueError(
-            f"impossible micro batch: consumed {consumed}, micro batch {number} of size {micro_batch_size}"
-        )
-    first = consumed + number * micro_batch_size
-    return range(first, first + micro_batch_size)

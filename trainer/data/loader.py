@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from trainer.data.batches import OrderedSamples, micro_batch_positions
-from trainer.data.look_ahead import Ints, LookAhead
+from trainer.data.batches import Ints, OrderedSamples
 from trainer.data.position_map import PositionMap
+
+_SAMPLES = 1024  # of a lookup, which costs about the same for one; an iteration with more is looked up by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,8 @@ class BatchLoader:
     micro_batch_size: int
     numbers: Sequence[int]
     device: torch.device
-    _ahead: LookAhead = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ahead", LookAhead(self.samples.sample_ids))
+    # The samples of the next iterations, each by its consumed samples, size and seed.
+    _ahead: dict[tuple[int, int, int], Ints] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
@@ -54,22 +53,29 @@ class BatchLoader:
             size: samples of the iteration, over all coordinates; by default as many as there can be.
         """
         size = size or self.global_batch_size
-        ids = self._ahead.ids(consumed_samples, size, seed, lambda: self._train_positions(consumed_samples, size))
-        return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))
-
-    def _train_positions(self, consumed_samples: int, size: int) -> Ints:
-        return np.concatenate([*self._positions(consumed_samples, self.numbers_of(size))])
+        key = consumed_samples, size, seed
+        if key not in self._ahead:
+            positions = self._positions(consumed_samples, size)
+            begins = consumed_samples + np.arange(max(1, _SAMPLES // max(1, positions.size))) * size
+            ahead = np.add.outer(begins - consumed_samples, positions)
+            ids = self.samples.sample_ids(ahead.ravel(), seed).reshape(ahead.shape)
+            self._ahead.clear()
+            self._ahead.update({(begin, size, seed): row for begin, row in zip(begins.tolist(), ids, strict=True)})
+        return self._micro_batches(self._ahead[key])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
         """Yield the micro batches of each of the first global batches in data order, cycling."""
+        size = self.global_batch_size
         for batch in range(global_batches):
-            for_batch = self._positions(batch * self.global_batch_size, self.numbers)
-            yield [to_device(self.samples.windows(ids % self.samples.count), self.device) for ids in for_batch]
+            yield self._micro_batches(self._positions(batch * size, size) % self.samples.count)
 
-    def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[Ints]:
-        for number in numbers:
-            positions = micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)
-            yield np.asarray(positions, dtype=np.int64)
+    def _positions(self, consumed_samples: int, size: int) -> Ints:
+        """Return the global positions of this coordinate's samples in an iteration."""
+        begins = consumed_samples + np.array(self.numbers_of(size), np.int64) * self.micro_batch_size
+        return np.add.outer(begins, np.arange(self.micro_batch_size)).ravel()
+
+    def _micro_batches(self, ids: Ints) -> list[torch.Tensor]:
+        return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))
 
 
 def to_device(windows: Ints, device: torch.device) -> torch.Tensor:

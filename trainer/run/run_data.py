@@ -11,12 +11,10 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 
@@ -25,7 +23,7 @@ from reprise.ranks import StoreChannel
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare, refuse_shared
 from trainer.data.datatrove_file import open_datatrove_file
-from trainer.data.digest_file import digest_of
+from trainer.data.digest_file import digest_of, identity
 from trainer.data.document_table import documents_of, table_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
@@ -36,15 +34,11 @@ from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
-_SIDES = {"train": "training", "valid": "validation"}
 # Openers of files with an index; all others have the header of token files.
 _OPENERS = {DataKind.megatron: open_indexed_file, DataKind.datatrove: open_datatrove_file}
-
-_Files = Mapping[str, Sequence[TokenFile]]
-_Digests = Mapping[str, Sequence[TokenDigest]]
-T = TypeVar("T")
-# Of each source of training data, of the borders of its documents, and of the validation data.
-Fingerprints = tuple[list[str], list[str | None], str | None]
+_VALID = "data.valid"
+# Of the tokens and of the borders of documents, by the key of a source or of the validation data.
+Fingerprints = Mapping[str, tuple[str, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,46 +90,43 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class _OpenFiles:
-    """The open files of a rank by side, and for each source of training data its weight and number of files."""
+    """The open files of a rank.
 
-    sides: _Files
-    sources: Sequence[tuple[Fraction, int]]
+    Args:
+        sides: by the key of a source or of the validation data; training data first.
+        weights: of the sources by key.
+        marks: the documents of `data.document_mask`; None without it.
+    """
+
+    sides: Mapping[str, Sequence[TokenFile]]
+    weights: Mapping[str, Fraction]
     marks: DocumentMarks | None
 
-    @property
-    def counts(self) -> list[int]:
-        """Return the number of files of each source of training data."""
-        return [count for _, count in self.sources]
-
-    def split(self, members: Sequence[T]) -> list[Sequence[T]]:
-        """Return the parts of a list with a member for each training file, by source."""
-        ends = list(itertools.accumulate(self.counts, initial=0))
-        return [members[first:end] for first, end in itertools.pairwise(ends)]
+    def __iter__(self) -> Iterator[tuple[str, TokenFile]]:
+        """Yield each file behind its key."""
+        return ((key, file) for key, files in self.sides.items() for file in files)
 
 
 @dataclass(frozen=True, slots=True)
-class _HostData:
-    """The digests of the files of a host, by side, as reported to rank 0 by one of its ranks.
+class _FileReport:
+    """What a rank of a host reports of a file to rank 0.
 
     Args:
-        counts: the number of files of each source of training data.
-        documents: the digest of the borders of each file's documents; empty where no sample depends on them.
+        key: of its source, or of the validation data.
+        documents: the digest of the borders of its documents; empty where no sample depends on them.
     """
 
-    host: str
-    paths: Mapping[str, Sequence[str]]
-    digests: _Digests
-    counts: Sequence[int]
-    documents: Mapping[str, Sequence[str]]
+    key: str
+    path: str
+    digest: TokenDigest
+    documents: str
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def decode(data: bytes) -> _HostData:
-        table = json.loads(data)
-        digests = {side: [TokenDigest(**digest) for digest in files] for side, files in table["digests"].items()}
-        return _HostData(table["host"], table["paths"], digests, table["counts"], table["documents"])
+    def __str__(self) -> str:
+        """Return what must be equal on all hosts, behind the path."""
+        borders = f" and {self.documents} of its documents' borders" if self.documents else ""
+        digest = self.digest
+        size = f"{digest.token_bytes} bytes of {digest.dtype}"
+        return f"{self.path} with {size} in {self.key}, digest {digest.digest} of the tokens{borders}"
 
 
 def open_data(config: Config, cluster: Cluster) -> RunData:
@@ -144,27 +135,26 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     Raises:
         TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
     """
-    channel, host_data = cluster.channel.clone(_DATA_TIMEOUT_S), None
+    channel, report = cluster.channel.clone(_DATA_TIMEOUT_S), b""
     with channel.agreed("data"):  # rank 0 first alone, so that the others find the prepared files and the digests
         if cluster.rank == 0:
             files = _open(config)
-            host_data = _host_data(files, config)
+            report = _encode(_reports(files, config))
     with channel.agreed("data/open"):
         if cluster.rank != 0:
             files = _open(config)
     host_ranks = _host_ranks(channel, cluster, files)
     with channel.agreed("data/digests"):
-        if cluster.rank in host_ranks and host_data is None:
-            host_data = _host_data(files, config)
-    reports = channel.gather("data/hosts", b"" if host_data is None else host_data.encode())
+        if cluster.rank in host_ranks and not report:
+            report = _encode(_reports(files, config))
+    reports = channel.gather("data/hosts", report)
 
     def fingerprints() -> Fingerprints:
-        hosts = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
-        if (error := _difference(hosts)) is not None:
-            raise error
-        return _fingerprints(hosts[0], files)
+        hosts = {rank: _decode(report) for rank, report in enumerate(reports) if report}
+        _refuse_difference(hosts)
+        return _fingerprints(hosts[0][1])
 
-    return _run_data(files, *channel.from_first("data/fingerprints", fingerprints))
+    return _run_data(files, channel.from_first("data/fingerprints", fingerprints))
 
 
 def open_data_alone(config: Config) -> RunData:
@@ -174,22 +164,20 @@ def open_data_alone(config: Config) -> RunData:
         TrainerError: if the data does not match the model.
     """
     files = _open(config)
-    return _run_data(files, *_fingerprints(_host_data(files, config), files))
+    return _run_data(files, _fingerprints(_reports(files, config)))
 
 
-def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str | None], valid: str | None) -> RunData:
+def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
     """Return the data with the sources in order of their fingerprints, and weights that sum to 1.
-
-    Args:
-        train, documents: of each source.
 
     Raises:
         DataError: if two sources have the same tokens.
     """
-    total = sum((weight for weight, _ in files.sources), Fraction())
-    parts = zip(files.split(files.sides["train"]), train, files.sources, documents, strict=True)
-    all_sources = [Source(members, digest, weight / total, borders) for members, digest, (weight, _), borders in parts]
-    sources = sorted(all_sources, key=_by_fingerprint)
+    total, sources = sum(files.weights.values()), list[Source]()
+    for key, weight in files.weights.items():
+        tokens, documents = fingerprints[key]
+        sources.append(Source(files.sides[key], tokens, weight / total, documents))
+    sources.sort(key=_by_fingerprint)
     for first, second in itertools.pairwise(sources):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -198,7 +186,8 @@ def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str |
                 found=f"fingerprint {first.fingerprint} of both",
                 fix="Name one of them in data.train, with the sum of the weights.",
             )
-    return RunData(sources, files.sides["valid"], valid, files.marks)
+    valid, _ = fingerprints.get(_VALID, (None, None))
+    return RunData(sources, files.sides[_VALID], valid, files.marks)
 
 
 def _by_fingerprint(source: Source) -> str:
@@ -212,18 +201,19 @@ def data_cache(config: Config) -> Path:
 
 def _open(config: Config) -> _OpenFiles:
     """Open the files of both sides, and prepare them if they do not exist."""
-    cache, weighted = data_cache(config), sources_of(config.data)
-    corpora = [prepare(source.section, cache=cache) for source in weighted]
-    for corpus in corpora:
+    cache, weights, paths, valid = data_cache(config), dict[str, Fraction](), dict[str, Sequence[Path]](), list[Path]()
+    corpora = list[Corpus]()
+    for number, source in enumerate(sources_of(config.data)):
+        corpora.append(corpus := prepare(source.section, cache=cache))
         _check_vocabulary(corpus, config.model.vocab_size)
-    train, valid = ([path for corpus in corpora for path in getattr(corpus, side)] for side in _SIDES)
-    refuse_shared(train, valid)
-    paths = {"train": train, "valid": valid if config.train.eval_interval else []}
+        key = f"data.train[{number}]"
+        weights[key], paths[key] = source.weight, corpus.train
+        valid += corpus.valid
+    refuse_shared([*itertools.chain(*paths.values())], valid)
+    paths[_VALID] = valid if config.train.eval_interval else []
     open_file = _OPENERS.get(config.data.kind, open_token_file)
-    sides = {side: open_token_files(side_paths, open_file) for side, side_paths in paths.items()}
-    pairs = zip(weighted, corpora, strict=True)
-    counts = [(source.weight, len(corpus.train)) for source, corpus in pairs]
-    return _OpenFiles(sides, counts, _marks(config, corpora[0]) if config.data.document_mask else None)
+    sides = {key: open_token_files(members, open_file) for key, members in paths.items()}
+    return _OpenFiles(sides, weights, _marks(config, corpora[0]) if config.data.document_mask else None)
 
 
 def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
@@ -257,28 +247,29 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
-def _host_data(files: _OpenFiles, config: Config) -> _HostData:
+def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
     """Return the digests of the files, after checking every token against the model's vocabulary."""
-    cache, read_again = data_cache(config), config.data.verify is DigestSource.full
-    digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
-    for side, side_files in files.sides.items():
-        for file in side_files:
-            digests[side].append(digest_of(file, cache=cache, read_again=read_again))
-            if digests[side][-1].largest >= config.model.vocab_size:
-                check_tokens(file, config.model.vocab_size)
-    paths = {side: [str(file.path) for file in side_files] for side, side_files in files.sides.items()}
-    documents: dict[str, list[str]] = {side: [] for side in files.sides}
-    if _uses_index(config, files.marks):
-        make = partial(table_of, seq_length=config.train.seq_length, cache=cache, read_again=read_again)
-        for side, side_files in files.sides.items():
-            tables = [make(documents_of(file)) for file in side_files]
-            documents[side] = [table.digest for table in tables]
-    return _HostData(socket.gethostname(), paths, digests, files.counts, documents)
+    cache, read_again, reports = data_cache(config), config.data.verify is DigestSource.full, list[_FileReport]()
+    uses_index = config.data.samples is SampleCut.per_document or (files.marks and files.marks.end_of_text is None)
+    for key, file in files:
+        digest, documents = digest_of(file, cache=cache, read_again=read_again), ""
+        if digest.largest >= config.model.vocab_size:
+            check_tokens(file, config.model.vocab_size)
+        if uses_index:
+            seq_length = config.train.seq_length
+            documents = table_of(documents_of(file), seq_length=seq_length, cache=cache, read_again=read_again).digest
+        reports.append(_FileReport(key, str(file.path), digest, documents))
+    return reports
 
 
-def _uses_index(config: Config, marks: DocumentMarks | None) -> bool:
-    """Return whether samples depend on the index of documents beside the tokens."""
-    return config.data.samples is SampleCut.per_document or (marks is not None and marks.end_of_text is None)
+def _encode(reports: Sequence[_FileReport]) -> bytes:
+    return json.dumps([socket.gethostname(), [asdict(report) for report in reports]]).encode()
+
+
+def _decode(data: bytes) -> tuple[str, list[_FileReport]]:
+    """Return the name of a host and what it reports of its files."""
+    host, tables = json.loads(data)
+    return host, [_FileReport(**{**table, "digest": TokenDigest(**table["digest"])}) for table in tables]
 
 
 def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:
@@ -291,83 +282,39 @@ def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> l
 
 def _identity(files: _OpenFiles) -> str:
     """Return a digest of the identity of the files on this host, and of their sources."""
-    hasher = xxhash.xxh3_64(f"{files.counts}\n".encode())
-    for side, side_files in files.sides.items():
-        for file in side_files:
-            status = file.status()
-            times = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-            hasher.update(f"{side} {status.st_dev} {status.st_ino} {times}\n".encode())
+    hasher = xxhash.xxh3_64()
+    for key, file in files:
+        status = file.status()
+        hasher.update(f"{key} {status.st_dev} {status.st_ino} {identity(status)}\n".encode())
     return hasher.hexdigest()
 
 
-def _fingerprints(data: _HostData, files: _OpenFiles) -> Fingerprints:
-    """Return the fingerprints of the sources of training data, of their documents, and of the validation data."""
-    train, valid = [fingerprint(parts) for parts in files.split(data.digests["train"])], data.digests["valid"]
-    borders = [fingerprint_of_sources(parts) if parts else None for parts in files.split(data.documents["train"])]
-    return train, borders, fingerprint(valid) if valid else None
+def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:
+    """Return the fingerprints of each source of training data and of the validation data, as far as there is any."""
+    fingerprints = {}
+    for key, group in itertools.groupby(reports, lambda report: report.key):
+        files = list(group)
+        borders = fingerprint_of_sources([file.documents for file in files]) if files[0].documents else None
+        fingerprints[key] = fingerprint([file.digest for file in files]), borders
+    return fingerprints
 
 
-def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
-    """Return an error with the first host with other data than rank 0's and the first different file."""
-    for rank, data in reported.items():
-        for side, words in _SIDES.items():
-            expected, digests = reported[0].digests[side], data.digests[side]
-            if fingerprint(expected) == fingerprint(digests):
-                continue
-            same = [first == second for first, second in zip(expected, digests, strict=False)]
-            number = same.index(False) if False in same else len(same)
-            return DataError(
-                f"Hosts do not have the same {words} data",
-                where=f"host {data.host}, rank {rank}",
-                expected=f"that of host {reported[0].host}, rank 0: {_describe(reported[0], side, number)}",
-                found=_describe(data, side, number),
-                fix="Give every host the same files. If a cached digest may be wrong, data.verify=full reads all "
-                "tokens again.",
-            )
-        if data.counts != reported[0].counts:
-            return _other_sources(reported[0], data, rank)
-        if data.documents != reported[0].documents:
-            return _other_documents(reported[0], data, rank)
-    return None
+def _refuse_difference(hosts: Mapping[int, tuple[str, Sequence[_FileReport]]]) -> None:
+    """Refuse other data on a host than on that of rank 0, naming the host and the first different file.
 
-
-def _other_sources(first: _HostData, data: _HostData, rank: int) -> DataError:
-    """Return an error with the first source of a blend with other files on a host than on rank 0's."""
-    number = [expected == count for expected, count in zip(first.counts, data.counts, strict=True)].index(False)
-
-    def files(data: _HostData) -> str:
-        begin = sum(data.counts[:number])
-        paths = data.paths["train"][begin : begin + data.counts[number]]
-        return paths[0] if len(paths) == 1 else f"{len(paths)} files, {paths[0]} to {paths[-1]}"
-
-    return DataError(
-        "Hosts do not have the same files in each source of training data",
-        where=f"host {data.host}, rank {rank}, data.train[{number}]",
-        expected=f"that of host {first.host}, rank 0: {files(first)}",
-        found=files(data),
-        fix="Give every host the same files under the same names.",
-    )
-
-
-def _other_documents(first: _HostData, data: _HostData, rank: int) -> DataError:
-    """Return an error with the first index with other documents on a host than on rank 0's."""
-    side = next(side for side in _SIDES if data.documents[side] != first.documents[side])
-    number = [a == b for a, b in zip(first.documents[side], data.documents[side], strict=True)].index(False)
-    return DataError(
-        f"Hosts do not have the same documents in the {_SIDES[side]} data, though the same tokens",
-        where=f"host {data.host}, rank {rank}",
-        expected=f"the index of {first.paths[side][number]} on host {first.host}, rank 0: digest "
-        f"{first.documents[side][number]} of its documents",
-        found=f"digest {data.documents[side][number]} of {data.paths[side][number]}",
-        fix="Give every host the same indexes, .idx or .index files.",
-    )
-
-
-def _describe(data: _HostData, side: str, number: int) -> str:
-    """Return the fingerprint of a side, and the name, size and digest of a file of it."""
-    digests = data.digests[side]
-    text = f"fingerprint {fingerprint(digests)} of {len(digests)} {'file' if len(digests) == 1 else 'files'}"
-    if number >= len(digests):
-        return f"{text}, no file number {number + 1}"
-    file = digests[number]
-    return f"{text}, {data.paths[side][number]} with {file.token_bytes} bytes of {file.dtype}, digest {file.digest}"
+    Raises:
+        DataError: a file has other tokens or documents, or belongs to another source.
+    """
+    first_host, first = hosts[0]
+    for rank, (host, reports) in hosts.items():
+        for expected, actual in itertools.zip_longest(first, reports):
+            both = [file and (file.key, file.digest, file.documents) for file in (expected, actual)]
+            if both[0] != both[1]:
+                raise DataError(
+                    "Hosts do not have the same data",
+                    where=f"host {host}, rank {rank}",
+                    expected=f"that of host {first_host}, rank 0: {expected or 'no further file'}",
+                    found=actual or "no further file",
+                    fix="Give every host the same files under the same names, with the same index if they have one. If "
+                    "a cached digest may be wrong, data.verify=full reads all tokens again.",
+                )

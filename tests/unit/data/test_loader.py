@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +14,9 @@ import torch
 from tests.fakes import tokens_in_memory
 from tests.sample_order import sample_ids
 from trainer.data.batches import OrderedSamples, Samples
+from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
+from trainer.data.position_map import PositionMap
 
 SEQ_LENGTH = 4
 
@@ -52,3 +57,39 @@ def test_all_ranks_together_read_the_samples_of_the_order(
 def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: OrderedSamples, ranks: int) -> None:
     found = [list(itertools.chain(*feed.eval_batches(3))) for feed in feeds(samples, ranks=ranks)]
     assert read(found) == [number % 30 for number in range(36)]
+
+
+def source(count: int, first: int = 0) -> Samples:
+    return Samples([tokens_in_memory(np.arange(first, first + count + 1, dtype=np.uint16))], seq_length=1)
+
+
+BLENDED = OrderedSamples([source(31), source(47, 1000)], Blend([Fraction(2), Fraction(3)]))
+KINDS = {
+    "one source": OrderedSamples([source(1000)]),
+    "blend": BLENDED,
+    "begun later": replace(BLENDED, position=7, consumed=[4, 3]),
+    "passed over": replace(BLENDED, position_map=PositionMap.of([(30, 40), (1020, 1030)])),
+}
+# Iterations, their size, the seed, and the samples to go back before. The phases cross the borders of epochs and of
+# lookups, with a ramp, rewinds into a block, between its iterations and before it, and another seed.
+PHASES = ((3, 24, 1, 0), (50, 48, 1, 72), (3, 48, 1, 1000), (3, 48, 1, 20), (3, 48, 1, 480), (2, 48, 2, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_iteration_has_the_batch_of_a_new_start(kind: str) -> None:
+    goes_on, consumed = BatchLoader(KINDS[kind], 48, 4, range(1, 12, 2), torch.device("cpu")), 7
+    for count, size, seed, back in PHASES:
+        consumed -= back
+        for _ in range(count):
+            found, alone = (each.train_batch(consumed, seed, size) for each in (goes_on, replace(goes_on)))
+            assert [batch.tolist() for batch in found] == [batch.tolist() for batch in alone]
+            consumed += size
+
+
+def test_the_order_is_asked_once_for_many_iterations() -> None:
+    loader = BatchLoader(KINDS["one source"], 16, 8, [1], torch.device("cpu"))
+    with mock.patch.object(OrderedSamples, "sample_ids", autospec=True, side_effect=OrderedSamples.sample_ids) as order:
+        for number in range(130):
+            loader.train_batch(number * 16, 5)
+        replace(loader, global_batch_size=4096, numbers=range(512)).train_batch(0, 5)
+    assert [call.args[1].size for call in order.call_args_list] == [1024, 1024, 4096]
