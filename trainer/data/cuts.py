@@ -5,21 +5,17 @@ A place is behind a letter or digit of ASCII and before white space. It is safe 
 * every component treats each side alike with and without the other, and keeps the letter or digit and the white space,
 * and a pre-tokenizer separates the two: the model sees one piece at a time.
 
-The components named here do so, and the patterns for which `_keeps_apart` holds. A text of any other tokenizer is not
-cut.
+The components and patterns named here do so. A text of any other tokenizer is not cut.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-_WORD, _SPACE = string.ascii_letters + string.digits, " \t\r\n"
 _SEAM = re.compile(r"[A-Za-z0-9](?=[ \t\r\n])")
 
 
@@ -48,18 +44,38 @@ WORDS = Cuts(re.compile(rb"(?s:.*)" + _SEAM.pattern.encode()))
 
 # These map a character alone, or with those after it that combine with it, which no letter, digit or space does.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "StripAccents"}
-# These look at a single character at a time.
-_BY_CHARACTER = {"CharDelimiterSplit", "Digits", "Punctuation"}
-_AT_WHITE_SPACE = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
+_WORDS, _NOTHING = frozenset({"letters", "digits"}), frozenset[str]()
+# What these separate from white space behind it. The last three look at a single character at a time.
+_SEPARATED = dict.fromkeys(("BertPreTokenizer", "Whitespace", "WhitespaceSplit"), _WORDS)
+_SEPARATED |= dict.fromkeys(("CharDelimiterSplit", "Digits", "Punctuation"), _NOTHING)
 # These look at a piece alone, wherever it stands, so anything they do is safe behind a separation.
-_BY_PIECE = _BY_CHARACTER | _AT_WHITE_SPACE | {"ByteLevel", "FixedLength", "Metaspace", "Split", "UnicodeScripts"}
+_BY_PIECE = {*_SEPARATED, "ByteLevel", "FixedLength", "Metaspace", "Split", "UnicodeScripts"}
 
-_CLASS = r"\\[pP]\{\^?\w+\}|\\[sSdDwWrnt]|\\[^\w]"
-_TIMES = r"(?:[?*+]|\{\d*,?\d*\})*"
-_PARTS = re.compile(
-    rf"(?P<atom>{_CLASS}|\[\^?(?:{_CLASS}|&(?!&)|[^\\\[\]&])+\]|[^\\()\[\]{{}}|?*+^$])(?P<times>{_TIMES})"
-    rf"|(?P<open>\((?:\?i?:|(?![?*])))|(?P<close>\){_TIMES})|(?P<bar>\|)|\(\?!\\S\)"
-)
+# In an alternative of these patterns, nothing for white space comes after a letter or digit, and `(?!\S)`, their only
+# assertion, holds before white space as at the end.
+_PATTERNS = {
+    # GPT-2.
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _WORDS,
+    # GPT-4 and LLaMA-3.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+": _WORDS,
+    # Qwen.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+": _WORDS,
+    # GPT-4o.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _WORDS,
+    # Mistral.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": _WORDS,
+    # DeepSeek, one after the other.
+    r"\p{N}{1,3}": frozenset({"digits"}),
+    "[一-龥\u3040-\u30ff]+": _NOTHING,
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+": frozenset({"letters"}),
+}
 
 
 def cuts_of(tokenizer: Any) -> Cuts:
@@ -85,74 +101,25 @@ def _normalizer_obstacle(tokenizer: Any) -> str:
 
 
 def _pre_tokenizer_obstacle(tokenizer: Any) -> str:
-    joined, kind = set(_WORD), "null"
+    joined, kind = _WORDS, "null"
     for table in _members(tokenizer.pre_tokenizer, "pretokenizers"):
         kind = table["type"]
-        if joined:
-            separated = _separated(table)
-        elif kind in _BY_PIECE and table.get("prepend_scheme") != "first":
-            separated = set()
-        else:
-            separated = None
+        is_safe = kind in _BY_PIECE and table.get("prepend_scheme") != "first"
+        separated = _separated(table) if joined else _NOTHING if is_safe else None
         if separated is None:
             return f"pre_tokenizer {kind}"
         joined -= separated
     return f"pre_tokenizer {kind}" if joined else ""
 
 
-def _separated(table: Mapping[str, Any]) -> set[str] | None:
-    """Return the letters and digits separated from white space behind them; None if the sides depend on each other."""
+def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return what is separated from white space behind it; None if the sides depend on each other."""
     match table:
-        case {"type": kind} if kind in _AT_WHITE_SPACE:
-            return set(_WORD)
-        case {"type": kind} if kind in _BY_CHARACTER:
-            return set()
         case {"type": "ByteLevel", "add_prefix_space": False} if table.get("use_regex", True):
-            return set(_WORD)
+            return _WORDS
         case {"type": "Split", "behavior": "Isolated" | "Removed", "pattern": {"Regex": pattern}}:
-            return {letter for letter in _WORD if not _rest(pattern, letter)} if _keeps_apart(pattern) else None
-        case {"type": "Split", "behavior": "Isolated" | "Removed", "pattern": {"String": text}}:
-            return set() if _SEAM.search(text) is None else None
-        case _:
-            return None
-
-
-def _keeps_apart(pattern: str) -> bool:
-    """Return whether a pattern's matches depend on one side of a cut alone.
-
-    It is so if, in each alternative, nothing for white space comes after something for a letter or digit, and the only
-    assertion is `(?!\\S)`, which holds before white space as at the end. Then a search that has passed the letter
-    or digit fails at white space as it fails at the end, and none looks back.
-    """
-    parts = list(_PARTS.finditer(pattern))
-    folds = "(?i" in pattern and not pattern.isascii()  # one character may stand for two others
-    if folds or "".join(part[0] for part in parts) != pattern:
-        return False
-    depth, follows_word = 0, False
-    for part in parts:
-        depth += (part["open"] is not None) - (part["close"] is not None)
-        if part["bar"]:
-            follows_word = follows_word and depth > 0
-        elif part["atom"]:
-            atom = f"{part['atom']}|(?i:{part['atom']})"
-            is_word, is_space = (_rest(atom, side) != [(side, (0, len(side)))] for side in (_WORD, _SPACE))
-            if is_space and (follows_word or depth or (is_word and part["times"] not in ("", "?"))):
-                return False
-            follows_word = follows_word or is_word
-    return True
-
-
-def _rest(pattern: str, text: str) -> list[tuple[str, tuple[int, int]]]:
-    """Return the parts of a text outside the matches of a pattern, with their offsets."""
-    return list(_remover(pattern).pre_tokenize_str(text))
-
-
-@cache
-def _remover(pattern: str) -> Any:
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import Split
-
-    return Split(Regex(pattern), "removed")
+            return _PATTERNS.get(pattern)
+    return _SEPARATED.get(table["type"])
 
 
 def _added_token_obstacle(tokenizer: Any) -> str:
