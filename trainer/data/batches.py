@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from reprise.errors import DataError, count_of
 from trainer.data.blend import Blend
-from trainer.data.document_table import documents_of, table_of
+from trainer.data.document_table import table_of
 from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
@@ -49,7 +49,7 @@ class Samples:
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_bounds", "_files", "_marks", "_tables", "seq_length")
+    __slots__ = ("_bounds", "_cuts_documents", "_files", "_marks", "_tables", "seq_length")
 
     def __init__(
         self,
@@ -64,17 +64,13 @@ class Samples:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
         self._files, self._marks = tuple(files), marks
         self.seq_length = seq_length
-        self._tables = (
-            [table_of(documents_of(file), seq_length=seq_length, cache=cache) for file in files]
-            if per_document
-            else None
-        )
-        if self._tables is None:
-            sizes = [max(file.count - 1, 0) // seq_length for file in files]
-            longest = max((file.count for file in files), default=0)
-        else:
-            sizes = [table.samples for table in self._tables]
-            longest = max((table.longest for table in self._tables), default=0)
+        self._cuts_documents = per_document
+        uses_index = per_document or (marks is not None and marks.end_of_text is None)
+        self._tables = [table_of(file, seq_length=seq_length, cache=cache) if uses_index else None for file in files]
+        sizes, lengths = [max(file.count - 1, 0) // seq_length for file in files], [file.count for file in files]
+        if per_document:
+            tables = [table for table in self._tables if table is not None]
+            sizes, lengths = [table.samples for table in tables], [table.longest for table in tables]
         # The samples of file i are bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum([0, *sizes])
         unit, least = (
@@ -85,7 +81,7 @@ class Samples:
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
-                found=f"at most {count_of(longest, 'token')}",
+                found=f"at most {count_of(max(lengths, default=0), 'token')}",
                 fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
             )
         if short := [file.path for file, size in zip(files, sizes, strict=True) if not size]:
@@ -126,7 +122,7 @@ class Samples:
         for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
             row[: stop - start] = self._files[number].read(start, stop)
             if self._marks is not None:
-                self._marks.mark(row[: stop - start], self._files[number], start)
+                self._marks.mark(row[: stop - start], self._tables[number], start)
         return out
 
     def _extents(self, numbers: Ints, samples: Ints) -> tuple[Ints, Ints]:
@@ -137,14 +133,13 @@ class Samples:
             samples: int64 [n], of each sample in its file.
         """
         starts = samples * self.seq_length
-        if self._tables is None:
+        if not self._cuts_documents:
             return starts, starts + self.seq_length + 1
         ends = np.empty_like(starts)
         for number in np.unique(numbers).tolist():
-            rows = np.flatnonzero(numbers == number)
-            starts[rows], ends[rows] = self._tables[number].locate(
-                documents_of(self._files[number]), samples[rows], self.seq_length
-            )
+            rows, table = numbers == number, self._tables[number]
+            assert table is not None
+            starts[rows], ends[rows] = table.locate(samples[rows])
         return starts, np.minimum(starts + self.seq_length + 1, ends)
 
 

@@ -119,7 +119,8 @@ def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
             return _WORDS
         case {"type": "Split", "behavior": "Isolated" | "Removed", "pattern": {"Regex": pattern}}:
             return _PATTERNS.get(pattern)
-    return _SEPARATED.get(table["type"])
+        case _:
+            return _SEPARATED.get(table["type"])
 
 
 def _added_token_obstacle(tokenizer: Any) -> str:

@@ -31,7 +31,7 @@ class DatatroveDocuments(DocumentIndex):
         self.count, odd_bytes = divmod(self.size, _END_BYTES)
         if odd_bytes:
             raise damaged(path, f"{_END_BYTES} bytes for each document", f"{self.size} bytes")
-        self.end = self._end(self.count)
+        self.end = int(self._array(self.size - _END_BYTES, 1)[0]) if self.count else 0
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
@@ -39,18 +39,7 @@ class DatatroveDocuments(DocumentIndex):
         borders = self._array(begin * _END_BYTES, stop - begin)
         if not first:
             borders = np.append(np.zeros(1, np.int64), borders)
-        if (np.diff(borders) < 0).any():
-            raise damaged(self.path, "documents in ascending order", "another order")
-        return borders
-
-    def _end(self, documents: int) -> int:
-        return self._read((documents - 1) * _END_BYTES) if documents else 0
-
-    def _begin(self, document: int) -> int:
-        begin = self._end(document)
-        if not 0 <= begin <= self.end:
-            raise damaged(self.path, f"an end within {self.end} tokens", f"{begin}")
-        return begin
+        return self._checked(borders, self.end)
 
 
 def open_datatrove_file(path: Path) -> TokenFile:

@@ -1,17 +1,20 @@
-"""Caches the digest of a token file in a small file, to spare the next start from reading the tokens.
+"""Keeps what was computed from a file of data, such as its digest, to spare the next start from reading it.
 
-The digest file lies beside the token file, or in the cache of prepared data if the folder is not writable. It is valid
-only for a file of the same size and times of change, to the nanosecond. The time of the last change of status
-(``st_ctime``) cannot be set back, so an overwritten or replaced file is read again, even if its size and
-modification time are the same. A malformed digest file is ignored and rewritten.
+The digest of a token file lies beside it, or in the cache of prepared data if the folder is not writable. What is kept
+is valid only for a file of the same size and times of change, to the nanosecond. The time of the last change of status
+(``st_ctime``) cannot be set back, so an overwritten or replaced file is read again, even if its size and modification
+time are the same. What is malformed is ignored and rewritten.
+
+The first line has words, among them size and times of the file, and ends with the xxh3_64 of these and of the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -22,12 +25,13 @@ from trainer.data.token_file import TokenFile
 
 SUFFIX = ".digest"
 _FOLDER = "digests"
-# Version, size and times of the file; bytes and dtype of its tokens, their digest, the largest; digest of all before.
-_LINE = re.compile(
-    rb"(reprise-digest 1 (\d{1,19}) (-?\d{1,19}) (-?\d{1,19}) (\d{1,19}) (uint16|uint32) ([0-9a-f]{16}) (-1|\d{1,10})) "
-    rb"([0-9a-f]{16})\n"
-)
-_MOST_BYTES = 256
+_LINE_BYTES = 256
+
+
+class _File(Protocol):
+    path: Path
+
+    def status(self) -> os.stat_result: ...
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
@@ -40,21 +44,64 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
     Raises:
         DataError: the file cannot be read, or was written to meanwhile.
     """
+
+    def compute() -> tuple[str, bytes]:
+        digest = scan(file)
+        return f"{digest.digest} {digest.largest}", b""
+
+    places = (beside(file.path), in_cache(file.path, file.status(), cache / _FOLDER, SUFFIX))
+    about = f"{file.nbytes} {file.dtype.name}"
+    (digest, largest), _ = kept(file, places, "reprise-digest 1", about, compute, read_again=read_again)
+    return TokenDigest(file.nbytes, file.dtype.name, digest, int(largest))
+
+
+def kept(
+    file: _File,
+    places: Sequence[Path],
+    form: str,
+    about: str,
+    compute: Callable[[], tuple[str, bytes]],
+    *,
+    most_bytes: int = 0,
+    read_again: bool = False,
+) -> tuple[list[str], bytes]:
+    """Return words and bytes computed from a file, from the first valid place, else computed and kept there.
+
+    Args:
+        places: in order; without a right to write the next is tried, and without any, the next start computes again.
+        form: name and version of what is kept.
+        about: what it depends on beside the file.
+        most_bytes: of the bytes.
+        read_again: ignore what is kept.
+
+    Raises:
+        DataError: as `compute`, or the file was written to meanwhile.
+    """
     before = file.status()
-    places = (beside(file.path), in_cache(file.path, before, cache / _FOLDER, SUFFIX))
-    if not read_again:
-        for place in places:
-            cached = _read(place, before)
-            if cached is not None and (cached.token_bytes, cached.dtype) == (file.nbytes, file.dtype.name):
-                return cached
-    digest, after = scan(file), file.status()
-    check_unchanged(file.path, before, after)
-    for place in places:
-        # On a file system without a right to write the next place is tried; without any, the next start reads again.
+    begin = f"{form} {identity(before)} {about} "
+    for place in () if read_again else places:
         with contextlib.suppress(OSError):
-            write_cached(place, _line(digest, before), changed_ns=after.st_ctime_ns)
+            data = read_regular(place, limit_bytes=_LINE_BYTES + most_bytes, follows_links=False)
+            line, end, content = data.partition(b"\n")
+            text, _, digest = line.rpartition(b" ")
+            if end and text.startswith(begin.encode()) and digest == _digest(text + content):
+                return text[len(begin) :].decode().split(), content
+    words, content = compute()
+    after = file.status()
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise DataError(
+            "A file of data was written to while it was read",
+            where=file.path,
+            expected=f"{before.st_size} bytes",
+            found=f"{after.st_size} bytes, or another time of change",
+            fix="Start again when no other program writes to it.",
+        )
+    text = f"{begin}{words}".encode()
+    for place in places:
+        with contextlib.suppress(OSError):
+            _write(place, text + b" " + _digest(text + content) + b"\n" + content, changed_ns=after.st_ctime_ns)
             break
-    return digest
+    return words.split(), content
 
 
 def beside(path: Path) -> Path:
@@ -71,47 +118,16 @@ def in_cache(path: Path, status: os.stat_result, folder: Path, suffix: str) -> P
     return folder / f"{xxhash.xxh3_64_hexdigest(key)}{suffix}"
 
 
-def check_unchanged(path: Path, before: os.stat_result, after: os.stat_result) -> None:
-    """Refuse a file that was written to between two reads of its status.
-
-    Raises:
-        DataError: the size or the time of modification differs.
-    """
-    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-        raise DataError(
-            "A file of data was written to while it was read",
-            where=path,
-            expected=f"{before.st_size} bytes",
-            found=f"{after.st_size} bytes, or another time of change",
-            fix="Start again when no other program writes to it.",
-        )
-
-
 def identity(status: os.stat_result) -> str:
     """Return size and times of a file, by which it is the same later."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _line(digest: TokenDigest, status: os.stat_result) -> bytes:
-    tokens = f"{digest.token_bytes} {digest.dtype} {digest.digest} {digest.largest}"
-    text = f"reprise-digest 1 {identity(status)} {tokens}".encode("ascii")
-    return text + b" " + xxhash.xxh3_64_hexdigest(text).encode("ascii") + b"\n"
+def _digest(data: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(data).encode()
 
 
-def _read(place: Path, status: os.stat_result) -> TokenDigest | None:
-    """Return the cached digest of a file with this status, or None."""
-    try:
-        line = _LINE.fullmatch(read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False))
-    except OSError:
-        return None
-    if line is None or xxhash.xxh3_64_hexdigest(line[1]) != line[9].decode():
-        return None
-    if " ".join(line[number].decode() for number in (2, 3, 4)) != identity(status):
-        return None
-    return TokenDigest(int(line[5]), line[6].decode(), line[7].decode(), int(line[8]))
-
-
-def write_cached(place: Path, data: bytes, *, changed_ns: int) -> None:
+def _write(place: Path, data: bytes, *, changed_ns: int) -> None:
     """Write what was computed from a file atomically, unless that file could still change unnoticed.
 
     A file that changes twice within one clock tick of its file system has the same times after both. If the result,

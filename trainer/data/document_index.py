@@ -1,8 +1,7 @@
-"""Where the documents of a file of tokens begin, read from its open index by position: nothing is held in memory."""
+"""The documents of a file of tokens, read from their open index by position: nothing is held in memory."""
 
 from __future__ import annotations
 
-import bisect
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -31,27 +30,6 @@ class DocumentIndex(DataFile, ABC):
             DataError: the index cannot be read, or is damaged there.
         """
 
-    @abstractmethod
-    def _begin(self, document: int) -> int:
-        """Return the position of the first token of a document."""
-
-    def begins(self, start: int, stop: int) -> list[int]:
-        """Return the positions in range(start, stop) at which a document begins, in ascending order.
-
-        Raises:
-            DataError: the index cannot be read, or is damaged there.
-        """
-        positions: list[int] = []
-        for number in range(bisect.bisect_left(range(self.count), start, key=self._begin), self.count):
-            begin = self._begin(number)
-            if begin >= stop:
-                break
-            if begin < (positions[-1] if positions else start):
-                raise damaged(self.path, "documents in ascending order", f"document {number} at token {begin}")
-            if not positions or begin > positions[-1]:  # an empty document begins where the next one does
-                positions.append(begin)
-        return positions
-
     def _array(self, at: int, count: int, dtype: str = "<i8") -> npt.NDArray[np.int64]:
         """Return `count` numbers from a byte of the index on."""
         values = np.empty(count, dtype=dtype)
@@ -59,9 +37,12 @@ class DocumentIndex(DataFile, ABC):
             raise damaged(self.path, f"{values.nbytes} bytes", f"{missing_bytes} fewer")
         return values
 
-    def _read(self, at: int, dtype: str = "<i8") -> int:
-        """Return the number at a byte of the index."""
-        return int(self._array(at, 1, dtype)[0])
+    def _checked(self, borders: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
+        """Return borders, or ends, which must ascend from 0 to an end at most."""
+        if borders.size and (int(borders[0]) < 0 or int(borders[-1]) > end or (borders[1:] < borders[:-1]).any()):
+            actual = f"{int(borders[0])} to {int(borders[-1])}, or in another order"
+            raise damaged(self.path, f"ascending borders of documents, up to {end}", actual)
+        return borders
 
 
 def damaged(place: Path, expected: str, actual: str) -> DataError:

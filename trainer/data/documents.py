@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer.data.document_table import DocumentTable
 from trainer.data.section import DataSection, SampleCut
-from trainer.data.token_file import TokenFile
 
 BEGINS = 1 << 32  # tokens are uint16 or uint32
 PADDED = 1 << 33
@@ -79,8 +79,11 @@ class DocumentMarks:
 
     end_of_text: int | None
 
-    def mark(self, window: npt.NDArray[np.int64], file: TokenFile, start: int) -> None:
+    def mark(self, window: npt.NDArray[np.int64], table: DocumentTable | None, start: int) -> None:
         """Mark the begins of documents in a window [t + 1], read from `start` of a file, in place.
+
+        Args:
+            table: the documents of the file by its index, which is read if there is no end of text.
 
         Raises:
             DataError: the index of the file cannot be read.
@@ -88,5 +91,5 @@ class DocumentMarks:
         if self.end_of_text is not None:
             window[1:] += (window[:-1] == self.end_of_text) * np.int64(BEGINS)
         else:
-            assert file.documents is not None, "only files with an index come without an end of text"
-            window[np.array(file.documents.begins(start, start + window.size), dtype=np.int64) - start] += BEGINS
+            assert table is not None, "only files with an index come without an end of text"
+            window[table.begins_in(start, start + window.size) - start] += BEGINS

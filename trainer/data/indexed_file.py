@@ -41,69 +41,55 @@ class IndexedDocuments(DocumentIndex):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.dtype, self._sequences, self._borders = self._check_header()
+        size, header = self.size, np.zeros(_HEADER.size, np.uint8)
+        if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
+            raise DataError(
+                "A file is no index of Megatron's data",
+                where=path,
+                expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
+                found=f"{size} bytes that begin with {header[:9].tobytes()!r}",
+                fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
+            )
+        _, version, code, self._sequences, borders = _HEADER.unpack(header.tobytes())
+        if version != _VERSION or code not in _DTYPES:
+            raise DataError(
+                "An index of Megatron's data has another version or dtype",
+                where=path,
+                expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
+                found=f"version {version}, and the dtype of code {code}",
+            )
+        self.dtype, self._has_borders = _DTYPES[code], borders > 1
         self._offsets_at = _HEADER.size + self._sequences * _LENGTH_BYTES
         self._borders_at = self._offsets_at + self._sequences * _OFFSET_BYTES
+        expected = self._borders_at + borders * _BORDER_BYTES
+        if size not in (expected, expected + self._sequences * _MODE_BYTES):
+            raise DataError(
+                "The size of an index differs from its header",
+                where=path,
+                expected=f"{expected} bytes for {self._sequences} sequences and {borders} borders of documents",
+                found=f"{size} bytes",
+                fix="It was cut off or appended to: copy it again.",
+            )
         # Without borders every sequence is a document.
-        self.count, self.end = self._borders - 1 if self._borders > 1 else self._sequences, 0
+        self.count, self.end = borders - 1 if self._has_borders else self._sequences, 0
         if self._sequences:
-            first, last = self._read(self._offsets_at), self._read(self._borders_at - _OFFSET_BYTES)
-            length = self._read(self._offsets_at - _LENGTH_BYTES, "<i4")
-            border = self._read(self._borders_at + (self._borders - 1) * _BORDER_BYTES) if self._borders else 0
+            first, last = (int(self._array(at, 1)[0]) for at in (self._offsets_at, self._borders_at - _OFFSET_BYTES))
+            length = int(self._array(self._offsets_at - _LENGTH_BYTES, 1, "<i4")[0])
+            border = int(self._array(expected - _BORDER_BYTES, 1)[0]) if borders else 0
             self.end = last + length * self.dtype.itemsize
             if first != 0 or length < 0 or last < 0 or border not in (0, self._sequences):
                 actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
                 raise damaged(path, f"{self._sequences} sequences that begin at byte 0", actual)
 
-    def _check_header(self) -> tuple[np.dtype[Any], int, int]:
-        """Return the dtype, and the numbers of sequences and of borders."""
-        size, header = self.size, np.zeros(_HEADER.size, np.uint8)
-        if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
-            raise DataError(
-                "A file is no index of Megatron's data",
-                where=self.path,
-                expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
-                found=f"{size} bytes that begin with {header[:9].tobytes()!r}",
-                fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
-            )
-        _, version, code, sequences, borders = _HEADER.unpack(header.tobytes())
-        if version != _VERSION or code not in _DTYPES:
-            raise DataError(
-                "An index of Megatron's data has another version or dtype",
-                where=self.path,
-                expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
-                found=f"version {version}, and the dtype of code {code}",
-            )
-        expected = _HEADER.size + sequences * (_LENGTH_BYTES + _OFFSET_BYTES) + borders * _BORDER_BYTES
-        if size not in (expected, expected + sequences * _MODE_BYTES):
-            raise DataError(
-                "The size of an index differs from its header",
-                where=self.path,
-                expected=f"{expected} bytes for {sequences} sequences and {borders} borders of documents",
-                found=f"{size} bytes",
-                fix="It was cut off or appended to: copy it again.",
-            )
-        return _DTYPES[code], sequences, borders
-
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
         last = self.count if stop is None else stop
         sequences = np.arange(first, last + 1)
-        if self._borders > 1:
+        if self._has_borders:
             sequences = self._array(self._borders_at + first * _BORDER_BYTES, last - first + 1)
-            if int(sequences[0]) < 0 or int(sequences[-1]) > self._sequences or (sequences[1:] < sequences[:-1]).any():
-                description = f"{int(sequences[0])} to {int(sequences[-1])}, or in another order"
-                raise damaged(self.path, f"ascending borders of {self._sequences} sequences", description)
-        offsets = self._offsets(sequences)
-        bits = self.dtype.itemsize.bit_length() - 1  # a division would take longer than the read
-        if (offsets[1:] < offsets[:-1]).any() or (offsets & self.dtype.itemsize - 1).any() or int(offsets[0]) < 0:
-            raise damaged(self.path, "documents in ascending order", "another order")
-        return offsets >> bits
-
-    def _offsets(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return where ascending sequences begin in `.bin`, in bytes. Memory is that of `READ_DOCUMENTS` at most."""
+            self._checked(sequences, self._sequences)
         offsets, begin = np.empty(sequences.size, np.int64), 0
-        while begin < sequences.size:
+        while begin < sequences.size:  # a document may have many sequences
             low = int(sequences[begin])
             end = int(np.searchsorted(sequences, low + READ_DOCUMENTS))
             high = int(sequences[end - 1])
@@ -112,18 +98,11 @@ class IndexedDocuments(DocumentIndex):
                 part = np.append(part, self.end)
             offsets[begin:end] = part[sequences[begin:end] - low]
             begin = end
-        return offsets
-
-    def _begin(self, document: int) -> int:
-        sequence = self._read(self._borders_at + document * _BORDER_BYTES) if self._borders > 1 else document
-        if sequence == self._sequences:  # empty documents at the end
-            return self.end // self.dtype.itemsize
-        if not 0 <= sequence < self._sequences:
-            raise damaged(self.path, f"a border of {self._sequences} sequences", f"{sequence}")
-        offset = self._read(self._offsets_at + sequence * _OFFSET_BYTES)
-        if not 0 <= offset <= self.end or offset % self.dtype.itemsize:
-            raise damaged(self.path, f"an offset of a token in {self.end} bytes", f"{offset}")
-        return offset // self.dtype.itemsize
+        self._checked(offsets, self.end)
+        bits = self.dtype.itemsize.bit_length() - 1  # a division would take longer than the read
+        if (offsets & self.dtype.itemsize - 1).any():
+            raise damaged(self.path, f"offsets of tokens of {self.dtype.itemsize} bytes", "others")
+        return offsets >> bits
 
 
 def find_indexed(pattern: str) -> list[Path]:

@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare, refuse_shared
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of, identity
-from trainer.data.document_table import documents_of, table_of
+from trainer.data.document_table import table_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
@@ -256,8 +256,8 @@ def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
         if digest.largest >= config.model.vocab_size:
             check_tokens(file, config.model.vocab_size)
         if uses_index:
-            seq_length = config.train.seq_length
-            documents = table_of(documents_of(file), seq_length=seq_length, cache=cache, read_again=read_again).digest
+            length = config.train.seq_length
+            documents = table_of(file, seq_length=length, cache=cache, read_again=read_again).digest
         reports.append(_FileReport(key, str(file.path), digest, documents))
     return reports
 

@@ -16,9 +16,9 @@ from tests.messages import refused
 from tests.unit.data.test_indexed_file import by_hand
 from trainer.data import document_table
 from trainer.data.datatrove_file import open_datatrove_file
-from trainer.data.document_index import DocumentIndex
-from trainer.data.document_table import STRIDE, documents_of, table_of
+from trainer.data.document_table import STRIDE, table_of
 from trainer.data.indexed_file import IndexedDocuments, open_indexed_file
+from trainer.data.token_file import TokenFile
 
 Ints = npt.NDArray[np.int64]
 SEQ_LENGTH = 7
@@ -30,16 +30,16 @@ def lengths_of(count: int) -> Ints:
     return rng.integers(0, 40, count) * (rng.random(count) < 0.7)
 
 
-def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> DocumentIndex:
+def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> TokenFile:
     """Write files of zeros whose documents have `sentences` sequences each, all but the first of a token."""
     sequences = [np.zeros(size) for length in lengths for size in (length, *[1] * (sentences - 1))]
-    return documents_of(open_indexed_file(by_hand(path, sequences, document_sequences=sentences)))
+    return open_indexed_file(by_hand(path, sequences, document_sequences=sentences))
 
 
-def datatrove(path: Path, lengths: Ints) -> DocumentIndex:
+def datatrove(path: Path, lengths: Ints) -> TokenFile:
     Path(f"{path}.index").write_bytes(np.cumsum(lengths).astype("<i8").tobytes())
     path.write_bytes(bytes(2 * int(lengths.sum())))
-    return documents_of(open_datatrove_file(path))
+    return open_datatrove_file(path)
 
 
 def expected_samples(lengths: Ints) -> tuple[Ints, Ints]:
@@ -80,12 +80,18 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
     assert table.samples == starts.size
     assert table.longest == lengths.max()
     order = np.random.default_rng(0).permutation(table.samples)
-    located = table.locate(documents, order, SEQ_LENGTH)
+    located = table.locate(order)
     assert np.array_equal(located[0], starts[order])
     assert np.array_equal(located[1], stops[order])
     borders = np.append(0, np.cumsum(lengths))
     assert table.digest == xxhash.xxh3_64_hexdigest(borders.data), "the record of every run has this digest"
-    assert np.array_equal(documents.borders(count // 2, count), borders[count // 2 :])
+    assert documents.documents is not None
+    assert np.array_equal(documents.documents.borders(count // 2, count), borders[count // 2 :])
+    begins = np.unique(borders[:-1][lengths > 0])
+    for start in (0, 1, int(borders[-1]) // 2, int(begins[-1]), int(borders[-1])):
+        for stop in (start, start + 1, start + 999, int(borders[-1])):
+            expected = begins[(start <= begins) & (begins < stop)]
+            assert table.begins_in(start, stop).tolist() == expected.tolist()
 
 
 def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
@@ -95,13 +101,11 @@ def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path)
         assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
 
 
-def look(
-    documents: DocumentIndex, cache: Path, *, longer: bool = False, read_again: bool = False
-) -> tuple[object, bool]:
+def look(documents: TokenFile, cache: Path, *, longer: bool = False, read_again: bool = False) -> tuple[object, bool]:
     """Return what a table has, and whether the complete index was read for it."""
     with mock.patch.object(document_table, "_pass", wraps=document_table._pass) as passes:
         table = table_of(documents, seq_length=SEQ_LENGTH + longer, cache=cache, read_again=read_again)
-    return (table.digest, table.longest, table.counts.tolist()), bool(passes.call_count)
+    return (table.digest, table.longest, table.counts.tolist(), table.begins.tolist()), bool(passes.call_count)
 
 
 def test_the_next_process_reads_a_table_and_no_index(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_the_next_process_reads_a_table_and_no_index(tmp_path: Path) -> None:
         assert look(documents, cache) == (expected, False)
     assert look(documents, cache, longer=True)[1], "samples of another length"
     assert look(documents, cache, read_again=True)[1]
-    assert next(path.stat().st_size for path in cache.rglob("*.7")) < 300 + 6 * 8
+    assert next(path.stat().st_size for path in cache.rglob("*.7")) < 300 + 6 * 16
 
 
 def test_a_damaged_table_is_made_again(tmp_path: Path) -> None:
@@ -148,8 +152,8 @@ def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.write(np.arange(1, 6, dtype="<i8").tobytes())
     with refused(DataError, "a.ds.index"):
-        table.locate(documents, np.arange(3), SEQ_LENGTH)
+        table.locate(np.arange(3))
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.truncate(8)
     with refused(DataError, "a.ds.index"):
-        table.locate(documents, np.arange(3), SEQ_LENGTH)
+        table.locate(np.arange(3))
