@@ -27,11 +27,10 @@ from tqdm import tqdm
 from reprise.errors import ConfigError, TrainerError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
-from trainer.data.blocks import TextForm
+from trainer.data.blocks import RAW_FORMS, TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
-from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
-from trainer.data.sources import find_files, text_sources
+from trainer.data.sources import TextSource, find_files, text_sources
 from trainer.data.text import BYTES
 
 FINE, IMPOSSIBLE = 0, 2
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
     for side in prepared.sides:
-        documents = "" if side.documents is None else f"{count_of(side.documents, 'document', form=',')}, "
+        documents = f"{count_of(side.documents, 'document', form=',')}, " if side.documents else ""
         tokens = count_of(side.tokens, "token", form=",")
         print(f"{side.name}: {documents}{tokens}, {count_of(len(side.files), 'file')}")
     if not prepared.has_text:
@@ -92,36 +91,7 @@ def _begin_bar(bars: ExitStack, title: str, total_bytes: int | None) -> Callable
 
 
 def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
-    if options.raw is not None:
-        return _prepare_raw(options, progress)
-    if options.valid:
-        raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
-    prepare_options = _prepare_options(options)
-    # Bytes take longer to pass between processes than to encode.
-    is_slow = prepare_options.tokenizer is not None or prepare_options.train_vocab_size > 0
-    workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
-    sources = [source for pattern in options.inputs for source in text_sources(pattern)]
-    return write_prepared(
-        options.output, sources, prepare_options, workers=workers, replace=options.force, progress=progress
-    )
-
-
-def _prepare_raw(options: argparse.Namespace, progress: Progress) -> Prepared:
-    """Write inputs of tokens, refusing options for texts."""
-    if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1 or options.format != KIND:
-        raise ConfigError(
-            "--raw takes tokens, no texts",
-            expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
-        )
-    patterns = {"train": options.inputs, "valid": options.valid}
-    inputs = {side: [path for name in names for path in find_files(name)] for side, names in patterns.items() if names}
-    tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
-    raw = RawTokens(options.raw, tokenizer, options.file_tokens)
-    return write_raw(options.output, inputs, raw, force=options.force, progress=progress)
-
-
-def _prepare_options(options: argparse.Namespace) -> PrepareOptions:
-    tokenizer, train = None, 0
+    takes_bytes, tokenizer, train = options.tokenizer == [BYTES], None, 0
     match options.tokenizer:
         case None | ["bytes"]:
             pass
@@ -135,16 +105,38 @@ def _prepare_options(options: argparse.Namespace) -> PrepareOptions:
                 expected="bytes, a tokenizer.json, or train-bpe N",
                 found=" ".join(words),
             )
-    return PrepareOptions(
-        form=None if options.form is None else TextForm(options.form),
+    if options.valid and not options.raw:
+        raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
+    if options.raw and (options.form or options.valid_fraction or train or options.format != KIND):
+        raise ConfigError(
+            "--raw takes tokens, no texts",
+            expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
+        )
+    inputs, held_out = (_sources(patterns, is_raw=bool(options.raw)) for patterns in (options.inputs, options.valid))
+    form = options.raw or options.form
+    prepare_options = PrepareOptions(
+        form=None if form is None else TextForm(form),
         key=options.key,
         tokenizer=tokenizer,
         train_vocab_size=train,
         valid_fraction=options.valid_fraction,
+        held_out=held_out,
         file_tokens=options.file_tokens,
         kind=DataKind(options.format),
-        takes_bytes=options.tokenizer == [BYTES],
+        takes_bytes=takes_bytes,
     )
+    # Bytes take longer to pass between processes than to encode.
+    is_slow = not options.raw and (tokenizer is not None or train > 0)
+    workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
+    return write_prepared(
+        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=progress
+    )
+
+
+def _sources(patterns: Sequence[str], *, is_raw: bool) -> list[TextSource]:
+    """Return the files of patterns, in their order; arrays of tokens in the order of their paths."""
+    names = [str(path) for pattern in patterns for path in find_files(pattern)] if is_raw else patterns
+    return [source for name in names for source in text_sources(name)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--form",
-        choices=[form.value for form in TextForm],
+        choices=[form.value for form in TextForm if form not in RAW_FORMS],
         help="of all inputs but Parquet, which has documents; by default jsonl for a file named .jsonl or .ndjson, or "
         "with JSON objects as its first lines, else text",
     )
@@ -171,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of the files to write: token files, or pairs of .bin and .idx as Megatron-LM has them",
     )
     parser.add_argument(
-        "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"
+        "--raw",
+        choices=[form.value for form in RAW_FORMS],
+        help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's",
     )
     parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="arrays for validation; with --raw")
     parser.add_argument("--key", default="text", help="of the text in a JSON line, or its column in Parquet")

@@ -1,4 +1,4 @@
-"""Divides files of text into the two sides of a split, and reads a side in blocks of complete lines or parts of a text.
+"""Divides files into the two sides of a split, and reads a side in blocks: complete lines, or parts of a text or array.
 
 A block depends on its file and the tokenizer alone, so its tokens do not depend on the number of processes that encode.
 """
@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
 import xxhash
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.data.cuts import ANYWHERE, LINES, Cuts
 from trainer.data.json_lines import is_json_lines
 from trainer.data.sources import TextSource
 from trainer.data.text_file import FileForm, not_utf8, open_text, plain_name
+from trainer.data.token_file import MAGICS
 
 BLOCK_BYTES = 256 << 10
 # A line is parsed whole, and a text encoded whole up to a cut. Some bytes of a compressed file may be gigabytes of it.
@@ -27,10 +29,20 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TextForm(Enum):
-    """The form of a file: a text, or a JSON object with a text on every line, or in every row of Parquet."""
+    """The form of a file: a text, a JSON object with a text on every line, or in every row of Parquet, or tokens.
+
+    Tokens are little-endian arrays without a header, such as nanoGPT's `train.bin`. A run does not read them directly:
+    without a header their dtype is unknown, and truncation goes unnoticed.
+    """
 
     text = "text"
     jsonl = "jsonl"
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+RAW_FORMS = (TextForm.uint16, TextForm.uint32)
+_NUMPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class SplitOptions:
         key: key of the text in a JSON object, and the column of a Parquet file.
         takes_bytes: accept files that are not text, as bytes.
         valid_fraction: share that is held out; 0 holds out none.
+        held_out: arrays of tokens for validation.
         block_bytes: size of a block, about.
     """
 
@@ -49,6 +62,7 @@ class SplitOptions:
     key: str = "text"
     takes_bytes: bool = False
     valid_fraction: float = 0.0
+    held_out: Sequence[TextSource] = ()
     block_bytes: int = BLOCK_BYTES
 
 
@@ -93,6 +107,9 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     Raises:
         DataError: a file cannot be read, or is no text.
     """
+    if options.form in RAW_FORMS:
+        sides = {"train": sources, "valid": options.held_out}
+        return {name: [_array(source, options) for source in members] for name, members in sides.items() if members}
     parts = [_part(source, options) for source in sources]
     limit = int(options.valid_fraction * _HASHES)
     if not options.valid_fraction:
@@ -125,6 +142,28 @@ def _part(source: TextSource, options: SplitOptions) -> TextPart:
     return TextPart(source, form, options, size)
 
 
+def _array(source: TextSource, options: SplitOptions) -> TextPart:
+    """Return an array of tokens; refuse one with the header of a known format."""
+    assert options.form is not None
+    with source.path.open("rb") as file:
+        head = file.read(8)
+    token_bytes, problem = np.dtype(options.form.value).itemsize, ""
+    if not source.size_bytes or source.size_bytes % token_bytes:
+        problem = count_of(source.size_bytes, "byte")
+    elif head.startswith(_NUMPY_MAGIC):
+        problem = "a NumPy array: write it again by numpy.load(PATH).tofile(OTHER)"
+    elif head.startswith(MAGICS):
+        problem = f"a token file: train on it with data=token_file data.train={source.path}"
+    if problem:
+        raise DataError(
+            "A file is no array of tokens",
+            where=source.path,
+            expected=f"a file of {token_bytes} bytes a token, at least one, from the first byte on",
+            found=problem,
+        )
+    return TextPart(source, options.form, options, source.size_bytes)
+
+
 def _rank(name: str) -> int:
     return xxhash.xxh3_64_intdigest(plain_name(name).encode("utf-8", "surrogateescape"))
 
@@ -154,11 +193,13 @@ def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
         DataError: the file cannot be read, is no text, or has changed; a line, or a text that must not be cut, is too
             long.
     """
-    options, waiting, line, ends = part.options, bytearray(), 1, False
-    is_text = part.form is TextForm.text
-    cuts = LINES if not is_text else ANYWHERE if options.takes_bytes else cuts
-    path = part.source.path
-    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes) as text:
+    options, path, waiting, line, ends = part.options, part.source.path, bytearray(), 1, False
+    if part.form is not TextForm.text:
+        cuts = LINES if part.form is TextForm.jsonl else ANYWHERE
+    elif options.takes_bytes:
+        cuts = ANYWHERE
+    is_raw = part.form in RAW_FORMS
+    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes, is_raw=is_raw) as text:
         offset = text.at
         while not ends:
             most = options.block_bytes if part.stop is None else part.stop - text.at
@@ -199,19 +240,15 @@ def texts(block: TextBlock) -> list[str]:
 
 def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
     """Return the error of a line, or of a text without a place to cut it."""
-    path, most = part.source.path, f"at most {MOST_BLOCK_BYTES} bytes"
-    if part.form is TextForm.jsonl:
-        fix = "Split the document, or read the file as one text with --form text."
-        return DataError("a line is too long", where=f"{path}, line {line}", expected=most, found="more", fix=fix)
-    place = "the next letter or digit before white space"
+    place = "the next letter or digit before white space, or the end of the line"
     if cuts.obstacle:
         place = f"its end, since the tokenizer's {cuts.obstacle} allows no cut"
     return DataError(
-        "a text is too long to be encoded whole",
-        where=path,
-        expected=f"{most} up to {place}",
+        "A document is too long to be encoded whole",
+        where=f"{part.source.path}, line {line}",
+        expected=f"at most {MOST_BLOCK_BYTES} bytes up to {place}",
         found="more",
-        fix="Write its documents as JSON lines, or choose another tokenizer.",
+        fix="Divide it into JSON lines, read JSON lines as one text with --form text, or choose another tokenizer.",
     )
 
 
@@ -219,20 +256,13 @@ def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
     """Return the text of a line and its hash."""
     key = part.options.key
     try:
-        parsed = json.loads(line)
-        if isinstance(parsed, dict) and isinstance(text := parsed.get(key), str):
-            return text, xxhash.xxh3_64_intdigest(text.encode())
-        problem = f"only the keys {sorted(parsed)}" if isinstance(parsed, dict) else "no JSON object"
-        if isinstance(parsed, dict) and key in parsed:
-            problem = f"{type(text).__name__} under {key!r}"
-    except UnicodeEncodeError as error:
-        problem = f"a surrogate without its other half: {error}"
-    except (ValueError, RecursionError) as error:
-        problem = f"no JSON: {error}"
-    raise DataError(
-        "a line holds no document",
-        where=f"{part.source.path}, line {number}",
-        expected=f"a JSON object with a text under {key!r}",
-        found=problem,
-        fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",
-    )
+        text = json.loads(line)[key]
+        return text, xxhash.xxh3_64_intdigest(text.encode())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            "A line holds no document",
+            where=f"{part.source.path}, line {number}",
+            expected=f"a JSON object with a text under {key!r}",
+            found=f"{error!r:.99} in {line[:60].decode(errors='replace')}",
+            fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import os
 import platform
@@ -16,7 +15,6 @@ import xxhash
 
 from reprise.errors import DataError
 from trainer.data.blocks import SplitOptions, split
-from trainer.data.data_file import unreadable
 from trainer.data.encoding import encode_block
 from trainer.data.indexed_file import find_indexed
 from trainer.data.prepared import blocks_of, write_side
@@ -27,7 +25,6 @@ from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_fil
 
 # Part of every cache name: raise it when the same texts give other token files.
 _CACHE_VERSION = 3
-_BEGINNING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +35,6 @@ class Corpus:
     valid: tuple[Path, ...]
     vocab_size: int | None
     end_of_text: int | None
-
-
-def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
-    """Refuse a file of the validation data that is in the training data too, be it a link or a copy.
-
-    Only the beginnings of files of one size are read, and then copies.
-
-    Raises:
-        DataError: naming both, or a file that cannot be read.
-    """
-    beginnings: dict[tuple[int, bytes], list[Path]] = {}
-    try:
-        sizes = {path.stat().st_size for path in valid}
-        for path in train if valid else ():
-            if path.stat().st_size in sizes:
-                beginnings.setdefault(_beginning(path), []).append(path)
-        for path in valid if beginnings else ():
-            for trained in beginnings.get(_beginning(path), ()):
-                if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
-                    raise _on_both_sides(path, trained)
-    except OSError as error:
-        raise unreadable(Path(str(error.filename)), error) from error
-
-
-def _on_both_sides(path: Path, trained: Path) -> DataError:
-    return DataError(
-        "A file is in the training data and in the validation data",
-        where=path,
-        expected="validation data that a run does not train on",
-        found=f"its content in {trained}",
-        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files alone.",
-    )
-
-
-def _beginning(path: Path) -> tuple[int, bytes]:
-    with path.open("rb") as file:
-        return path.stat().st_size, xxhash.xxh3_128_digest(file.read(_BEGINNING_BYTES))
 
 
 def default_cache(environment: Mapping[str, str], home: Path) -> Path:
@@ -166,4 +126,4 @@ def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, e
     for name, parts in split(sources, options).items():
         blocks = map(partial(encode_block, encoder=encoder), blocks_of(parts, cuts))
         write = partial(write_token_file, dtype=encoder.dtype)
-        write_side({0: folder / f"{name}.bin"}.__getitem__, blocks, write=write, file_tokens=MAX_TOKENS + 1)
+        write_side(folder / f"{name}.bin", blocks, write=write, file_tokens=MAX_TOKENS + 1)

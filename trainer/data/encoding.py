@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from reprise.errors import DataError
-from trainer.data.blocks import TextBlock, TextForm, texts
+from trainer.data.blocks import RAW_FORMS, TextBlock, TextForm, texts
 from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
 from trainer.workers import spawned_pool
@@ -50,7 +50,7 @@ def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Itera
     pool = spawned_pool(workers)
     try:
         yield lambda blocks: in_order(
-            (partial(pool.submit, _encode, block, tokenizer) for block in blocks), most=workers * _AHEAD
+            (pool.submit(_encode, block, tokenizer) for block in blocks), most=workers * _AHEAD
         )
     finally:
         pool.shutdown(cancel_futures=True)
@@ -62,26 +62,29 @@ def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
     Raises:
         DataError: naming the file and the line, or the byte.
     """
+    form = block.part.form
+    if form in RAW_FORMS:
+        return Encoded(np.frombuffer(block.data, np.dtype(form.value).newbyteorder("<")), 0, len(block.data))
     chunks: list[TokenArray] = [np.empty(0, np.uint16)]
     documents = 0
     for text in texts(block):
         chunks.append(encoder.encode(text))
-        if block.part.form is TextForm.jsonl or block.ends_text:
+        if form is TextForm.jsonl or block.ends_text:
             chunks.append(np.array([encoder.end_of_text], np.uint32))
             documents += 1
     return Encoded(np.concatenate(chunks).astype(encoder.dtype), documents, len(block.data))
 
 
-def in_order(starts: Iterable[Callable[[], Future[Encoded]]], *, most: int) -> Iterator[Encoded]:
-    """Start jobs in order, at most `most` ahead, and yield their results in order.
+def in_order(jobs: Iterable[Future[Encoded]], *, most: int) -> Iterator[Encoded]:
+    """Yield the results of jobs in order; each starts as it is taken from the iterable, at most `most` ahead.
 
     Raises:
         DataError: a text cannot be encoded, or a process has died.
     """
     waiting = deque[Future[Encoded]]()
     try:
-        for start in starts:
-            waiting.append(start())
+        for job in jobs:
+            waiting.append(job)
             if len(waiting) == most:
                 yield waiting.popleft().result()
         while waiting:

@@ -1,30 +1,32 @@
-"""Writes a folder of token files from large files of text, atomically. Runs read it with ``data=token_file``, or with
-``data=megatron`` where it has Megatron's format."""
+"""Writes a folder of token files from large files of text or tokens, atomically.
+
+Runs read it with ``data=token_file``, or with ``data=megatron`` where it has Megatron's format.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from reprise.errors import DataError, count_of
 from reprise.storage import FileCalls, atomic_output, is_dir, lexists
-from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
+from trainer.data.blocks import RAW_FORMS, SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS, Cuts
 from trainer.data.data_file import TokenArray
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
-from trainer.data.sources import TextSource
-from trainer.data.text import TOKENIZER, open_encoder
+from trainer.data.sources import TextSource, refuse_shared
+from trainer.data.text import BYTES, TOKENIZER, open_encoder
 from trainer.data.token_file import MAX_TOKENS, write_token_file
 
 FILE_TOKENS = 1 << 30
@@ -36,7 +38,6 @@ _OURS = re.compile(
 
 # Takes the name of a step and the number of bytes it reads, None if unknown; returns the function that counts them.
 Progress = Callable[[str, int | None], Callable[[int], object]]
-WriteFile = Callable[[Path, Iterable[TokenArray]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class PrepareOptions(SplitOptions):
     """Options of preparing a folder.
 
     Args:
-        tokenizer: a ``tokenizer.json``; None for bytes.
+        tokenizer: a ``tokenizer.json``; None for bytes. Arrays of tokens without it and without `takes_bytes` are of
+            unknown origin: the largest token is taken for the end of text, and the vocabulary ends with it.
         train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
         file_tokens: maximum number of tokens per file.
         kind: format of the files, `token_file` or `megatron`.
@@ -58,20 +60,17 @@ class PrepareOptions(SplitOptions):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side of the split as written; `documents` is None if the input was tokens without document boundaries."""
+    """A side of the split as written; `documents` is 0 if the input was tokens without document boundaries."""
 
     files: tuple[Path, ...]
-    documents: int | None
+    documents: int
     tokens: int
+    largest: int
 
     @property
     def name(self) -> str:
         """Return its name, which its files begin with."""
         return self.files[0].name.partition("_")[0]
-
-    def moved_to(self, folder: Path) -> Side:
-        """Return the same side with its files in another folder."""
-        return replace(self, files=tuple(folder / path.name for path in self.files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,6 @@ class Prepared:
         has_text: whether tokens can be shown as text, by `tokenizer` or as bytes.
     """
 
-    folder: Path
     sides: tuple[Side, ...]
     tokenizer: Path | None
     vocab_size: int
@@ -103,51 +101,67 @@ def write_prepared(
 ) -> Prepared:
     """Write the token files of the inputs, in their order, as a folder, which appears by one rename.
 
-    Its bytes depend on the inputs and the options, never on `workers`.
-
     Args:
+        workers: processes that encode; the bytes of the folder never depend on them.
         replace: replace a folder with nothing except the output of an earlier call.
 
     Raises:
         DataError: an input cannot be read or encoded, or the folder cannot be made.
     """
-    if not 0 <= options.valid_fraction < 1:
-        raise DataError(
-            "No such share can be held out", expected="0, or above 0 and below 1", found=options.valid_fraction
-        )
-    check_file_tokens(options.file_tokens)
+    _check(options)
     folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
-    read = [*(source.path for source in inputs), *filter(None, [tokenizer])]
-    with prepared_folder(folder, read, replace=replace) as new:
+    is_raw = options.form in RAW_FORMS
+    train, held_out = ([source.path for source in sources] for sources in (inputs, options.held_out))
+    refuse_shared(train, held_out)
+    with _new_folder(folder, [*train, *held_out, *filter(None, [tokenizer])], replace=replace) as new:
         parts = split(inputs, options)
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
             _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
-        write = _writer(options.kind, encoder.dtype, encoder.end_of_text)
-        cuts = encoder.cuts()
+        dtype = options.form.value if options.form and is_raw else encoder.dtype
+        write = partial(write_token_file, dtype=dtype)
+        if options.kind is DataKind.megatron:
+            write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
         with encoding(encoder, tokenizer, workers=workers) as encode:
             for name, of_side in parts.items():
+                blocks, count = encode(blocks_of(of_side, encoder.cuts())), progress(name, _total(of_side))
                 side = write_side(
-                    numbered(new, name),
-                    encode(blocks_of(of_side, cuts)),
-                    write=write,
-                    file_tokens=options.file_tokens,
-                    count=progress(name, _total(of_side)),
+                    new / f"{name}_{{:06d}}.bin", blocks, write=write, file_tokens=options.file_tokens, count=count
                 )
-                if not side.documents:
+                if not side.documents and not is_raw:
                     raise DataError(
                         f"No document is on the side {name}",
                         found=f"{count_of(len(of_side), 'file')}, --valid-fraction {options.valid_fraction}",
                         fix="Give more documents, or another --valid-fraction.",
                     )
-                sides.append(side.moved_to(folder))
+                sides.append(dataclasses.replace(side, files=tuple(folder / path.name for path in side.files)))
+        largest = max(side.largest for side in sides)
+        is_known = not is_raw or tokenizer is not None or options.takes_bytes
+        if is_known and largest >= encoder.vocab_size:
+            raise DataError(
+                "A token does not belong to the tokenizer",
+                where=tokenizer or BYTES,
+                expected=f"0 to {encoder.vocab_size - 1}",
+                found=largest,
+                fix="Name the tokenizer that made the tokens, or the other dtype.",
+            )
     tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer and tokenizer.absolute()
-    return Prepared(folder, tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
+    if not is_known:
+        return Prepared(tuple(sides), None, largest + 1, largest, has_text=False)
+    return Prepared(tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
+
+
+def _check(options: PrepareOptions) -> None:
+    share, size = options.valid_fraction, options.file_tokens
+    if not 0 <= share < 1:
+        raise DataError("No such share can be held out", expected="0, or above 0 and below 1", found=share)
+    if not 1 <= size <= MAX_TOKENS:
+        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=size)
 
 
 @contextmanager
-def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
+def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
     """Yield a new folder to write to, which becomes `folder`, a real path; it is removed on an error.
 
     Args:
@@ -170,16 +184,6 @@ def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Ite
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-
-
-def check_file_tokens(file_tokens: int) -> None:
-    """Refuse an invalid number of tokens per file.
-
-    Raises:
-        DataError: if it is out of range.
-    """
-    if not 1 <= file_tokens <= MAX_TOKENS:
-        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=file_tokens)
 
 
 def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -> None:
@@ -209,68 +213,46 @@ def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Pro
     FileCalls().write_whole(path, train_bpe(training_texts(), vocab_size))
 
 
-def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile:
-    """Return the writer of a token file in a format."""
-    if kind is DataKind.megatron:
-        return partial(write_indexed_file, dtype=dtype, end_of_text=end_of_text)
-    return partial(write_token_file, dtype=dtype)
-
-
-def numbered(folder: Path, name: str) -> Callable[[int], Path]:
-    """Return the paths of a side's files by their numbers."""
-    return lambda number: folder / f"{name}_{number:06d}.bin"
-
-
 def write_side(
-    path_of: Callable[[int], Path],
+    path: Path,
     blocks: Iterable[Encoded],
     *,
-    write: WriteFile,
+    write: Callable[[Path, Iterable[TokenArray]], None],
     file_tokens: int,
     count: Callable[[int], object] = lambda _count: None,
 ) -> Side:
     """Write a side of a split as token files of at most `file_tokens` tokens; without tokens, one that is empty.
 
     Args:
+        path: of the files; its name is a format of their numbers.
         write: writes a file of tokens.
         count: called with the number of input bytes consumed since the last call.
 
     Raises:
         DataError: a file cannot be written.
     """
-    stream, files = _Stream(blocks, count), list[Path]()
-    while stream.has_more() or not files:
-        files.append(path_of(len(files)))
-        write(files[-1], stream.take(file_tokens))
-    return Side(tuple(files), stream.documents, stream.tokens)
+    files, documents, tokens, largest = list[Path](), 0, 0, -1
 
+    def pieces() -> Iterator[tuple[int, TokenArray]]:
+        """Yield the tokens in pieces of a single file, with its number."""
+        nonlocal documents, tokens, largest
+        for block in blocks:
+            documents += block.documents
+            largest = max(largest, int(block.tokens.max(initial=0)))
+            chunk = block.tokens
+            while chunk.size:
+                piece = chunk[: file_tokens - tokens % file_tokens]
+                yield tokens // file_tokens, piece
+                tokens, chunk = tokens + piece.size, chunk[piece.size :]
+            count(block.read_bytes)
 
-class _Stream:
-    """Encoded blocks as a stream of tokens."""
-
-    def __init__(self, blocks: Iterable[Encoded], count: Callable[[int], object]) -> None:
-        self._blocks, self._count = iter(blocks), count
-        self._rest: TokenArray = np.empty(0, np.uint16)
-        self.documents = self.tokens = 0
-
-    def has_more(self) -> bool:
-        """Return whether a token is left, reading on to the next."""
-        while not self._rest.size:
-            block = next(self._blocks, None)
-            if block is None:
-                return False
-            self._rest = block.tokens
-            self.documents += block.documents
-            self._count(block.read_bytes)
-        return True
-
-    def take(self, most: int) -> Iterator[TokenArray]:
-        """Yield the next tokens, at most `most`."""
-        while most and self.has_more():
-            chunk, self._rest = self._rest[:most], self._rest[most:]
-            most -= chunk.size
-            self.tokens += chunk.size
-            yield chunk
+    for number, members in itertools.groupby(pieces(), itemgetter(0)):
+        files.append(path.with_name(path.name.format(number)))
+        write(files[-1], map(itemgetter(1), members))
+    if not files:
+        files.append(path.with_name(path.name.format(0)))
+        write(files[-1], ())
+    return Side(tuple(files), documents, tokens, largest)
 
 
 def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+import xxhash
 
 from reprise.errors import DataError
 from reprise.storage import is_dir, is_file, is_symlink
@@ -23,6 +26,7 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 )
 # Written by the build or the distribution: the text differs between two installations of one version.
 _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+_BEGINNING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +167,40 @@ def _source(path: Path, name: str) -> TextSource:
     except OSError as error:
         raise unreadable(path, error) from error
     return TextSource(path, name, status.st_size, status.st_mtime_ns)
+
+
+def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
+    """Refuse a file of the validation data that is in the training data too, be it a link or a copy.
+
+    Only the beginnings of files of one size are read, and then copies.
+
+    Raises:
+        DataError: naming both, or a file that cannot be read.
+    """
+    beginnings: dict[tuple[int, bytes], list[Path]] = {}
+    try:
+        sizes = {path.stat().st_size for path in valid}
+        for path in train if valid else ():
+            if path.stat().st_size in sizes:
+                beginnings.setdefault(_beginning(path), []).append(path)
+        for path in valid if beginnings else ():
+            for trained in beginnings.get(_beginning(path), ()):
+                if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
+                    raise _on_both_sides(path, trained)
+    except OSError as error:
+        raise unreadable(Path(str(error.filename)), error) from error
+
+
+def _on_both_sides(path: Path, trained: Path) -> DataError:
+    return DataError(
+        "A file is in the training data and in the validation data",
+        where=path,
+        expected="validation data that a run does not train on",
+        found=f"its content in {trained}",
+        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files alone.",
+    )
+
+
+def _beginning(path: Path) -> tuple[int, bytes]:
+    with path.open("rb") as file:
+        return path.stat().st_size, xxhash.xxh3_128_digest(file.read(_BEGINNING_BYTES))

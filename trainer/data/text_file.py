@@ -61,20 +61,26 @@ def plain_name(name: str) -> str:
 
 
 @contextmanager
-def open_text(path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False) -> Iterator[TextReader]:
+def open_text(
+    path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False, is_raw: bool = False
+) -> Iterator[TextReader]:
     """Yield a reader of the text in a file.
 
     Args:
         start: the first byte of the text to read.
         key: the column of a Parquet file.
         takes_bytes: accept any bytes. Compressed files are decompressed even so.
+        is_raw: accept any bytes, as they are.
 
     Raises:
         DataError: the file cannot be read, is damaged, or is no text by its first bytes.
     """
     try:
         with path.open("rb") as file:
-            yield TextReader(path, file, start=start, key=key, takes_bytes=takes_bytes)
+            magic = b"" if is_raw else file.read(4)
+            file.seek(0)
+            form = next((form for form, pattern in _FORMS.items() if pattern.match(magic)), FileForm.plain)
+            yield TextReader(path, file, form, start=start, key=key, takes_bytes=takes_bytes or is_raw)
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -86,11 +92,8 @@ class TextReader:
     bytes.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, *, start: int, key: str, takes_bytes: bool) -> None:
-        magic = file.read(4)
-        file.seek(0)
-        self.form = next((form for form, pattern in _FORMS.items() if pattern.match(magic)), FileForm.plain)
-        self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), 0
+    def __init__(self, path: Path, file: BinaryIO, form: FileForm, *, start: int, key: str, takes_bytes: bool) -> None:
+        self.form, self._chunks, self._waiting, self.at = form, _chunks(form, file, path, key), bytearray(), 0
         if not takes_bytes:
             head = self._peek(_HEAD_BYTES)
             _check_head(head, self.form, path)

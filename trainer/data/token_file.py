@@ -39,8 +39,8 @@ _FORMATS = (
     _Format(magic=20240520, version=1, dtype=np.dtype("<u2")),
     _Format(magic=20240801, version=7, dtype=np.dtype("<u4")),
 )
-# What the first two int32 of a token file are.
-MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
+# What token files begin with.
+MAGICS = tuple(np.array([form.magic, form.version], "<i4").tobytes() for form in _FORMATS)
 
 
 class TokenFile:

@@ -21,7 +21,7 @@ import xxhash
 from reprise.errors import DataError
 from reprise.ranks import StoreChannel
 from trainer.config.schema import Config
-from trainer.data.corpus import Corpus, default_cache, prepare, refuse_shared
+from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of, identity
 from trainer.data.document_table import table_of
@@ -29,6 +29,7 @@ from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
+from trainer.data.sources import refuse_shared
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster

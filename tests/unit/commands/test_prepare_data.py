@@ -98,7 +98,7 @@ def test_only_so_many_blocks_are_in_memory() -> None:
         future.set_result(Encoded(np.empty(0, np.uint16), 1, 1))
         return future
 
-    for _ in in_order((start for _ in range(50)), most=4):
+    for _ in in_order((start() for _ in range(50)), most=4):
         taken += 1
     assert started == taken == 50
 
