@@ -203,7 +203,7 @@ ONLY_IN = {
     "hydra": "trainer.config.compose trainer.config.overrides",
     "omegaconf": "trainer.config.compose",
     "matplotlib": "trainer.compare.figure",
-    "pyarrow": "trainer.data.parquet",
+    "pyarrow": "trainer.data.text_file",
     "zstandard": "trainer.data.text_file",
     "torch.utils.tensorboard": "trainer.metrics.tensorboard_sink",
     "obstore": "reprise.stores.client",

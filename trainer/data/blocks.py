@@ -17,7 +17,7 @@ from reprise.errors import DataError, count_of
 from trainer.data.cuts import ANYWHERE, LINES, Cuts
 from trainer.data.json_lines import is_json_lines
 from trainer.data.sources import TextSource
-from trainer.data.text_file import FileForm, not_utf8, open_text, plain_name
+from trainer.data.text_file import PARQUET, not_utf8, open_text, plain_name
 from trainer.data.token_file import MAGICS
 
 BLOCK_BYTES = 256 << 10
@@ -134,8 +134,8 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
 
 def _part(source: TextSource, options: SplitOptions) -> TextPart:
     with open_text(source.path, takes_bytes=True) as text:
-        form = TextForm.jsonl if text.form is FileForm.parquet else options.form
-        size = source.size_bytes if text.form is FileForm.plain else None
+        form = TextForm.jsonl if text.form == PARQUET else options.form
+        size = None if text.form else source.size_bytes
     if form is None:
         is_lines = is_json_lines(source.path, options.key, takes_bytes=options.takes_bytes)
         form = TextForm.jsonl if is_lines else TextForm.text

@@ -54,8 +54,7 @@ def open_datatrove_file(path: Path) -> TokenFile:
             "A file of tokens has no index beside it",
             where=path,
             expected=place.name,
-            fix="Name files that datatrove's DocumentTokenizer has completed, as 'folder/*.ds': it writes the index of "
-            "a file at its end.",
+            fix="Name files that datatrove's DocumentTokenizer has completed, as 'folder/*.ds'.",
         )
     if lexists(masks):
         raise DataError(
@@ -81,11 +80,5 @@ def _stated_bytes(place: Path) -> tuple[int, ...]:
         raise unreadable(place, error) from error
     stated = description.partition(b"\n")[0].rpartition(b"|")[2]
     if stated not in (b"2", b"4"):
-        raise DataError(
-            "The description of a file of tokens is damaged",
-            where=place,
-            expected="a first line that ends with |2 or |4, the bytes of a token",
-            found=repr(stated[:32]),
-            fix="Copy it again, or move it away: the sizes of the other two files then decide.",
-        )
+        raise damaged(place, "a first line that ends with |2 or |4, the bytes of a token", repr(stated[:32]))
     return (int(stated),)

@@ -14,24 +14,18 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
 from reprise.errors import DataError
 from reprise.storage import FileCalls, atomic_output, read_regular
+from trainer.data.data_file import DataFile
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
 
 SUFFIX = ".digest"
 _FOLDER = "digests"
 _LINE_BYTES = 256
-
-
-class _File(Protocol):
-    path: Path
-
-    def status(self) -> os.stat_result: ...
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
@@ -56,7 +50,7 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
 
 
 def kept(
-    file: _File,
+    file: TokenFile | DataFile,
     places: Sequence[Path],
     form: str,
     about: str,

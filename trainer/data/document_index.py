@@ -48,7 +48,7 @@ class DocumentIndex(DataFile, ABC):
 def damaged(place: Path, expected: str, actual: str) -> DataError:
     """Return the error of an index whose numbers cannot be right."""
     return DataError(
-        "An index of documents is damaged",
+        "An index of documents is damaged, or has another format",
         where=place,
         expected=expected,
         found=actual,

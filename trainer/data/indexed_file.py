@@ -43,39 +43,25 @@ class IndexedDocuments(DocumentIndex):
         super().__init__(path)
         size, header = self.size, np.zeros(_HEADER.size, np.uint8)
         if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
-            raise DataError(
-                "A file is no index of Megatron's data",
-                where=path,
-                expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
-                found=f"{size} bytes that begin with {header[:9].tobytes()!r}",
-                fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
-            )
+            expected = f"the magic {MAGIC.rstrip(bytes(1)).decode()} of Megatron's tools/preprocess_data.py"
+            raise damaged(path, expected, f"{size} bytes that begin with {header[:9].tobytes()!r}")
         _, version, code, self._sequences, borders = _HEADER.unpack(header.tobytes())
         if version != _VERSION or code not in _DTYPES:
-            raise DataError(
-                "An index of Megatron's data has another version or dtype",
-                where=path,
-                expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
-                found=f"version {version}, and the dtype of code {code}",
-            )
+            actual = f"version {version}, and the dtype of code {code}"
+            raise damaged(path, f"version {_VERSION}, and uint16 (8) or int32 (4)", actual)
         self.dtype, self._has_borders = _DTYPES[code], borders > 1
         self._offsets_at = _HEADER.size + self._sequences * _LENGTH_BYTES
         self._borders_at = self._offsets_at + self._sequences * _OFFSET_BYTES
-        expected = self._borders_at + borders * _BORDER_BYTES
-        if size not in (expected, expected + self._sequences * _MODE_BYTES):
-            raise DataError(
-                "The size of an index differs from its header",
-                where=path,
-                expected=f"{expected} bytes for {self._sequences} sequences and {borders} borders of documents",
-                found=f"{size} bytes",
-                fix="It was cut off or appended to: copy it again.",
-            )
+        end = self._borders_at + borders * _BORDER_BYTES
+        if size not in (end, end + self._sequences * _MODE_BYTES):
+            sizes = f"{end} bytes for {self._sequences} sequences and {borders} borders of documents"
+            raise damaged(path, sizes, f"{size} bytes")
         # Without borders every sequence is a document.
         self.count, self.end = borders - 1 if self._has_borders else self._sequences, 0
         if self._sequences:
             first, last = (int(self._array(at, 1)[0]) for at in (self._offsets_at, self._borders_at - _OFFSET_BYTES))
             length = int(self._array(self._offsets_at - _LENGTH_BYTES, 1, "<i4")[0])
-            border = int(self._array(expected - _BORDER_BYTES, 1)[0]) if borders else 0
+            border = int(self._array(end - _BORDER_BYTES, 1)[0]) if borders else 0
             self.end = last + length * self.dtype.itemsize
             if first != 0 or length < 0 or last < 0 or border not in (0, self._sequences):
                 actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
@@ -149,7 +135,7 @@ def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dt
         ValueError: for a dtype other than uint16 and uint32.
     """
     dtype = np.dtype(dtype).newbyteorder("<")
-    code = {stored: code for code, stored in _DTYPES.items()}.get(dtype)
+    code = next((code for code, stored in _DTYPES.items() if stored == dtype), None)
     if code is None:
         raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {dtype}")
     ends, size = list[int](), 0  # of sequences, in tokens

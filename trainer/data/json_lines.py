@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from reprise.errors import DataError
-from trainer.data.text_file import FileForm, open_text, plain_name
+from trainer.data.text_file import PARQUET, open_text, plain_name
 
 # Of a file, read one after the other until it shows what it is.
 _BYTES = (8 << 10, 64 << 20)
@@ -31,7 +31,7 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
         DataError: the file cannot be read, is no text, or is an array of documents.
     """
     with open_text(path, key=key, takes_bytes=takes_bytes) as reader:
-        if reader.form is FileForm.parquet or plain_name(path.name).endswith(_SUFFIXES):
+        if reader.form == PARQUET or plain_name(path.name).endswith(_SUFFIXES):
             return True
         head, text, is_told = b"", "", None
         for size in _BYTES:

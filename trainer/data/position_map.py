@@ -7,6 +7,7 @@ ahead of the position alone, so no sample comes twice, and no gap is made again.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -68,13 +69,9 @@ class PositionMap:
         borders, totals = self.steps()
         return count + totals[bisect_right(borders, count - 1)] if count else 0
 
-    def before(self, position: int) -> PositionMap:
-        """Return the map with the gaps before a position alone."""
-        return PositionMap.of((first, min(end, position)) for first, end in self.gaps)
-
-    def beyond(self, position: int) -> PositionMap:
-        """Return the map with the gaps from a position on alone."""
-        return PositionMap.of((max(first, position), end) for first, end in self.gaps)
+    def within(self, first: int, stop: float = math.inf) -> PositionMap:
+        """Return the map with the gaps in a range of positions alone."""
+        return PositionMap.of((max(begin, first), int(min(end, stop))) for begin, end in self.gaps)
 
     def __str__(self) -> str:
         """Return the gaps as in `train.skip_samples`."""
@@ -121,23 +118,19 @@ def resume_map(
         lengths: tokens of a sample, saved and present; where they differ, the gaps behind become a single one.
     """
     position = saved.end(saved_count)
-    behind, ahead = saved.before(position), saved.beyond(position)
+    behind, ahead = saved.within(0, position), saved.within(position)
     was, now = lengths
     if was != now:
         position = position * was // now
         behind, ahead = PositionMap.of([(0, position - count)]), PositionMap()
     lines = []
-    if (late := requested.before(position)).gaps and not _covers(behind, late):
+    if (late := requested.within(0, position)).gaps and PositionMap.of([*behind.gaps, *late.gaps]) != behind:
         lines.append(
             f"train.skip_samples: {late} lies behind position {position}, up to which the samples are trained on or "
             f"passed over: nothing changes there"
         )
-    if (following := requested.beyond(position)) != ahead:
+    if (following := requested.within(position)) != ahead:
         lines.append(
             f"train.skip_samples: from position {position} on {following} is passed over, before it was {ahead}"
         )
     return ResumedMap(PositionMap.of([*behind.gaps, *following.gaps]), position, tuple(lines))
-
-
-def _covers(gaps: PositionMap, ranges: PositionMap) -> bool:
-    return PositionMap.of([*gaps.gaps, *ranges.gaps]) == gaps

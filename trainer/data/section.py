@@ -97,17 +97,12 @@ class WeightedSection:
     weight: Fraction
 
 
-_KEYS_OF_KIND = {
-    DataKind.stdlib: frozenset({"tokenizer"}),
-    DataKind.text: frozenset({"path", "tokenizer"}),
-    DataKind.token_file: frozenset({"train", "valid", "tokenizer"}),
-    DataKind.megatron: frozenset({"train", "valid", "tokenizer"}),
-    DataKind.datatrove: frozenset({"train", "valid", "tokenizer"}),
-}
 # Kinds whose files have an index of their documents.
 INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
 # Kinds whose files are tokens already: their tokenizer is known only where it is named.
 TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file}
+_KEYS_OF_KIND = {kind: {"tokenizer", *(("train", "valid") if kind in TOKEN_KINDS else ())} for kind in DataKind}
+_KEYS_OF_KIND[DataKind.text].add("path")
 _NEEDED_KEY = {DataKind.text: "path", **dict.fromkeys(TOKEN_KINDS, "train")}
 
 

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import xxhash
 
-from reprise.errors import DataError
-from reprise.storage import is_dir, is_file, is_symlink
+from reprise.errors import DataError, count_of
+from reprise.storage import is_dir, is_file
 from trainer.data.data_file import unreadable
 from trainer.data.token_file import listed
 
@@ -68,24 +68,17 @@ def find_files(pattern: str) -> list[Path]:
     _require_listable(expanded)
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if is_file(path)]
-    if not files:
-        entries = "a folder, pipe or device, or a dead link" if len(paths) == 1 else f"{len(paths)}, and no file"
+    odd = [path for path in paths if not is_file(path) and not is_dir(path)]
+    if odd or not files:
         raise DataError(
-            "no file matches",
-            where=pattern,
-            expected="a file, or a glob that matches files",
-            found=entries if paths else "nothing",
-            fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
+            "A match is no file" if odd else "no file matches",
+            where=odd[0] if odd else pattern,
+            expected="files, and folders, which are passed over",
+            found="a dead link, pipe or device" if odd else count_of(len(paths), "folder"),
+            fix="Restore the file, or remove the match."
+            if odd
+            else f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
-    for path in sorted({*paths}.difference(files)):
-        if not is_dir(path):
-            raise DataError(
-                "a match is no file",
-                where=path,
-                expected="a file, or a folder, which is passed over",
-                found="a link that leads nowhere" if is_symlink(path) else "a pipe or device",
-                fix="Restore the file, or remove the match.",
-            )
     if empty := [path for path in files if not path.stat().st_size]:
         _log.warning(f"{len(empty)} of {len(files)} files are empty: {listed(empty)}")
     return files
@@ -105,12 +98,7 @@ def _require_listable(pattern: Path) -> None:
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
-    raise DataError(
-        "A folder cannot be listed",
-        where=error.filename,
-        found=error.strerror,
-        fix="Correct its permissions, or name the files without it.",
-    ) from error
+    raise unreadable(Path(str(error.filename)), error) from error
 
 
 def text_sources(pattern: str) -> list[TextSource]:
@@ -180,25 +168,22 @@ def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
     beginnings: dict[tuple[int, bytes], list[Path]] = {}
     try:
         sizes = {path.stat().st_size for path in valid}
-        for path in train if valid else ():
+        for path in train:
             if path.stat().st_size in sizes:
                 beginnings.setdefault(_beginning(path), []).append(path)
         for path in valid if beginnings else ():
             for trained in beginnings.get(_beginning(path), ()):
                 if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
-                    raise _on_both_sides(path, trained)
+                    raise DataError(
+                        "A file is in the training data and in the validation data",
+                        where=path,
+                        expected="validation data that a run does not train on",
+                        found=f"its content in {trained}",
+                        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files "
+                        "alone.",
+                    )
     except OSError as error:
         raise unreadable(Path(str(error.filename)), error) from error
-
-
-def _on_both_sides(path: Path, trained: Path) -> DataError:
-    return DataError(
-        "A file is in the training data and in the validation data",
-        where=path,
-        expected="validation data that a run does not train on",
-        found=f"its content in {trained}",
-        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files alone.",
-    )
 
 
 def _beginning(path: Path) -> tuple[int, bytes]:

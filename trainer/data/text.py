@@ -50,17 +50,6 @@ class Encoder:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
-def open_encoder(tokenizer: str | Path | None) -> Encoder:
-    """Return the encoder of a ``tokenizer.json``, or the encoder of bytes for "bytes" or None.
-
-    Raises:
-        DataError: the file is not a usable tokenizer.
-    """
-    if tokenizer is None or str(tokenizer) == BYTES:
-        return bytes_encoder()
-    return load_encoder(tokenizer if isinstance(tokenizer, Path) else Path(tokenizer).expanduser())
-
-
 def bytes_encoder() -> Encoder:
     """Return the encoder whose tokens are the bytes 0 to 255 and whose end of text is 256."""
 
@@ -78,14 +67,17 @@ def bytes_encoder() -> Encoder:
     )
 
 
-def load_encoder(path: Path) -> Encoder:
-    """Read a ``tokenizer.json`` with the `tokenizers` package, which the tokenizer of bytes does not need.
+def open_encoder(name: str | Path | None) -> Encoder:
+    """Return the encoder of a ``tokenizer.json``, by the package `tokenizers`, or of bytes for "bytes" or None.
 
     Truncation, padding and dropout in the file are switched off, and a line says so.
 
     Raises:
         DataError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
     """
+    if name is None or str(name) == BYTES:
+        return bytes_encoder()
+    path = Path(name).expanduser()
     raw = read_tokenizer(path)
     if raw == bytes_tokenizer():
         return bytes_encoder()
@@ -107,8 +99,8 @@ def load_encoder(path: Path) -> Encoder:
     tokenizer.encode_special_tokens = True
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder().values()
-    name = end_of_text_name(path, vocabulary, {token.content for token in added if token.special})
-    if name is None:
+    end = end_of_text_name(path, vocabulary, {token.content for token in added if token.special})
+    if end is None:
         raise DataError(
             "a tokenizer has no end-of-text token",
             where=path,
@@ -116,7 +108,7 @@ def load_encoder(path: Path) -> Encoder:
             found=f"none among {len(vocabulary)} tokens",
             fix="Add one of them to the tokenizer.",
         )
-    end_of_text = vocabulary[name]
+    end_of_text = vocabulary[end]
 
     def encode(text: str) -> TokenArray:
         return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -160,38 +152,22 @@ def end_of_text_name(path: Path, names: Collection[str], special: Collection[str
         DataError: the configuration cannot be read, or names a token that the tokenizer lacks.
     """
     config = path.with_name(f"{path.stem}_config.json")
-    if (name := _configured_end_of_text(config)) is None:
-        return next((name for tokens in (special, names) for name in END_OF_TEXT_NAMES if name in tokens), None)
-    if name not in names:
-        raise DataError(
-            "a tokenizer lacks the end of text in its configuration",
-            where=path,
-            expected=f"the eos_token of {config.name}, {name!r}",
-            found=f"no such token among {len(names)}",
-            fix=f"Correct {config.name}, or add the token to the tokenizer.",
-        )
-    return name
-
-
-def _configured_end_of_text(config: Path) -> str | None:
-    """Return the ``eos_token`` of a ``tokenizer_config.json``, which is text or an object with its content."""
     try:
-        if not exists(config):
-            return None
+        token = json.loads(read_tokenizer(config)).get("eos_token") if exists(config) else None
+        name = token["content"] if isinstance(token, dict) else token
+        if name is None:
+            return next((name for tokens in (special, names) for name in END_OF_TEXT_NAMES if name in tokens), None)
+        if name in names:
+            return str(name)
+        problem = f"{name!r}, which {path} lacks"
     except OSError as error:
         raise unreadable(config, error) from error
-    try:
-        token = json.loads(read_tokenizer(config)).get("eos_token")
-        name = token["content"] if isinstance(token, dict) else token
-        if name is None or isinstance(name, str):
-            return name
-        problem = f"an eos_token of {name!r}"
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = repr(error)
     raise DataError(
         "a tokenizer's configuration cannot be read",
         where=config,
-        expected="a JSON object, with a text as its eos_token if any",
+        expected="a JSON object, with one of the tokens as its eos_token if any",
         found=problem,
         fix="Correct the file, or remove it.",
     )

@@ -9,45 +9,31 @@ import codecs
 import gzip
 import json
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
 
 from reprise.errors import DataError
 from trainer.data.data_file import unreadable
-from trainer.data.parquet import column_texts, missing_package
 
 _HEAD_BYTES = 8 << 10
 _CHUNK_BYTES = 256 << 10
 # A block of Zstandard takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so
 # a piece of the file never becomes more than 64 MiB.
 _ZSTD_PIECE_BYTES = 2 << 10
+# Arrow holds the values of so many rows, and reads the file in pieces of so many bytes.
+_BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
+PARQUET = "Parquet"
 _COMPRESSED_SUFFIX = re.compile(r"\.(gz|gzip|zst|zstd)\Z")
-
-
-class FileForm(Enum):
-    """The form of a file whose text can be read."""
-
-    plain = "plain"
-    gzip = "gzip"
-    zstd = "Zstandard"
-    parquet = "Parquet"
-
-
-# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format".
-_FORMS = {
-    FileForm.gzip: re.compile(rb"\x1f\x8b"),
-    FileForm.zstd: re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
-    FileForm.parquet: re.compile(rb"PAR1"),
-}
-# Other files, by their first bytes or a NUL in them. The rest shows in bytes that are not UTF-8.
-_BINARY = re.compile(
-    rb"(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
+# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format". The others are no text, by
+# their first bytes or a NUL in them; the rest shows in bytes that are not UTF-8.
+_FORM = re.compile(
+    rb"(?P<gzip>\x1f\x8b)|(?P<Zstandard>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<Parquet>PAR1)"
+    rb"|(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
     rb"|(?P<UTF_16>\xff\xfe|\xfe\xff)|(?P<binary>(?s:.*)\0)"
 )
 _AS_BYTES = (
@@ -77,9 +63,7 @@ def open_text(
     """
     try:
         with path.open("rb") as file:
-            magic = b"" if is_raw else file.read(4)
-            file.seek(0)
-            form = next((form for form, pattern in _FORMS.items() if pattern.match(magic)), FileForm.plain)
+            form = "" if is_raw else _form_of(file.read(4))
             yield TextReader(path, file, form, start=start, key=key, takes_bytes=takes_bytes or is_raw)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -92,15 +76,23 @@ class TextReader:
     bytes.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, form: FileForm, *, start: int, key: str, takes_bytes: bool) -> None:
-        self.form, self._chunks, self._waiting, self.at = form, _chunks(form, file, path, key), bytearray(), 0
+    def __init__(self, path: Path, file: BinaryIO, form: str, *, start: int, key: str, takes_bytes: bool) -> None:
+        self.form = form if form in _READERS else ""
+        self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), 0
         if not takes_bytes:
             head = self._peek(_HEAD_BYTES)
-            _check_head(head, self.form, path)
+            if name := _form_of(head):
+                raise DataError(
+                    "A file is no text",
+                    where=path,
+                    expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
+                    found=f"{name} in {form}" if self.form else name,
+                    fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out; prepare-data "
+                    f"--raw takes arrays of tokens. {_AS_BYTES}",
+                )
             self.read(len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8))
-        if start > self.at and self.form is FileForm.plain:
-            file.seek(start)
-            self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), start
+        if start > self.at and not self.form:
+            self._chunks, self._waiting, self.at = _chunks("", file, path, key, start), bytearray(), start
         while self.at < start and self.read(min(_CHUNK_BYTES, start - self.at)):
             pass
 
@@ -140,71 +132,97 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def _check_head(head: bytes, form: FileForm, path: Path) -> None:
-    """Refuse a text with the first bytes of another form of file."""
-    binary = _BINARY.match(head)
-    name = str(binary.lastgroup).replace("_", "-") if binary else ""
-    if form is not FileForm.plain:
-        name = next((inner.value for inner, magic in _FORMS.items() if magic.match(head)), name)
-    if name:
-        raise DataError(
-            "A file is no text",
-            where=path,
-            expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
-            found=name if form is FileForm.plain else f"{name} in {form.value}",
-            fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out; prepare-data --raw takes "
-            f"arrays of tokens. {_AS_BYTES}",
-        )
+def _form_of(head: bytes) -> str:
+    """Return the form of a file by its first bytes; empty for a text."""
+    match = _FORM.match(head)
+    return str(match.lastgroup).replace("_", "-") if match else ""
 
 
-def _chunks(form: FileForm, file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
-    """Return the text of an open file in pieces of any size."""
-    match form:
-        case FileForm.gzip:
-            return _gzip_chunks(file, path)
-        case FileForm.zstd:
-            return _zstd_chunks(file, path)
-        case FileForm.parquet:
-            texts = column_texts(file, path, key)
-            return (json.dumps({key: text}, ensure_ascii=False).encode() + b"\n" for text in texts)
-        case FileForm.plain:
-            return iter(partial(file.read, _CHUNK_BYTES), b"")
+def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> Iterator[bytes]:
+    """Yield the text of an open file in pieces of any size.
 
+    Args:
+        start: the first byte to read.
 
-def _gzip_chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    Raises:
+        DataError: a package is missing, the file is damaged, or a row has no text in the column `key`.
+    """
+    file.seek(start)
+    if not form:
+        yield from iter(partial(file.read, _CHUNK_BYTES), b"")
+        return
+    read, name, extra, damage = _READERS[form]
     try:
-        with gzip.GzipFile(fileobj=file) as stream:
-            yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _damaged(path, FileForm.gzip, str(error)) from error
-
-
-def _zstd_chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    try:
-        import zstandard
+        package = import_module(name)
     except ImportError as error:
-        raise missing_package("zstandard", "zstd", path) from error
-    frame = None
+        raise DataError(
+            "A package that reads a file is not installed",
+            where=path,
+            expected=name,
+            fix=f"Install it: pip install 'torch-reprise[{extra}]'.",
+        ) from error
     try:
-        while piece := file.read(_ZSTD_PIECE_BYTES):
-            while piece:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                if data := frame.decompress(piece):
-                    yield data
-                piece = b""
-                if frame.eof:
-                    piece, frame = frame.unused_data, None
-    except zstandard.ZstdError as error:
-        raise _damaged(path, FileForm.zstd, str(error)) from error
+        yield from read(file, path, key)
+    except (EOFError, OSError, UnicodeDecodeError, getattr(package, damage)) as error:
+        raise DataError(
+            "A compressed file is damaged or cut off",
+            where=path,
+            expected=f"whole {form}",
+            found=" ".join(str(error).split())[:300],
+            fix="Copy or download it again.",
+        ) from error
+
+
+def _gzip_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as stream:
+        yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
+
+
+def _zstd_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
+    import zstandard
+
+    frame = None
+    while piece := file.read(_ZSTD_PIECE_BYTES):
+        while piece:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if data := frame.decompress(piece):
+                yield data
+            piece = b""
+            if frame.eof:
+                piece, frame = frame.unused_data, None
     if frame is not None:
-        raise _damaged(path, FileForm.zstd, "the file ends within a frame")
+        raise EOFError("the file ends within a frame")
 
 
-def _damaged(path: Path, form: FileForm, problem: str) -> DataError:
+def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
+    """Yield a line of JSON for the text of each row, in the column `key`."""
+    from pyarrow import parquet
+
+    table, rows = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False), 0
+    names = list(table.schema_arrow.names)
+    if names.count(key) != 1:
+        raise _no_text(path, key, f"the columns {', '.join(names)}")
+    for batch in table.iter_batches(_BATCH_ROWS, columns=[key], use_threads=False):
+        for value in batch.column(0):
+            rows += 1
+            if not isinstance(text := value.as_py(), str):
+                raise _no_text(f"{path}, row {rows}", key, f"a value of type {value.type}: {text!r:.40}")
+            yield json.dumps({key: text}, ensure_ascii=False).encode() + b"\n"
+
+
+# The reader of each form, the package that it needs and its extra, and the package's error.
+_READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str, str]] = {
+    "gzip": (_gzip_chunks, "zlib", "", "error"),
+    "Zstandard": (_zstd_chunks, "zstandard", "zstd", "ZstdError"),
+    PARQUET: (_parquet_chunks, "pyarrow", "parquet", "ArrowException"),
+}
+
+
+def _no_text(where: object, key: str, actual: str) -> DataError:
     return DataError(
-        "A compressed file is damaged or cut off",
-        where=path,
-        expected=f"whole {form.value}",
-        found=problem,
-        fix="Copy or download it again.",
+        "a row holds no document",
+        where=where,
+        expected=f"a text in the column {key!r}",
+        found=actual,
+        fix="Filter the file, or name the column of the texts: reprise prepare-data --key COLUMN.",
     )

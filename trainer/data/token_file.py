@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,9 @@ _MOST_LISTED = 20
 _OTHER_DESCRIPTORS = 1024  # what the rest of a rank may have open
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    magic: int
-    version: int
-    dtype: np.dtype[Any]
-
-
-# llm.c, dev/data/data_common.py, HEADERS_INFO: "gpt-2" and "llama-3".
-_FORMATS = (
-    _Format(magic=20240520, version=1, dtype=np.dtype("<u2")),
-    _Format(magic=20240801, version=7, dtype=np.dtype("<u4")),
-)
-# What token files begin with.
-MAGICS = tuple(np.array([form.magic, form.version], "<i4").tobytes() for form in _FORMATS)
+# What token files begin with, two int32, and the dtype of their tokens: llm.c, dev/data/data_common.py, HEADERS_INFO.
+_FORMATS: dict[tuple[int, int], np.dtype[Any]] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+MAGICS = tuple(np.array(magic, "<i4").tobytes() for magic in _FORMATS)
 
 
 class TokenFile:
@@ -107,36 +95,29 @@ def open_token_file(path: str | Path) -> TokenFile:
         DataError: the file cannot be read, has another magic or version, or its size contradicts its header.
     """
     file, header = DataFile(Path(path)), np.zeros(HEADER_BYTES // 4, "<i4")
-    if file.fill(header, 0):
-        raise DataError(
-            "a token file is shorter than its header",
-            where=path,
-            expected=f"at least {HEADER_BYTES} bytes",
-            found=f"{file.size} bytes",
-            fix="It is not a token file, or was cut off: write or copy it again.",
-        )
+    missing = file.fill(header, 0)
     magic, version, count = header[:3].tolist()
-    form = next((form for form in _FORMATS if (form.magic, form.version) == (magic, version)), None)
-    if form is None:
-        formats = " or ".join(f"magic {form.magic} version {form.version} ({form.dtype.name})" for form in _FORMATS)
+    dtype = _FORMATS.get((magic, version))
+    if missing or dtype is None:
+        formats = [f"magic {magic} version {version} ({dtype.name})" for (magic, version), dtype in _FORMATS.items()]
         raise DataError(
             "a token file has an unknown header",
             where=path,
-            expected=formats,
-            found=f"magic {magic} version {version}",
+            expected=f"{HEADER_BYTES} bytes with {' or '.join(formats)}",
+            found=f"magic {magic} version {version} in {file.size} bytes",
             fix="Write it again with this header of 256 int32 values; of arrays without one `reprise prepare-data "
             "--raw` does. Files of datatrove are data=datatrove, those of Megatron data=megatron.",
         )
-    tokens, odd_bytes = divmod(file.size - HEADER_BYTES, form.dtype.itemsize)
+    tokens, odd_bytes = divmod(file.size - HEADER_BYTES, dtype.itemsize)
     if odd_bytes or tokens != count:
         raise DataError(
             "the size of a token file differs from its header",
             where=path,
-            expected=f"{count_of(count, 'token')} of {form.dtype.itemsize} bytes",
+            expected=f"{count_of(count, 'token')} of {dtype.itemsize} bytes",
             found=count_of(tokens, "token") + (f" and {count_of(odd_bytes, 'odd byte')}" if odd_bytes else ""),
             fix="It was cut off or appended to: write or copy it again.",
         )
-    return TokenFile(file, form.dtype, count)
+    return TokenFile(file, dtype, count)
 
 
 def open_token_files(
@@ -167,13 +148,13 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
         DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
         ValueError: ``dtype`` is neither uint16 nor uint32, or a chunk is not a 1-D array of integers.
     """
-    path, count = Path(path), 0
-    form = next((form for form in _FORMATS if form.dtype == np.dtype(dtype).newbyteorder("<")), None)
-    if form is None:
-        raise ValueError(f"token files hold uint16 or uint32, not {np.dtype(dtype)}")
+    path, count, dtype = Path(path), 0, np.dtype(dtype).newbyteorder("<")
+    magic = next((magic for magic, stored in _FORMATS.items() if stored == dtype), None)
+    if magic is None:
+        raise ValueError(f"token files hold uint16 or uint32, not {dtype}")
     with new_file(path) as file:
         file.write(bytes(HEADER_BYTES))
-        for chunk in fitting_chunks(path, chunks, form.dtype, largest=int(np.iinfo(form.dtype).max)):
+        for chunk in fitting_chunks(path, chunks, dtype, largest=int(np.iinfo(dtype).max)):
             count += chunk.size
             if count > MAX_TOKENS:
                 raise DataError(
@@ -185,4 +166,4 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
                 )
             file.write(chunk.data)
         file.seek(0)
-        file.write(np.array([form.magic, form.version, count], "<i4").tobytes())
+        file.write(np.array([*magic, count], "<i4").tobytes())

@@ -28,7 +28,7 @@ from reprise.storage.paths import (
 )
 from tests.messages import refused
 from trainer.commands import compare_loss, compare_speed
-from trainer.data.text import load_encoder
+from trainer.data.text import open_encoder
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.metrics.run_log import RunLog
 
@@ -141,7 +141,7 @@ def test_inputs_that_are_no_regular_files_end_or_cost_nothing(odd: Path, tmp_pat
     (run / "tensorboard").mkdir(parents=True)
     log = partial(RunLog, run, train_iters=1, log_interval=1, mfu_scale=None)
     with bounded(), refused(DataError, str(odd)):
-        load_encoder(odd)
+        open_encoder(odd)
     events = odd.rename(run / "tensorboard" / "events.out.tfevents.1.host.1.0")
     with bounded():
         (found := log(sinks=["tensorboard"])).open(0, "")
