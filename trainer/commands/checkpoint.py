@@ -23,9 +23,9 @@ from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCal
 from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.storage import FILE_SYSTEM, HOLD, FolderTerms, dumps, exists, is_url, shown_name
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
-from trainer.compare.read import METRICS_FILE
 from trainer.compare.text_table import format_table
 from trainer.config.terms import LOCAL
+from trainer.metrics.json_lines import METRICS
 from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history, run_folder
 
@@ -94,11 +94,11 @@ def list_run(options: argparse.Namespace) -> int:
 
 def _print_goodput(run: Path, *, name: str) -> None:
     """Print where the time of a run went; nothing without a log. A log that takes seconds to read is only named."""
-    log = run_folder(run) / METRICS_FILE
+    log = run_folder(run) / METRICS
     if is_url(str(run)) or not exists(log):
         return
     if (log_bytes := log.stat().st_size) > _LONG_LOG_BYTES:
-        print(f"{name}goodput: `reprise report {run}` reads the {log_bytes / 1e6:.0f} MB of {METRICS_FILE}")
+        print(f"{name}goodput: `reprise report {run}` reads the {log_bytes / 1e6:.0f} MB of {METRICS}")
         return
     try:
         goodput = measure_goodput(read_history(run))

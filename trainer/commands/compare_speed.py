@@ -13,18 +13,7 @@ from collections.abc import Sequence
 from reprise.errors import TrainerError
 from reprise.storage import dumps
 from trainer.commands.arguments import natural, share
-from trainer.compare.speed import (
-    SKIPPED,
-    THRESHOLD,
-    measure,
-    read_timing,
-    report_speeds,
-    report_verdicts,
-    slower_runs,
-    summarize_speeds,
-)
-from trainer.compare.speed_plot import plot_speeds
-from trainer.compare.table import name_runs
+from trainer.compare.defaults import SKIPPED, THRESHOLD
 
 FINE, SLOWER, UNUSABLE = 0, 1, 2
 
@@ -32,26 +21,30 @@ FINE, SLOWER, UNUSABLE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print the figures and return the exit status."""
     options = _parser().parse_args(arguments)
+    from trainer.compare import speed as engine
+    from trainer.compare.speed_plot import plot_speeds
+    from trainer.compare.table import name_runs
+
     try:
-        timings = [read_timing(path).without_first(options.skip) for path in options.runs]
+        timings = [engine.read_timing(path).without_first(options.skip) for path in options.runs]
         names = name_runs([timing.source for timing in timings])
-        speeds = {name: measure(timing) for name, timing in zip(names, timings, strict=True)}
+        speeds = {name: engine.measure(timing) for name, timing in zip(names, timings, strict=True)}
         if options.plot:
             plot_speeds(speeds, timings, options.plot)
             print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
         print(f"reprise compare-speed: {error}", file=sys.stderr)
         return UNUSABLE
-    status = SLOWER if slower_runs(speeds, options.threshold) else FINE
+    status = SLOWER if engine.slower_runs(speeds, options.threshold) else FINE
     if options.json:
-        summary = summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
+        summary = engine.summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
         print(dumps(summary))
         return status
     for note in dict.fromkeys(note for timing in timings for note in timing.notes):
         print(f"note: {note}")
-    print(report_speeds(speeds, skipped=options.skip))
+    print(engine.report_speeds(speeds, skipped=options.skip))
     if len(speeds) > 1:
-        print(f"\n{report_verdicts(speeds, threshold=options.threshold)}")
+        print(f"\n{engine.report_verdicts(speeds, threshold=options.threshold)}")
     return status
 
 

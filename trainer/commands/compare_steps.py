@@ -17,8 +17,6 @@ from dataclasses import asdict
 from reprise.errors import DataError, TrainerError
 from reprise.storage import FILE_SYSTEM, dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
-from trainer.steps.replay import replay
-from trainer.steps.search import compare_steps, report_lines
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -26,6 +24,9 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
+    from trainer.steps import search
+    from trainer.steps.replay import replay
+
     logging.basicConfig(level=logging.WARNING, format="reprise compare-steps: %(message)s", stream=sys.stderr)
     try:
         if options.record is not None:
@@ -36,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EQUAL
         if options.b is None:
             raise DataError("Two runs are compared", found="one", fix="Name a second, or a folder with --record.")
-        report = compare_steps(options.a, options.b, iteration=options.iteration, folder=options.keep)
+        report = search.compare_steps(options.a, options.b, iteration=options.iteration, folder=options.keep)
     except TrainerError as error:
         print(f"reprise compare-steps: {error}", file=sys.stderr)
         return UNUSABLE
     if options.json:
         print(dumps(asdict(report)))
     else:
-        print("\n".join(report_lines(report)))
+        print("\n".join(search.report_lines(report)))
     return EQUAL if report.is_equal else DIFFERENT
 
 

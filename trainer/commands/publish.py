@@ -19,7 +19,7 @@ from reprise.errors import DataError, LockError, TrainerError, count_of
 from reprise.storage import FILE_SYSTEM, exists
 from trainer.commands.arguments import amount, existing_folder
 from trainer.config.logging import TRACKERS
-from trainer.metrics.jsonl_sink import METRICS
+from trainer.metrics.json_lines import METRICS
 from trainer.publish.publisher import Publisher, follow, publish
 from trainer.publish.tracker import load_tracker
 

@@ -13,10 +13,6 @@ from pathlib import Path
 from reprise.errors import TrainerError
 from reprise.storage import FILE_SYSTEM, replace_file
 from trainer.commands.arguments import local_path
-from trainer.compare.table import name_runs
-from trainer.report.build import report_sections
-from trainer.report.history import read_history
-from trainer.report.page import render
 
 FINE, UNUSABLE = 0, 2
 
@@ -38,6 +34,11 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     Raises:
         TrainerError: a run cannot be read, a library is missing, or the file cannot be written.
     """
+    from trainer.compare.table import name_runs
+    from trainer.report.build import report_sections
+    from trainer.report.history import read_history
+    from trainer.report.page import render
+
     names = name_runs([str(run) for run in runs])
     histories = [(name, read_history(run)) for name, run in zip(names, runs, strict=True)]
     page = render(f"Report: {', '.join(names)}", report_sections(histories))

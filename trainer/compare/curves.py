@@ -5,29 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import NamedTuple
 
 import numpy
 
 from reprise.errors import DataError, count_of
-from trainer.compare.formats import OURS
-from trainer.compare.points import (
-    QUANTITIES,
-    Curve,
-    CurveDifference,
-    Mask,
-    Points,
-    Reading,
-    absolute_differences,
-    certainly_differ,
-    common_points,
-)
+from trainer.compare.defaults import TOLERANCES
+from trainer.compare.formats import OURS, Meaning
 from trainer.compare.text_table import format_table
-from trainer.metrics.json_lines import EXACT
-from trainer.metrics.log_file import VALID_LOSS, Floats, Integers
+from trainer.metrics.json_lines import ABSENT, EXACT
+from trainer.metrics.log_file import Floats, Integers, Mask, MetricColumns
 
-# Absolute, by dtype.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
+QUANTITIES = ("loss", "grad_norm", "lr")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """The values of a run; never empty from `read_curve`.
+
+    Attributes:
+        source: its file, for messages.
+        points: the columns `QUANTITIES`, in order of iteration, each once.
+        evaluations: the validation losses; none from a text log.
+        dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
+        notes: remarks on the file for the report, such as a truncated last line.
+        meaning: of its losses.
+    """
+
+    source: str
+    points: MetricColumns
+    evaluations: MetricColumns
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+    meaning: Meaning = OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,63 +47,80 @@ class Tolerance:
     absolute: float
     relative: float = 0.0
 
-    def admits(self, base: Floats, test: Floats) -> Mask:
+    def admits(self, base: MetricColumns, test: MetricColumns) -> Mask:
         """Return which losses are equal; an infinity or nan equals only itself."""
-        sizes, is_finite = absolute_differences(base, test), numpy.isfinite(base) & numpy.isfinite(test)
+        a, b = base.values[:1], test.values[:1]
         with numpy.errstate(invalid="ignore", over="ignore"):
-            limits = numpy.where(is_finite, self.absolute + self.relative * numpy.abs(base), 0.0)
-        is_admitted: Mask = sizes <= limits
+            limits = numpy.where(numpy.isfinite(a) & numpy.isfinite(b), self.absolute + self.relative * numpy.abs(a), 0)
+        is_admitted: Mask = absolute_differences(a, b) <= limits
         return is_admitted
 
     def __str__(self) -> str:
         return f"{self.absolute:g}" + (f" + {self.relative:g} * |base|" if self.relative else "")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Differences(Sequence[CurveDifference]):
-    """The differences of two curves with the same iterations, and of their validation losses, in order of iteration.
+class CurveDifference(NamedTuple):
+    """A quantity of an iteration with different values on the two sides.
 
-    Args:
-        evaluations: the differences of validation losses, by iteration.
-        iterations: of all differences.
-        quantities: of all differences, by their places in `QUANTITIES`; a validation loss comes after them.
+    Attributes:
+        size: the absolute difference, as `absolute_differences` defines it.
+        is_exact: whether the bits of both are known.
     """
 
-    base: Points
-    test: Points
-    evaluations: Mapping[int, CurveDifference]
-    iterations: Integers
-    quantities: Integers
+    iteration: int
+    quantity: str
+    base: float
+    test: float
+    size: float
+    is_exact: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sides:
+    """The values of two curves at the iterations of both, and which of them are unequal.
+
+    Attributes:
+        unequal: of the shape of the values, or of their first row where only losses are compared.
+    """
+
+    base: MetricColumns
+    test: MetricColumns
+    unequal: Mask
 
     @staticmethod
-    def of(base: Points, test: Points, mask: Mask, evaluations: Mapping[int, CurveDifference]) -> Differences:
-        """Return the differences where a mask, of shape (quantities, points), is True."""
-        quantities, places = mask.nonzero()
-        iterations = numpy.concatenate((base.iterations[places], numpy.array([*evaluations], dtype=numpy.int64)))
-        quantities = numpy.concatenate((quantities, numpy.full(len(evaluations), len(QUANTITIES))))
-        order = numpy.lexsort((quantities, iterations))
-        return Differences(base, test, evaluations, iterations[order], quantities[order])
+    def of(base: MetricColumns, test: MetricColumns, tolerance: Tolerance | None) -> Sides:
+        """Compare columns: their losses under a tolerance, or the bits of all quantities."""
+        if not numpy.array_equal(base.iterations, test.iterations):
+            _, *places = numpy.intersect1d(base.iterations, test.iterations, assume_unique=True, return_indices=True)
+            base, test = base.take(places[0]), test.take(places[1])
+        return Sides(base, test, certainly_differ(base, test) if tolerance is None else ~tolerance.admits(base, test))
 
-    def __len__(self) -> int:
-        return len(self.iterations)
+    @property
+    def iterations(self) -> Integers:
+        """The iterations with an unequal value."""
+        iterations: Integers = self.base.iterations[self.unequal.any(axis=0)]
+        return iterations
 
-    def __getitem__(self, number: int) -> CurveDifference:  # type: ignore[override]
-        iteration, quantity = int(self.iterations[number]), int(self.quantities[number])
-        if quantity == len(QUANTITIES):
-            return self.evaluations[iteration]
-        return _difference_at(self.base, self.test, quantity, int(self.base.iterations.searchsorted(iteration)))
+    def differences(self, most: int) -> list[CurveDifference]:
+        """Return the differences of the first iterations, in order."""
+        return [self.difference(*pair) for pair in numpy.argwhere(self.unequal.T)[:most].tolist()]
+
+    def difference(self, place: int, quantity: int) -> CurveDifference:
+        """Return the values at a place, different or not."""
+        base, test = float(self.base.values[quantity, place]), float(self.test.values[quantity, place])
+        is_exact = self.base.kinds[quantity, place] == self.test.kinds[quantity, place] == EXACT
+        size, name = float(absolute_differences(numpy.array(base), numpy.array(test))), self.base.quantities[quantity]
+        return CurveDifference(int(self.base.iterations[place]), name, base, test, size, bool(is_exact))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """The result of `compare`.
 
     Attributes:
         tolerance: None if equal bits were required.
-        compared: iterations on both sides.
-        differences: values of compared iterations not equal under `tolerance`, by iteration.
-        different_iterations: every compared iteration that is unequal, in order.
-        evaluated: iterations with a validation loss on both sides. Another one is no difference.
+        points, evaluations: the compared values, and the validation losses of both, of which others are no difference.
+        different: every compared iteration with an unequal value, in order.
         missing_in_base, missing_in_test: iterations only on the other side, without which curves are not equal.
         unlike: iterations left out, whose losses are means of other numbers of iterations.
         allowed_prefix: iterations before the first of the test side, with leave to be missing there.
@@ -104,20 +131,24 @@ class Comparison:
     base: Curve
     test: Curve
     tolerance: Tolerance | None
-    compared: int
-    differences: Differences
-    different_iterations: tuple[int, ...]
-    missing_in_base: tuple[int, ...]
-    missing_in_test: tuple[int, ...]
-    allowed_prefix: tuple[int, ...]
+    points: Sides
+    evaluations: Sides
+    different: Integers
+    missing_in_base: Integers
+    missing_in_test: Integers
+    allowed_prefix: Integers
+    unlike: Integers
     bit_equal: int
     largest: CurveDifference | None
-    evaluated: int = 0
-    unlike: tuple[int, ...] = ()
+
+    @property
+    def compared(self) -> int:
+        """The number of iterations on both sides."""
+        return len(self.points.base)
 
     @property
     def equal(self) -> bool:
-        return not (self.different_iterations or self.missing_in_base or self.missing_in_test)
+        return not (self.different.size or self.missing_in_base.size or self.missing_in_test.size)
 
     @property
     def bit_identical(self) -> bool:
@@ -128,15 +159,20 @@ class Comparison:
     def verdict(self) -> str:
         """The last line of a report: the iterations of both sides, then those that one lacks."""
         sides = {"test": self.missing_in_test, "base": self.missing_in_base}
-        missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes]
+        missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes.size]
         total = self.compared + (0 if missing else len(self.allowed_prefix))
         suffix = " in both" if missing else ""
-        if different := self.different_iterations:
-            parts = [f"DIFFERENT: {len(different)} of {total} iterations{suffix}, first at {different[0]}"]
+        if self.different.size:
+            parts = [f"DIFFERENT: {len(self.different)} of {total} iterations{suffix}, first at {self.different[0]}"]
         else:
             relation = "bit-identical" if self.bit_equal == self.compared else f"equal within {self.tolerance}"
             parts = [f"{relation}: {self.compared}/{total} iterations{suffix}"] if total else []
         return "; ".join([*parts, f"MISSING: {', '.join(missing)}"] if missing else parts)
+
+    def differences(self, most: int) -> list[CurveDifference]:
+        """Return the first differences of the values and of the validation losses, in order of iteration."""
+        rows = self.points.differences(most) + self.evaluations.differences(most)
+        return sorted(rows, key=lambda row: row.iteration)[:most]
 
 
 def tolerance_of(base: Curve, test: Curve) -> Tolerance:
@@ -160,63 +196,68 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         DataError: equal bits are required and a loss is known as a decimal only, or none of the losses are alike.
     """
     unlike = _unlike_iterations(base, test)
-    of_base, of_test = (Points.of(curve.points).without(unlike) for curve in (base, test))
+    of_base, of_test = (
+        curve.points.take(~numpy.isin(curve.points.iterations, unlike)) if unlike.size else curve.points
+        for curve in (base, test)
+    )
     if tolerance is None:
         _require_exact(base.source, of_base)
         _require_exact(test.source, of_test)
-    sides = common_points(of_base, of_test)
-    common, losses = sides[0].iterations, [points.values[0] for points in sides]
-    is_unequal = certainly_differ(*sides)
-    evaluations = {
-        iteration: CurveDifference(iteration, VALID_LOSS, base.evaluations[iteration], test.evaluations[iteration])
-        for iteration in sorted(base.evaluations.keys() & test.evaluations.keys())
-    }
-    unequal_evaluations = {n: d for n, d in evaluations.items() if _differ(d.base, d.test)}
-    if tolerance is None:
-        differences = Differences.of(*sides, is_unequal, unequal_evaluations)
-    else:
-        beyond = {
-            n: d
-            for n, d in evaluations.items()
-            if not tolerance.admits(*map(numpy.array, (d.base.value, d.test.value)))
-        }
-        differences = Differences.of(*sides, ~tolerance.admits(*losses)[None], beyond)
+    points, evaluations = Sides.of(of_base, of_test, tolerance), Sides.of(base.evaluations, test.evaluations, tolerance)
+    common = points.base.iterations
+    different = numpy.union1d(points.iterations, evaluations.iterations)
     missing, missing_in_base = (numpy.setdiff1d(side.iterations, common) for side in (of_base, of_test))
     start = of_test.iterations.min() if len(of_test) else 0
     prefix = int((missing < start).sum()) if allow_missing_prefix else 0
-    is_exact = (sides[0].kinds[0] == EXACT) & (sides[1].kinds[0] == EXACT)
-    is_equal = is_exact & ~is_unequal.any(axis=0) & ~numpy.isin(common, [*unequal_evaluations])
-    sizes = absolute_differences(*losses)
-    largest = int(sizes.argmax()) if sizes.size else 0
+    is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT)
+    is_equal &= ~certainly_differ(points.base, points.test).any(axis=0)
+    unequal_losses = certainly_differ(evaluations.base, evaluations.test)[0]
+    is_equal &= ~numpy.isin(common, evaluations.base.iterations[unequal_losses])
+    sizes = absolute_differences(points.base.values[0], points.test.values[0])
+    largest = points.difference(int(sizes.argmax()), 0) if sizes.size else None
     return Comparison(
         base=base,
         test=test,
         tolerance=tolerance,
-        compared=common.size,
-        differences=differences,
-        different_iterations=tuple(numpy.unique(differences.iterations).tolist()),
-        missing_in_base=tuple(missing_in_base.tolist()),
-        missing_in_test=tuple(missing[prefix:].tolist()),
-        allowed_prefix=tuple(missing[:prefix].tolist()),
+        points=points,
+        evaluations=evaluations,
+        different=different,
+        missing_in_base=missing_in_base,
+        missing_in_test=missing[prefix:],
+        allowed_prefix=missing[:prefix],
+        unlike=unlike,
         bit_equal=int(is_equal.sum()),
-        largest=_difference_at(*sides, 0, largest) if sizes.size and sizes[largest] > 0 else None,
-        evaluated=len(evaluations),
-        unlike=tuple(unlike.tolist()),
+        largest=largest if largest and largest.size > 0 else None,
     )
 
 
-def _difference_at(base: Points, test: Points, quantity: int, place: int) -> CurveDifference:
-    readings = base.reading(quantity, place), test.reading(quantity, place)
-    return CurveDifference(int(base.iterations[place]), QUANTITIES[quantity], *readings)
+def absolute_differences(base: Floats, test: Floats) -> Floats:
+    """Return |base - test|: 0 for nan and nan or inf and the same inf, otherwise inf if a value is not finite."""
+    with numpy.errstate(invalid="ignore", over="ignore"):
+        sizes = numpy.where(numpy.isfinite(base) & numpy.isfinite(test), numpy.abs(base - test), math.inf)
+    return numpy.where((base == test) | (numpy.isnan(base) & numpy.isnan(test)), 0.0, sizes)
+
+
+def certainly_differ(base: MetricColumns, test: MetricColumns) -> Mask:
+    """Return which values certainly differ, of columns with the same iterations.
+
+    Exact bits beside a decimal prove nothing, unless either is not finite.
+    """
+    a, b = base.values, test.values
+    bits_a, bits_b = (numpy.ascontiguousarray(values).view(numpy.int64) for values in (a, b))
+    is_equal = (bits_a == bits_b) | (numpy.isnan(a) & numpy.isnan(b))
+    is_proved = ((base.kinds == EXACT) == (test.kinds == EXACT)) | ~(numpy.isfinite(a) & numpy.isfinite(b))
+    differs: Mask = (base.kinds != ABSENT) & (test.kinds != ABSENT) & ~is_equal & is_proved
+    return differs
 
 
 def _unlike_iterations(base: Curve, test: Curve) -> Integers:
     """Return the iterations of both curves whose losses are means of other numbers of iterations."""
-    sides = [Points.of(curve.points).iterations for curve in (base, test)]
-    common = numpy.intersect1d(sides[0], sides[1]) if base.meaning.is_mean or test.meaning.is_mean else sides[0][:0]
-    of_base, of_test = (
-        _windows(curve)[iterations.searchsorted(common)] for curve, iterations in zip((base, test), sides, strict=True)
-    )
+    if not (base.meaning.is_mean or test.meaning.is_mean):
+        return numpy.array([], dtype=numpy.int64)
+    a, b = base.points.iterations, test.points.iterations
+    common, *places = numpy.intersect1d(a, b, assume_unique=True, return_indices=True)
+    of_base, of_test = (_windows(curve)[at] for curve, at in zip((base, test), places, strict=True))
     is_unlike = (of_base != of_test) & (of_base > 0) & (of_test > 0)
     if common.size and is_unlike.all():
         single = (base if base.meaning.is_mean else test).meaning
@@ -233,7 +274,7 @@ def _unlike_iterations(base: Curve, test: Curve) -> Integers:
 
 def _windows(curve: Curve) -> Integers:
     """Return how many iterations each loss of a curve is the mean of; 0 if that is unknown."""
-    iterations = Points.of(curve.points).iterations
+    iterations = curve.points.iterations
     if not curve.meaning.is_mean:
         return numpy.full(len(iterations), 0 if curve.meaning.is_mean is None else 1)
     steps = numpy.diff(iterations, prepend=0)
@@ -261,33 +302,37 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         comparison: the result of `compare`.
         max_rows: maximum number of listed values, and of ranges of missing iterations.
     """
-    lines = [f"base       {described(comparison.base)}", f"test       {described(comparison.test)}"]
-    lines += [f"losses     {line}" for line in meanings({"base": comparison.base, "test": comparison.test})]
-    lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
-    rule = (
-        "equal bits in losses, grad_norm and lr"
-        if comparison.tolerance is None
-        else f"{comparison.tolerance} on the losses"
-    )
-    lines.append(f"tolerance  {rule}")
-    if comparison.allowed_prefix:
-        lines.append(f"allowed    missing at the start of test: {_ranges(comparison.allowed_prefix, max_rows)}")
-    if comparison.missing_in_test:
-        lines.append(f"missing    in test: {_ranges(comparison.missing_in_test, max_rows)}{_hint(comparison)}")
-    if comparison.missing_in_base:
-        lines.append(f"missing    in base: {_ranges(comparison.missing_in_base, max_rows)}")
-    if comparison.unlike:
-        lines.append(f"left out   means of other numbers of iterations: {_ranges(comparison.unlike, max_rows)}")
-    lines.append(_bits(comparison))
-    if comparison.evaluated:
-        lines.append(f"evaluated  at {count_of(comparison.evaluated, 'iteration')} in both: {_validation(comparison)}")
-    if comparison.differences:
-        lines += ["", *_table([*islice(comparison.differences, max_rows)])]
-        if len(comparison.differences) > max_rows:
-            lines.append(f"... and {len(comparison.differences) - max_rows} more")
+    base, test, tolerance = comparison.base, comparison.test, comparison.tolerance
+    rows = [
+        ("base", described(base)),
+        ("test", described(test)),
+        *(("losses", line) for line in meanings({"base": base, "test": test})),
+        *(("note", note) for note in base.notes + test.notes),
+        ("tolerance", f"{tolerance} on the losses" if tolerance else "equal bits in losses, grad_norm and lr"),
+    ]
+    hint = " (--allow-missing-prefix allows iterations missing before the first one of test)"
+    is_late = comparison.missing_in_test[:1] < test.points.iterations[:1]
+    for title, words, iterations, advice in (
+        ("allowed", "missing at the start of test", comparison.allowed_prefix, ""),
+        ("missing", "in test", comparison.missing_in_test, hint if is_late.any() else ""),
+        ("missing", "in base", comparison.missing_in_base, ""),
+        ("left out", "means of other numbers of iterations", comparison.unlike, ""),
+    ):
+        if iterations.size:
+            rows.append((title, f"{words}: {_ranges(iterations, max_rows)}{advice}"))
+    rows.append(("bits", _bits(comparison)))
+    if evaluated := len(comparison.evaluations.base):
+        rows.append(("evaluated", f"at {count_of(evaluated, 'iteration')} in both: {_validation(comparison)}"))
+    lines = [f"{title:9}  {text}" for title, text in rows]
+    if differences := comparison.differences(max_rows):
+        lines += ["", *_table(differences)]
+    count = sum(int(sides.unequal.sum()) for sides in (comparison.points, comparison.evaluations))
+    if count > max_rows:
+        lines.append(f"... and {count - max_rows} more")
+    if count:
         lines.append("")
     if (largest := comparison.largest) is not None:
-        values = f"base {largest.base.value!r}, test {largest.test.value!r}"
+        values = f"base {largest.base!r}, test {largest.test!r}"
         lines.append(f"largest    loss difference {largest.size:.3e} at iteration {largest.iteration} ({values})")
     return "\n".join([*lines, comparison.verdict])
 
@@ -298,7 +343,7 @@ def common_dtype(base: Curve, test: Curve) -> str | None:
     return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
 
-def _require_exact(source: str, points: Points) -> None:
+def _require_exact(source: str, points: MetricColumns) -> None:
     is_exact = points.kinds[0] == EXACT
     if not is_exact.all():
         raise DataError(
@@ -309,58 +354,40 @@ def _require_exact(source: str, points: Points) -> None:
         )
 
 
-def _differ(base: Reading, test: Reading) -> bool:
-    """Return whether two readings certainly differ: exact bits beside a decimal prove nothing, unless either is not
-    finite.
-    """
-    if base.value.hex() == test.value.hex():
-        return False
-    return base.exact == test.exact or not (math.isfinite(base.value) and math.isfinite(test.value))
-
-
 def described(curve: Curve) -> str:
     """Return the file, the iterations and the dtype of a curve in words."""
-    first, last = curve.points[0].iteration, curve.points[-1].iteration
+    first, last = curve.points.iterations[[0, -1]]
     dtype = curve.dtype or "dtype unknown, taken as float32"
     return f"{curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
 
 
-def _hint(comparison: Comparison) -> str:
-    if comparison.missing_in_test[0] < comparison.test.points[0].iteration:
-        return " (--allow-missing-prefix allows iterations missing before the first one of test)"
-    return ""
-
-
 def _bits(comparison: Comparison) -> str:
-    if not all((Points.of(curve.points).kinds[0] == EXACT).all() for curve in (comparison.base, comparison.test)):
-        return "bits       not compared: decimals cannot prove equal bits"
-    return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
+    if not all((curve.points.kinds[0] == EXACT).all() for curve in (comparison.base, comparison.test)):
+        return "not compared: decimals cannot prove equal bits"
+    return f"loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
 
 
 def _validation(comparison: Comparison) -> str:
     """Return how the validation losses compare, in words."""
-    if count := len(comparison.differences.evaluations):
+    if count := int(comparison.evaluations.unequal.sum()):
         return f"{count} validation losses differ"
     return "the validation losses are equal" + (f" within {comparison.tolerance}" if comparison.tolerance else "")
 
 
-def _ranges(iterations: tuple[int, ...], limit: int) -> str:
+def _ranges(iterations: Integers, limit: int) -> str:
     """Format ascending integers as `1-40, 43`."""
-    runs: list[list[int]] = []
-    for iteration in iterations:
-        if runs and iteration == runs[-1][1] + 1:
-            runs[-1][1] = iteration
-        else:
-            runs.append([iteration, iteration])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit]]
-    left_out = len(runs) - len(texts)
+    borders = (numpy.diff(iterations) != 1).nonzero()[0]
+    firsts, lasts = iterations[numpy.append(0, borders + 1)], iterations[numpy.append(borders, -1)]
+    pairs = zip(firsts[:limit], lasts[:limit], strict=True)
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in pairs]
+    left_out = len(firsts) - len(texts)
     return ", ".join([*texts, f"and {left_out} more ranges"] if left_out else texts) + f" ({len(iterations)} in all)"
 
 
 def _table(differences: Sequence[CurveDifference]) -> list[str]:
     rows = [("iteration", "quantity", "base", "test", "difference", "ulps")]
     rows += [
-        (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))
+        (str(row.iteration), row.quantity, repr(row.base), repr(row.test), f"{row.size:.3e}", _ulps(row))
         for row in differences
     ]
     return format_table(rows, align=">")
@@ -368,8 +395,8 @@ def _table(differences: Sequence[CurveDifference]) -> list[str]:
 
 def _ulps(difference: CurveDifference) -> str:
     """Return the number of floats between two exact values, 32-bit ones if both values are such; `-` if unknown."""
-    values = numpy.array([difference.base.value, difference.test.value])
-    if not (difference.base.exact and difference.test.exact and numpy.isfinite(values).all()):
+    values = numpy.array([difference.base, difference.test])
+    if not (difference.is_exact and numpy.isfinite(values).all()):
         return "-"
     with numpy.errstate(over="ignore"):
         narrow = values.astype(numpy.float32)

@@ -6,32 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.storage import Json, exists, integer, is_dir, matching
-from trainer.compare.read import METRICS_FILE
+from reprise.storage import Json, integer, is_dir, matching
 from trainer.compare.text_table import format_table
-from trainer.metrics.json_lines import read_records
-from trainer.metrics.log_file import VALID_LOSS, read_log
+from trainer.metrics.json_lines import METRICS, read_records
+from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
 FOLLOW = "follow"  # the stem of the records of `reprise follow`
 Series = dict[int, float]  # by iteration
 
 
-def read_all_evaluations(sources: Sequence[str | Path]) -> list[dict[str, Series]]:
-    """Return the metrics of each run: as soon as one has a follower's, the validation losses of all.
-
-    Raises:
-        DataError: for a file that cannot be read.
-    """
-    runs = [read_evaluations(source) for source in sources]
-    if not any(runs):
-        return runs
-    return [
-        metrics or _with_losses(_run_folder(source), metrics) for source, metrics in zip(sources, runs, strict=True)
-    ]
+def with_losses(evaluations: MetricColumns, metrics: dict[str, Series]) -> dict[str, Series]:
+    """Return the metrics of a run with its validation losses before them, if it has some."""
+    losses = dict(zip(evaluations.iterations.tolist(), evaluations.values[0].tolist(), strict=True))
+    return ({VALID_LOSS: losses} if losses else {}) | metrics
 
 
 def read_evaluations(source: str | Path) -> dict[str, Series]:
-    """Return the metrics of a run by name, the validation loss first; empty for a run without a follower's metric.
+    """Return the metrics of a run by name; empty for a run without a follower's metric.
 
     A metric of `follow.NAME.jsonl` has the name `NAME: METRIC`. Lines of a branch that a later one has given up are
     left out; of several lines of an iteration the last counts.
@@ -42,15 +33,14 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
     Raises:
         DataError: for a file that cannot be read.
     """
-    folder = _run_folder(source)
-    metrics: dict[str, Series] = {}
-    if folder is None:
-        return metrics
-    for file in sorted([*matching(folder, f"{FOLLOW}.jsonl"), *matching(folder, f"{FOLLOW}.*.jsonl")]):
-        prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
-        for name, series in _metrics(read_records(file)).items():
-            metrics[f"{prefix}: {name}" if prefix else name] = series
-    return _with_losses(folder, metrics) if metrics else metrics
+    path, metrics = Path(source), dict[str, Series]()
+    folder = path.parent if path.name == METRICS else path
+    if is_dir(folder):
+        for file in sorted([*matching(folder, f"{FOLLOW}.jsonl"), *matching(folder, f"{FOLLOW}.*.jsonl")]):
+            prefix = file.name.removesuffix(".jsonl").removeprefix(FOLLOW).removeprefix(".")
+            for name, series in _metrics(read_records(file)).items():
+                metrics[f"{prefix}: {name}" if prefix else name] = series
+    return metrics
 
 
 def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
@@ -68,21 +58,6 @@ def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
 def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
     """Return the names of the metrics of runs, each once, in order."""
     return list(dict.fromkeys(name for metrics in runs for name in metrics))
-
-
-def _run_folder(source: str | Path) -> Path | None:
-    """Return the folder of a run, given it or its metrics.jsonl; None for any other file."""
-    path = Path(source)
-    if is_dir(path):
-        return path
-    return path.parent if path.name == METRICS_FILE else None
-
-
-def _with_losses(folder: Path | None, metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics with the validation loss before them, if the run in the folder has one."""
-    path = (folder or Path()) / METRICS_FILE
-    losses = read_log(path, ()).evaluations() if folder and exists(path) else {}
-    return {VALID_LOSS: {iteration: loss for iteration, (loss, _) in losses.items()}, **metrics} if losses else metrics
 
 
 def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sized
 
 from reprise.errors import DataError, count_of
 from reprise.storage import MAX_INTEGER
+from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
-from trainer.compare.points import Curve, Point, Points, Reading
-from trainer.metrics.json_lines import JsonLines
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, JsonLines
+from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The rank before a line, as torchrun and srun write it, or a program itself.
@@ -23,7 +24,8 @@ _DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d*(?:e[+-]?\d+)?
 _TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
 _HEAD = 1 << 16  # of a log: characters in which its form is looked for first
 
-Entry = tuple[str, str, Point]  # the place, the rank that wrote it, and the point
+Readings = dict[str, tuple[float, int]]  # the value and its kind, by quantity
+Entry = tuple[str, str, int, Readings]  # the place, the rank that wrote it, and the iteration
 Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
 
 
@@ -47,7 +49,10 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
         notes.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
         raise DataError("An iteration is too large", where=source, expected=f"<= {MAX_INTEGER}", found=max(points))
-    return Curve(source, Points.of([points[n] for n in sorted(points)]), notes=tuple(notes), meaning=meaning)
+    iterations, absent = sorted(points), (math.nan, ABSENT)
+    cells = [[points[n].get(quantity, absent) for quantity in QUANTITIES] for n in iterations]
+    none = MetricColumns.of([], [VALID_LOSS], [])
+    return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(notes), meaning=meaning)
 
 
 def require_points(points: Sized, source: str, text: str = "") -> None:
@@ -58,16 +63,15 @@ def require_points(points: Sized, source: str, text: str = "") -> None:
         raise DataError("There is no training loss", where=source, expected=FORMATS, found=content, fix=fix)
 
 
-def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Point]:
-    """Return the points by iteration; refuse different losses of one, unless a later launch has logged them."""
-    points, ranks = dict[int, Point](), dict[int, str]()
+def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Readings]:
+    """Return the readings by iteration; refuse different losses of one, unless a later launch has logged them."""
+    points, ranks = dict[int, Readings](), dict[int, str]()
     repeated, last, replaced = set[int](), -1, 0
-    for where, rank, point in entries:
-        iteration = point.iteration
+    for where, rank, iteration, readings in entries:
         earlier = points.get(iteration)
-        if earlier is not None and earlier.bits != point.bits:
+        if earlier is not None and _bits(earlier) != _bits(readings):
             repeated |= {iteration} if iteration == last else set()
-            values = {"expected": f"loss {earlier.loss.value:.9g}", "found": f"loss {point.loss.value:.9g}"}
+            values = {"expected": f"loss {earlier['loss'][0]:.9g}", "found": f"loss {readings['loss'][0]:.9g}"}
             if ranks.get(iteration, rank) != rank or len(repeated) > 1:
                 raise DataError(
                     f"Several ranks print losses of their own for iteration {iteration}",
@@ -83,13 +87,17 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
                     fix="In the log of a resumed run, --last-wins takes the later launch; of several ranks, keep one.",
                 )
         while last_wins and points and next(reversed(points)) >= iteration:  # in order, as each launch is
-            replaced += points.popitem()[1].bits != point.bits
-        points[iteration], last = point, iteration
+            replaced += _bits(points.popitem()[1]) != _bits(readings)
+        points[iteration], last = readings, iteration
         if rank:
             ranks[iteration] = rank
     if replaced:
         notes.append(f"{source}: {count_of(replaced, 'line')} of launches that a later one replaced were left out")
     return points
+
+
+def _bits(readings: Readings) -> dict[str, str]:
+    return {quantity: value.hex() for quantity, (value, _) in readings.items()}
 
 
 def _entries_of_lines(text: str, source: str, notes: list[str]) -> tuple[Meaning, Iterator[Entry]]:
@@ -120,7 +128,7 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Ite
         if "loss" in readings:
             rank = _RANK.search(text, text.rfind("\n", 0, start) + 1, start)
             iteration = int(re.sub(r"\D", "", match[1])) + 1 - form.meaning.first
-            yield where, rank[rank.lastindex or 0] if rank else "", Point(iteration, **readings)
+            yield where, rank[rank.lastindex or 0] if rank else "", iteration, readings
         elif is_torn:
             notes.append(f"{where} is torn (no newline at its end) and was left out")
 
@@ -157,7 +165,7 @@ def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning
         if not re.fullmatch(COUNT, count):
             raise DataError("A row with a loss has no iteration", where=where, expected="an integer", found=repr(count))
         readings = {quantity: _read_number(cell, where, comma=comma) for quantity, cell in cells.items() if cell}
-        yield where, "", Point(int(re.sub(r"\D", "", count)) + 1 - meaning.first, **readings)
+        yield where, "", int(re.sub(r"\D", "", count)) + 1 - meaning.first, readings
 
 
 def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
@@ -197,8 +205,8 @@ def first_object(text: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _read_number(text: str, where: str, *, comma: Comma = "") -> Reading:
-    """Parse a number; its bits are known if it is written as hex, and if it is nan or inf.
+def _read_number(text: str, where: str, *, comma: Comma = "") -> tuple[float, int]:
+    """Parse a number and its kind; its bits are known if it is written as hex, and if it is nan or inf.
 
     Args:
         comma: what a single comma before three digits is; refused where that is unknown.
@@ -213,7 +221,7 @@ def _read_number(text: str, where: str, *, comma: Comma = "") -> Reading:
         value = float.fromhex(text) if is_hex else float(text)
     except (ValueError, OverflowError) as error:
         raise DataError("Cannot read a number", where=where, found=repr(text[:60])) from error
-    return Reading(value, is_hex or not math.isfinite(value))
+    return value, EXACT if is_hex or not math.isfinite(value) else DECIMAL
 
 
 def _with_point(text: str, where: str, comma: Comma) -> str:

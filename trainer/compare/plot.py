@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy
 
-from trainer.compare.curves import Comparison
+from trainer.compare.curves import Comparison, Curve, absolute_differences
 from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
-from trainer.compare.points import Curve, Points, absolute_differences, common_points
 from trainer.compare.table import short_verdict
 from trainer.metrics.log_file import Floats, Integers
 
@@ -104,16 +103,16 @@ def _style(number: int, total: int) -> dict[str, Any]:
 
 
 def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> None:
-    points = Points.of(curve.points)
-    losses, is_finite = points.values[0], numpy.isfinite(points.values[0])
-    marker = "o" if len(points) == 1 else None
-    axes.plot(points.iterations, numpy.where(is_finite, losses, math.nan), label=label, marker=marker, **style)
-    _mark(axes, points.iterations[~is_finite], f"nan or inf in {label.partition(':')[0]}", style["color"], 0.04)
+    iterations, losses = curve.points.iterations, curve.points.values[0]
+    is_finite = numpy.isfinite(losses)
+    marker = "o" if len(iterations) == 1 else None
+    axes.plot(iterations, numpy.where(is_finite, losses, math.nan), label=label, marker=marker, **style)
+    _mark(axes, iterations[~is_finite], f"nan or inf in {label.partition(':')[0]}", style["color"], 0.04)
 
 
 def _sizes(comparison: Comparison) -> tuple[Integers, Floats]:
     """Return the common iterations, and the differences of their losses."""
-    base, test = common_points(Points.of(comparison.base.points), Points.of(comparison.test.points))
+    base, test = comparison.points.base, comparison.points.test
     return base.iterations, absolute_differences(base.values[0], test.values[0])
 
 

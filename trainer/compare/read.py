@@ -15,14 +15,13 @@ import numpy
 
 from reprise.errors import DataError
 from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, read_regular
+from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import first_object, parse_log, require_points
-from trainer.compare.points import QUANTITIES, Curve, Points, Reading
-from trainer.metrics.json_lines import ABSENT, open_log
+from trainer.metrics.json_lines import ABSENT, METRICS, open_log
 from trainer.metrics.log_file import VALID_LOSS, MetricsLog, read_lines
 from trainer.workers import spawned_pool
 
-METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
@@ -70,7 +69,7 @@ def _size_of(path: str) -> int:
 def run_file(path: str | Path) -> Path:
     """Return the file of a run: of a folder its metrics.jsonl, or llm.c's main.log if there is only that."""
     path = Path(path)
-    file = path / METRICS_FILE if is_dir(path) else path
+    file = path / METRICS if is_dir(path) else path
     return path / LLMC_LOG if is_dir(path) and not exists(file) and exists(path / LLMC_LOG) else file
 
 
@@ -109,23 +108,21 @@ def curve_of(log: MetricsLog) -> Curve:
     Raises:
         DataError: no record has a loss, a loss cannot be read, or an iteration comes twice.
     """
-    evaluations = {iteration: Reading(*pair) for iteration, pair in log.evaluations().items()}
     log.require_usable(*QUANTITIES, VALID_LOSS)
-    is_null = log.kinds[0] == ABSENT
+    points = log.columns
+    is_null = points.kinds[0] == ABSENT
     if is_null.any():
         where = log.place(log.lines[is_null.argmax()])
         raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
-    order = log.iterations.argsort(kind="stable")
-    points = Points(log.iterations, log.values, log.kinds)
+    order = points.iterations.argsort(kind="stable")
     if (numpy.diff(order) != 1).any():
         points = points.take(order)
     repeated = order[1:][numpy.diff(points.iterations) == 0]
     if repeated.size:
-        place = repeated.min()
-        where, problem = log.place(log.lines[place]), f"Iteration {log.iterations[place]} comes twice"
-        raise DataError(problem, where=where, expected="one record an iteration")
+        where, problem = log.place(log.lines[repeated.min()]), f"Iteration {log.columns.iterations[repeated.min()]}"
+        raise DataError(f"{problem} comes twice", where=where, expected="one record an iteration")
     require_points(points, log.source)
-    return Curve(log.source, points, notes=log.notes, evaluations=evaluations)
+    return Curve(log.source, points, log.evaluations, notes=log.notes)
 
 
 def _is_metrics(text: str, file: Path) -> bool:

@@ -13,16 +13,11 @@ import numpy
 
 from reprise.errors import DataError
 from reprise.storage import finite_number
-from trainer.compare.read import METRICS_FILE, read_run
+from trainer.compare.read import read_run
 from trainer.compare.text_table import format_table
-from trainer.metrics.json_lines import ABSENT
-from trainer.metrics.log_file import Floats, Integers, MetricsLog
+from trainer.metrics.json_lines import ABSENT, METRICS
+from trainer.metrics.log_file import Floats, MetricColumns, MetricsLog
 
-# The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
-SKIPPED = 5
-# How much slower a run may be, as a share of the first run's tokens per second: above what medians of equal runs differ
-# by on a machine that nobody else uses, and below what makes a difference to a user.
-THRESHOLD = 0.1
 _COLUMNS = ("seconds", "tokens_per_second")
 
 
@@ -41,19 +36,19 @@ class Timing:
     """All iterations and saves of a run; `read_timing` returns at least one iteration.
 
     Attributes:
-        iterations: in order.
-        seconds: of each, without time blocked by saves.
-        tokens_per_second: of each.
+        columns: the seconds of iterations, without time blocked by saves, and their tokens per second.
         starts: the place of the first iteration after each resume; metrics of older versions lack this.
     """
 
     source: str
-    iterations: Integers
-    seconds: Floats
-    tokens_per_second: Floats
-    starts: tuple[int, ...] = ()
-    saves: tuple[TimedSave, ...] = ()
+    columns: MetricColumns
+    starts: Sequence[int] = ()
+    saves: Sequence[TimedSave] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> Floats:
+        return self.columns.column(_COLUMNS[1])
 
     def without_first(self, count: int) -> Timing:
         """Leave out the first `count` iterations after each start, and their saves.
@@ -61,25 +56,19 @@ class Timing:
         Raises:
             DataError: nothing is left.
         """
-        places, starts = numpy.arange(len(self.iterations)), numpy.array([0, *self.starts])
+        places, starts = numpy.arange(len(self.columns)), numpy.array([0, *self.starts])
         remaining = places - starts[starts.searchsorted(places, side="right") - 1] >= count
         if not remaining.any():
             raise DataError(
                 "A run is too short to measure",
                 where=self.source,
                 expected=f"more than the {count} iterations that are left out after each start",
-                found=len(self.iterations),
+                found=len(self.columns),
                 fix="Leave out fewer with --skip.",
             )
-        skipped = set(self.iterations[~remaining].tolist())
-        return replace(
-            self,
-            iterations=self.iterations[remaining],
-            seconds=self.seconds[remaining],
-            tokens_per_second=self.tokens_per_second[remaining],
-            starts=(),
-            saves=tuple(save for save in self.saves if save.iteration not in skipped),
-        )
+        skipped = set(self.columns.iterations[~remaining].tolist())
+        saves = [save for save in self.saves if save.iteration not in skipped]
+        return replace(self, columns=self.columns.take(remaining), starts=(), saves=saves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,37 +122,35 @@ def read_timing(path: str | Path) -> Timing:
     """
     log = read_run(path, _COLUMNS)
     if not isinstance(log, MetricsLog):
-        expected = f"a run folder with {METRICS_FILE}, or such a file"
+        expected = f"a run folder with {METRICS}, or such a file"
         raise DataError("A text log has no timing of saves", where=log[0], expected=expected)
     log.require_usable(*_COLUMNS)
     saves = [_save(record, log.place(line)) for line, record in log.events if record["event"] == "save"]
-    is_timed = log.kinds[0] != ABSENT
+    is_timed = log.columns.kinds[0] != ABSENT
     if not is_timed.any():
         expected = "records with iteration, loss, seconds and tokens_per_second"
         raise DataError("There is no time of an iteration", where=log.source, expected=expected, found="none of these")
-    is_timeless = is_timed & ~((log.values > 0) & (log.values < math.inf)).all(axis=0)
+    values = log.columns.values
+    is_timeless = is_timed & ~((values > 0) & (values < math.inf)).all(axis=0)
     if is_timeless.any():
         place = is_timeless.argmax()
-        where, seconds = log.place(log.lines[place]), f"{log.values[0, place]} s"
+        where, seconds = log.place(log.lines[place]), f"{values[0, place]} s"
         raise DataError("An iteration took no time", where=where, expected="more than 0", found=seconds)
     resumed = [place for place, record in log.starts if record.get("resumed") is True]
     starts = numpy.cumsum(is_timed)[resumed] - 1
-    durations, tokens = log.values[:, is_timed]
-    return Timing(
-        log.source, log.iterations[is_timed], durations, tokens, tuple(starts.tolist()), tuple(saves), log.notes
-    )
+    return Timing(log.source, log.columns.take(is_timed), starts.tolist(), saves, log.notes)
 
 
 def measure(timing: Timing) -> Speed:
     """Compute the figures of a run."""
     blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
     slowdown = max(0.0, slowdown)  # iterations beside saves may be faster by chance
-    total = float(timing.seconds.sum()) + blocked
-    tokens = float((timing.tokens_per_second * timing.seconds).sum())
+    seconds, speeds = timing.columns.values
+    total, tokens = float(seconds.sum()) + blocked, float((speeds * seconds).sum())
     return Speed(
-        tokens_per_second=Spread.of(timing.tokens_per_second),
-        seconds=Spread.of(timing.seconds),
-        iterations=len(timing.iterations),
+        tokens_per_second=Spread.of(speeds),
+        seconds=Spread.of(seconds),
+        iterations=len(timing.columns),
         saves=len(timing.saves),
         save_seconds=median(save.seconds for save in timing.saves) if timing.saves else None,
         blocked_s=blocked,

@@ -47,7 +47,7 @@ def running_median(values: Sequence[float]) -> list[float]:
 
 
 def _draw_iterations(axes: Any, timing: Timing, name: str, colour: str, *, height: float) -> None:
-    iterations, values = timing.iterations, timing.tokens_per_second.tolist()
+    iterations, values = timing.columns.iterations, timing.tokens_per_second.tolist()
     axes.plot(iterations, values, color=colour, linewidth=0.8, alpha=0.4)
     marker = "o" if len(values) == 1 else None
     axes.plot(iterations, running_median(values), color=colour, linewidth=2.2, label=name, marker=marker)

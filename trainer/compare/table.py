@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from reprise.storage import finite
-from trainer.compare.curves import Comparison, described, meaning_of, meanings
-from trainer.compare.points import Curve
-from trainer.compare.read import LLMC_LOG, METRICS_FILE
+from trainer.compare.curves import Comparison, Curve, described, meaning_of, meanings
+from trainer.compare.read import LLMC_LOG
 from trainer.compare.text_table import format_table
+from trainer.metrics.json_lines import METRICS
 
 DIFFERENT, MISSING = "DIFFERENT", "MISSING"
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ def name_runs(sources: Sequence[str]) -> list[str]:
     Equal names grow by their parent folders; the same file given again is numbered.
     """
     paths = [Path(source).absolute() for source in sources]
-    parts = [(path.parent if path.name in (METRICS_FILE, LLMC_LOG) else path).parts for path in paths]
+    parts = [(path.parent if path.name in (METRICS, LLMC_LOG) else path).parts for path in paths]
     names = list[str]()
     for part in parts:
         lengths = range(1, len(part))
@@ -40,8 +40,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
         comparison: the result of `compare`.
         name: the name of its test run.
     """
-    different, largest = comparison.different_iterations, comparison.largest
-    tolerance = comparison.tolerance
+    different, largest, tolerance = comparison.different, comparison.largest, comparison.tolerance
     return {
         **_about(comparison.test, name),
         "tolerance": tolerance and {"absolute": tolerance.absolute, "relative": tolerance.relative},
@@ -53,15 +52,13 @@ def summarize(comparison: Comparison, name: str) -> Row:
         "missing_in_test": len(comparison.missing_in_test),
         "allowed_prefix": len(comparison.allowed_prefix),
         "different": len(different),
-        "first_different_iteration": different[0] if different else None,
+        "first_different_iteration": int(different[0]) if different.size else None,
         "largest_loss_difference": largest
         and {
             "iteration": largest.iteration,
             "difference": finite(largest.size),
-            "base": finite(largest.base.value),
-            "base_hex": largest.base.value.hex(),
-            "test": finite(largest.test.value),
-            "test_hex": largest.test.value.hex(),
+            **{side: finite(getattr(largest, side)) for side in ("base", "test")},
+            **{f"{side}_hex": getattr(largest, side).hex() for side in ("base", "test")},
         },
     }
 
@@ -107,35 +104,35 @@ def short_verdict(comparison: Comparison) -> str:
         return "bit-identical"
     if comparison.equal:
         return f"equal within {comparison.tolerance}"
-    if comparison.different_iterations:
-        return f"{DIFFERENT} from {comparison.different_iterations[0]} on"
-    return f"{MISSING} from {min((*comparison.missing_in_base, *comparison.missing_in_test))} on"
+    if comparison.different.size:
+        return f"{DIFFERENT} from {comparison.different[0]} on"
+    return f"{MISSING} from {min((*comparison.missing_in_base[:1], *comparison.missing_in_test[:1]))} on"
 
 
 def _cells(comparison: Comparison, name: str) -> dict[str, str]:
-    different, largest = comparison.different_iterations, comparison.largest
-    missing = len(comparison.missing_in_base) + len(comparison.missing_in_test)
-    verdict = DIFFERENT if different else MISSING if missing else short_verdict(comparison)
+    row, largest = summarize(comparison, name), comparison.largest
+    missing = row["missing_in_base"] + row["missing_in_test"]
     return {
         "run": name,
-        "result": verdict,
+        "result": DIFFERENT if row["different"] else MISSING if missing else short_verdict(comparison),
         "tolerance": "equal bits" if comparison.tolerance is None else str(comparison.tolerance),
         "compared": str(comparison.compared),
         "missing": str(missing),
-        "different": str(len(different)),
-        "first at": str(different[0]) if different else "-",
+        "different": str(row["different"]),
+        "first at": str(comparison.different[0]) if row["different"] else "-",
         "largest loss difference": f"{largest.size:.3e}" if largest else "0",
         "at": str(largest.iteration) if largest else "-",
     }
 
 
 def _about(curve: Curve, name: str) -> Row:
+    first, last = curve.points.iterations[[0, -1]].tolist()
     return {
         "run": name,
         "source": curve.source,
         "iterations": len(curve.points),
-        "first_iteration": curve.points[0].iteration,
-        "last_iteration": curve.points[-1].iteration,
+        "first_iteration": first,
+        "last_iteration": last,
         "dtype": curve.dtype,
         "losses": meaning_of(curve),
         "notes": list(curve.notes),

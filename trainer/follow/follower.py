@@ -32,10 +32,9 @@ from reprise.storage import (
 )
 from reprise.stores import ManifestVersion, files_of, is_store_url, is_stored, manifest_version, take_hold
 from trainer.compare.evaluations import FOLLOW
-from trainer.compare.read import METRICS_FILE
 from trainer.config.saved import RUN_CONFIG
 from trainer.follow.runner import CommandOutcome, Commands, number_at
-from trainer.metrics.json_lines import JsonLines
+from trainer.metrics.json_lines import METRICS, JsonLines
 
 FINE, FAILED, IMPOSSIBLE = 0, 1, 2
 PLACE = "{}"
@@ -289,7 +288,7 @@ def follow_run(
         TrainerError: if the run cannot be followed.
         OSError: as `Follower.follow`.
     """
-    if not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS_FILE):
+    if not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS):
         run = run.parent
     if once and not is_dir(run):
         raise no_folder(run, kind="run")

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from reprise.storage import Json, integer, open_regular
 
+METRICS = "metrics.jsonl"  # the record of a run, which every run has
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # what a record has of a quantity; the bits of an exact value are known
 LATEST = 2.0**37  # Unix time that a date can show, in the year 6325
 LINES = re.compile(rb"[^\n]*\n|[^\n]+")

@@ -7,12 +7,11 @@ from collections.abc import Callable, Set
 from pathlib import Path
 
 from reprise.errors import count_of
+from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)
-
-METRICS = "metrics.jsonl"
 
 
 class JsonlSink(MetricSink):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,51 @@ import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
-from reprise.storage import Json, integer
+from reprise.storage import MAX_INTEGER, Json, integer
 from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, JsonLines, open_log, value_of
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
 Kinds = NDArray[numpy.uint8]
+Mask = NDArray[numpy.bool_]
 VALID_LOSS = "valid_loss"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetricColumns:
+    """Values by iteration: a million iterations of three quantities take 35 MB.
+
+    Attributes:
+        quantities: the names of the columns.
+        values: of shape (quantities, iterations); NaN for an absent or unreadable value.
+        kinds: of the same shape: the kinds of the values, such as `EXACT`.
+    """
+
+    iterations: Integers
+    quantities: tuple[str, ...]
+    values: Floats
+    kinds: Kinds
+
+    @staticmethod
+    def of(
+        iterations: Sequence[int], quantities: Sequence[str], cells: Sequence[Sequence[tuple[float, int]]]
+    ) -> MetricColumns:
+        """Return the columns of cells, each a value and its kind: a row for each iteration."""
+        pairs = numpy.array(cells, dtype=float).reshape(len(iterations), len(quantities), 2).T
+        numbers = numpy.array(iterations, dtype=numpy.int64)
+        return MetricColumns(numbers, tuple(quantities), pairs[0], pairs[1].astype(numpy.uint8))
+
+    def column(self, quantity: str) -> Floats:
+        """Return the values of a quantity."""
+        column: Floats = self.values[self.quantities.index(quantity)]
+        return column
+
+    def take(self, places: Integers | Mask) -> MetricColumns:
+        """Return the iterations at some places."""
+        return MetricColumns(self.iterations[places], self.quantities, self.values[:, places], self.kinds[:, places])
+
+    def __len__(self) -> int:
+        return len(self.iterations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +64,9 @@ class MetricsLog:
     """The records of a `metrics.jsonl`.
 
     Attributes:
-        lines: the numbers of the lines of the iterations, in their order, which is that of the columns too.
-        quantities: the names of the columns.
-        values: of shape (quantities, iterations); NaN for an absent or unreadable value.
-        kinds: of the same shape: the kinds of the values, such as `EXACT`.
+        columns: the iterations of training, in the order of their lines.
+        lines: the numbers of these lines.
+        evaluations: the validation losses, in order of iteration; of several of an iteration the last.
         events: records of evaluations, saves and samples, each with the number of its line.
         starts: records of first iterations after a start, each with its place in the columns.
         notes: remarks on the file: a torn last line.
@@ -36,24 +74,13 @@ class MetricsLog:
     """
 
     source: str
-    lines: Integers
-    iterations: Integers
-    quantities: tuple[str, ...]
-    values: Floats
-    kinds: Kinds
-    events: tuple[tuple[int, Json], ...]
-    starts: tuple[tuple[int, Json], ...]
+    columns: MetricColumns
+    lines: Sequence[int]
+    evaluations: MetricColumns
+    events: Sequence[tuple[int, Json]]
+    starts: Sequence[tuple[int, Json]]
     notes: tuple[str, ...]
     problems: dict[str, DataError]
-
-    def place(self, line: int) -> str:
-        """Return the place of a line for messages."""
-        return f"{self.source}, line {line}"
-
-    def column(self, quantity: str) -> Floats:
-        """Return the values of a quantity."""
-        column: Floats = self.values[self.quantities.index(quantity)]
-        return column
 
     def require_usable(self, *quantities: str) -> None:
         """Refuse unusable values of some quantities, and of iterations.
@@ -65,20 +92,57 @@ class MetricsLog:
             if quantity in self.problems:
                 raise self.problems[quantity]
 
-    def evaluations(self) -> dict[int, tuple[float, bool]]:
-        """Return the validation losses by iteration, and whether their bits are known; the last one counts."""
-        losses = dict[int, tuple[float, bool]]()
-        for line, record in self.events:
-            value, kind = value_of(record, VALID_LOSS)
-            if record["event"] == "evaluation" and kind != ABSENT:
-                try:
-                    losses[integer(record.get("iteration"))] = value, kind == EXACT
-                except ValueError as error:
-                    self.problems.setdefault("iteration", _unusable("the iteration", self.place(line), error))
-                if kind == UNREADABLE:
-                    problem = _unusable(VALID_LOSS, self.place(line), record.get(VALID_LOSS))
-                    self.problems.setdefault(VALID_LOSS, problem)
-        return losses
+    def place(self, line: int) -> str:
+        """Return the place of a line for messages."""
+        return f"{self.source}, line {line}"
+
+
+class _Table:
+    """The columns of some records of a log, while it is read."""
+
+    def __init__(self, quantities: Sequence[str], source: str, problems: dict[str, DataError]) -> None:
+        self._quantities, self._source, self._problems = tuple(quantities), source, problems
+        self.lines = array("q")
+        self._parts = [MetricColumns.of([], self._quantities, [])]
+
+    def add(self, numbered: Sequence[tuple[int, Json]]) -> list[Json]:
+        """Add records with the numbers of their lines, and return those with an iteration."""
+        iterations: list[Any] = [record.get("iteration") for _, record in numbered]
+        if {*map(type, iterations)} != {int} or min(iterations) < 0 or max(iterations) > MAX_INTEGER:
+            numbered = [pair for pair in numbered if self._has_iteration(*pair)]
+        rows = [record for _, record in numbered]
+        shape = len(self._quantities), len(rows)
+        values, kinds = numpy.empty(shape), numpy.empty(shape, dtype=numpy.uint8)
+        for number, quantity in enumerate(self._quantities):
+            values[number], kinds[number] = _column(rows, quantity)
+        for number, place in numpy.argwhere(kinds == UNREADABLE).tolist():
+            name, (line, record) = self._quantities[number], numbered[place]
+            self._refuse(name, name, line, f"{record.get(name)!r} and {record.get(f'{name}_hex')!r}"[:120])
+        self.lines.extend(line for line, _ in numbered)
+        self._parts.append(
+            MetricColumns(numpy.array([row["iteration"] for row in rows], dtype=numpy.int64), (), values, kinds)
+        )
+        return rows
+
+    def columns(self) -> MetricColumns:
+        """Return all of them."""
+        parts = [(part.iterations, part.values, part.kinds) for part in self._parts]
+        iterations, values, kinds = (numpy.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
+        return MetricColumns(iterations, self._quantities, values, kinds)
+
+    def _has_iteration(self, line: int, record: Json) -> bool:
+        try:
+            integer(record.get("iteration"))
+        except ValueError as error:
+            self._refuse("iteration", "the iteration", line, error)
+            return False
+        return True
+
+    def _refuse(self, quantity: str, name: str, line: int, content: object) -> None:
+        where, expected = f"{self._source}, line {line}", "a number, or a text as of float.hex()"
+        self._problems.setdefault(
+            quantity, DataError(f"Cannot read {name}", where=where, expected=expected, found=content)
+        )
 
 
 def read_log(path: str | Path, quantities: Sequence[str], *, skips_damaged: bool = False) -> MetricsLog:
@@ -101,55 +165,32 @@ def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_
     Raises:
         DataError: a line is no object.
     """
-    parts = [_chunk_columns([], [], quantities)]
-    events, starts, problems, count = list[tuple[int, Json]](), list[tuple[int, Json]](), dict[str, DataError](), 0
+    events, starts, problems = list[tuple[int, Json]](), list[tuple[int, Json]](), dict[str, DataError]()
+    training, validation = (_Table(names, source, problems) for names in (quantities, (VALID_LOSS,)))
     read = JsonLines(file, source, skips_damaged=skips_damaged)
     for first, records in read.chunks():
-        lines, rows = list[int](), list[Json]()
-        for line, record in enumerate(records, first):
-            if "event" in record:
-                events.append((line, record))
-            elif "loss" in record or "loss_hex" in record:
-                try:
-                    integer(record.get("iteration"))
-                except ValueError as error:
-                    problems.setdefault("iteration", _unusable("the iteration", f"{source}, line {line}", error))
-                    continue
-                lines.append(line)
-                rows.append(record)
-        starts += [(count + place, row) for place, row in enumerate(rows) if "start" in row or "resumed" in row]
-        count += len(rows)
-        parts.append(_chunk_columns(lines, rows, quantities))
-        for column, place in numpy.argwhere(parts[-1][3] == UNREADABLE).tolist():
-            name, row = quantities[column], rows[place]
-            text = f"{row.get(name)!r} and {row.get(f'{name}_hex')!r}"
-            problems.setdefault(name, _unusable(name, f"{source}, line {lines[place]}", text[:120]))
-    of_lines, iterations, values, kinds = (numpy.concatenate(columns, axis=-1) for columns in zip(*parts, strict=True))
-    names, notes = tuple(quantities), tuple(read.notes)
-    return MetricsLog(source, of_lines, iterations, names, values, kinds, tuple(events), tuple(starts), notes, problems)
+        numbered = [*enumerate(records, first)]
+        trained = [pair for pair in numbered if "event" not in pair[1] and ("loss" in pair[1] or "loss_hex" in pair[1])]
+        count = len(training.lines)
+        rows = training.add(trained)
+        starts += [pair for pair in enumerate(rows, count) if "start" in pair[1] or "resumed" in pair[1]]
+        if len(trained) < len(numbered):
+            events += [pair for pair in numbered if "event" in pair[1]]
+            evaluated = [pair for pair in numbered if pair[1].get("event") == "evaluation"]
+            validation.add([pair for pair in evaluated if value_of(pair[1], VALID_LOSS)[1] != ABSENT])
+    losses = validation.columns()
+    last = len(losses) - 1 - numpy.unique(losses.iterations[::-1], return_index=True)[1]
+    notes = tuple(read.notes)
+    return MetricsLog(source, training.columns(), training.lines, losses.take(last), events, starts, notes, problems)
 
 
-def _chunk_columns(
-    lines: Sequence[int], rows: Sequence[Json], quantities: Sequence[str]
-) -> tuple[Integers, Integers, Floats, Kinds]:
-    """Return the lines and the iterations of some records, and the values and the kinds of their quantities."""
-    columns = [_column(rows, quantity) for quantity in quantities]
-    return (
-        numpy.array(lines, dtype=numpy.int64),
-        numpy.array([row["iteration"] for row in rows], dtype=numpy.int64),
-        numpy.array([values for values, _ in columns], dtype=float).reshape(len(quantities), len(rows)),
-        numpy.array([kinds for _, kinds in columns], dtype=numpy.uint8).reshape(len(quantities), len(rows)),
-    )
-
-
-def _column(rows: Sequence[Json], quantity: str) -> tuple[Sequence[float] | Floats, Sequence[int] | Kinds]:
+def _column(rows: Sequence[Json], quantity: str) -> tuple[Sequence[float] | Floats, int | Sequence[int] | Kinds]:
     """Return the values and kinds of some records; those of one kind, as almost always, are read together."""
-    key = f"{quantity}_hex"
-    texts: list[Any] = [row.get(key) for row in rows]
+    texts: list[Any] = [row.get(f"{quantity}_hex") for row in rows]
     types = set(map(type, texts))
     if types == {str}:
         try:
-            return [*map(float.fromhex, texts)], [EXACT] * len(rows)
+            return [*map(float.fromhex, texts)], EXACT
         except (ValueError, OverflowError):
             pass
     decimals = [row.get(quantity) for row in rows]
@@ -158,9 +199,3 @@ def _column(rows: Sequence[Json], quantity: str) -> tuple[Sequence[float] | Floa
         return values, numpy.where(numpy.isfinite(values), DECIMAL, EXACT)
     pairs = [value_of(row, quantity) for row in rows]
     return [value for value, _ in pairs], [kind for _, kind in pairs]
-
-
-def _unusable(quantity: str, where: str, content: object) -> DataError:
-    return DataError(
-        f"Cannot read {quantity}", where=where, expected="a number, or a text as of float.hex()", found=content
-    )

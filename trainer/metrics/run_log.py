@@ -19,7 +19,8 @@ from trainer.compare.text_table import duration
 from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
-from trainer.metrics.jsonl_sink import METRICS, JsonlSink
+from trainer.metrics.json_lines import METRICS
+from trainer.metrics.jsonl_sink import JsonlSink
 from trainer.metrics.launch_log import LAUNCHES, LaunchLog, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.progress_bar import RunBar

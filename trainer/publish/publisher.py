@@ -27,9 +27,8 @@ from reprise.storage import (
 )
 from trainer.config.compose import read_resolved
 from trainer.config.saved import is_secret
-from trainer.metrics.json_lines import record_of
+from trainer.metrics.json_lines import METRICS, record_of
 from trainer.metrics.jsonl_file import newest_side_file
-from trainer.metrics.jsonl_sink import METRICS
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
 

@@ -9,8 +9,11 @@ from itertools import pairwise
 import numpy
 
 from reprise.storage import Json
-from trainer.compare.speed import SKIPPED, Spread
+from trainer.compare.defaults import SKIPPED
+from trainer.compare.evaluations import Series, read_evaluations, with_losses
+from trainer.compare.speed import Spread
 from trainer.compare.text_table import duration
+from trainer.metrics.log_file import Integers
 from trainer.record.resume_rules import flattened
 from trainer.report.charts import (
     COLOURS,
@@ -25,8 +28,8 @@ from trainer.report.charts import (
 )
 from trainer.report.differences import difference_of
 from trainer.report.goodput import PART_TEXTS, Goodput, measure_goodput
-from trainer.report.history import History, LogColumns
-from trainer.report.life import LifeEvent, life_of, life_rows, measured, progress_lines, topology_text
+from trainer.report.history import SAMPLES, SPEED, TIME, History
+from trainer.report.life import LifeEvent, life_of, life_rows, progress_lines, topology_text
 from trainer.report.page import PageSection
 
 ROWS = 40  # of the table of a curve, beside the values that are not finite
@@ -55,29 +58,29 @@ def report_sections(runs: Runs) -> list[PageSection]:
     ]
 
 
-def x_of(history: History, columns: LogColumns) -> dict[str, Values]:
+def x_of(history: History) -> dict[str, Values]:
     """Return the places of iterations on each x axis; NaN where the log lacks them."""
-    start = history.launches[0].began if history.launches else math.nan
+    start, columns = history.launches[0].began if history.launches else math.nan, history.log.columns
     return {
-        "iteration": columns.iteration,
-        "tokens": columns.samples * history.tokens_per_sample,
-        "hours": (columns.time - start) / 3600,
+        "iteration": columns.iterations.astype(float),
+        "tokens": columns.column(SAMPLES) * history.tokens_per_sample,
+        "hours": (columns.column(TIME) - start) / 3600,
     }
 
 
 def _summary(runs: Runs, goodputs: dict[str, Goodput | None]) -> PageSection:
-    head = ["run", "iterations", "last loss", "best valid loss", "tokens", "launches", "wall time", "goodput"]
-    rows = [head]
+    rows = [["run", "iterations", "last loss", "best valid loss", "tokens", "launches", "wall time", "goodput"]]
     for name, history in runs:
         columns, goodput = history.log.columns, goodputs[name]
-        losses = [loss.value for loss in history.evaluations().values() if math.isfinite(loss.value)]
+        losses = history.log.evaluations.values[0]
+        losses = losses[numpy.isfinite(losses)]
         rows.append(
             [
                 name,
-                f"{int(columns.iteration[-1]):,}",
-                f"{columns.loss[-1]:.6g}",
-                f"{min(losses):.6g}" if losses else _MISSING,
-                f"{columns.samples[-1] * history.tokens_per_sample:,.0f}",
+                f"{columns.iterations[-1]:,}",
+                f"{columns.values[0, -1]:.6g}",
+                f"{losses.min():.6g}" if losses.size else _MISSING,
+                f"{columns.column(SAMPLES)[-1] * history.tokens_per_sample:,.0f}",
                 str(len(history.launches)),
                 duration(goodput.wall) if goodput else _MISSING,
                 f"{goodput.share:.1%}" if goodput else _MISSING,
@@ -93,23 +96,26 @@ def _colour(number: int) -> str:
 def _loss_chart(runs: Runs) -> Chart:
     lines = _lines(runs, "loss")
     for number, (name, history) in enumerate(runs):
-        losses = {iteration: loss.value for iteration, loss in history.evaluations().items()}
-        if losses:
+        for losses in with_losses(history.log.evaluations, {}).values():
             lines.append(_series_line(f"{name}, validation", history, losses, _colour(len(runs) + number)))
     return Chart("loss", "Loss", "loss", lines, curve_table(lines, "loss"), _thinning_notes(runs), points=36_000)
 
 
-def _series_line(name: str, history: History, series: dict[int, float], colour: str) -> CurveLine:
+def _series_line(name: str, history: History, series: Series, colour: str) -> CurveLine:
     """Return the line of values at some iterations, in place on each axis."""
+    iterations, values = map(numpy.array, zip(*sorted(series.items()), strict=True))
+    x = _x_at(history, iterations) | {"iteration": iterations.astype(float)}
+    return CurveLine(name, x, values, colour, is_dotted=True)
+
+
+def _x_at(history: History, iterations: Integers) -> dict[str, Values]:
     columns = history.log.columns
-    iterations = numpy.array(sorted(series), dtype=float)
-    places = numpy.clip(numpy.searchsorted(columns.iteration, iterations), 0, columns.iteration.size - 1)
-    x = {axis: values[places] for axis, values in x_of(history, columns).items()} | {"iteration": iterations}
-    return CurveLine(name, x, numpy.array([series[int(n)] for n in iterations]), colour, is_dotted=True)
+    places = numpy.clip(columns.iterations.searchsorted(iterations), 0, len(columns) - 1)
+    return {axis: values[places] for axis, values in x_of(history).items()}
 
 
 def _thinning_notes(runs: Runs) -> list[str]:
-    most = max(history.log.columns.iteration.size for _, history in runs)
+    most = max(len(history.log.columns) for _, history in runs)
     if most <= 2_000:
         return []
     return [
@@ -119,7 +125,7 @@ def _thinning_notes(runs: Runs) -> list[str]:
 
 def _lines(runs: Runs, column: str) -> list[CurveLine]:
     return [
-        CurveLine(name, x_of(history, history.log.columns), getattr(history.log.columns, column), _colour(number))
+        CurveLine(name, x_of(history), history.log.columns.column(column), _colour(number))
         for number, (name, history) in enumerate(runs)
     ]
 
@@ -133,11 +139,10 @@ def _difference_chart(runs: Runs) -> Chart:
     (base_name, base), *tests = runs
     lines, notes = list[CurveLine](), list[str]()
     for number, (name, history) in enumerate(tests, start=1):
-        difference = difference_of(base, history)
-        columns = LogColumns(*(column[difference.common] for column in history.log.columns))
-        if difference.sizes.size:
-            lines.append(CurveLine(name, x_of(history, columns), difference.sizes, _colour(number)))
-        notes.append(f"{name}: {difference.verdict}")
+        iterations, sizes, verdict = difference_of(base, history)
+        if sizes.size:
+            lines.append(CurveLine(name, _x_at(history, iterations), sizes, _colour(number)))
+        notes.append(f"{name}: {verdict}")
     unit = "absolute difference of the loss"
     return Chart(
         "difference", f"Differences from {base_name}", unit, lines, curve_table(lines, unit), notes, is_log=True
@@ -148,7 +153,7 @@ def _measurement_chart(runs: Runs) -> Iterator[Chart]:
     lines = [
         _series_line(f"{run}: {name}", history, series, _colour(number))
         for number, (run, history) in enumerate(runs)
-        for name, series in measured(history.folder).items()
+        for name, series in read_evaluations(history.folder).items()
     ]
     if lines:
         yield Chart("measured", "Measured by followers", "value", lines, curve_table(lines, "value"))
@@ -157,16 +162,16 @@ def _measurement_chart(runs: Runs) -> Iterator[Chart]:
 def _speed_chart(runs: Runs) -> Chart:
     rows = [["run", "launch", "iterations", "median tokens/s", "p10", "p25", "p75", "p90"]]
     for name, history in runs:
-        columns = history.log.columns
+        columns, times = history.log.columns, history.log.columns.column(TIME)
         borders = [launch.began for launch in history.launches] + [math.inf]
         for number, (begin, end) in enumerate(pairwise(borders), start=1):
-            speeds = columns.speed[(columns.time >= begin) & (columns.time < end)][SKIPPED:]
+            speeds = columns.column(SPEED)[(times >= begin) & (times < end)][SKIPPED:]
             if speeds.size:
-                spread = Spread(*numpy.quantile(speeds, (0.5, 0.1, 0.9, 0.25, 0.75)).tolist())
+                spread = Spread.of(speeds)
                 values = (spread.median, spread.p10, spread.p25, spread.p75, spread.p90)
                 rows.append([name, str(number), f"{speeds.size:,}", *(f"{value:,.1f}" for value in values)])
     note = f"The table has the spread of each launch without its first {SKIPPED} iterations."
-    return Chart("speed", "Speed", "tokens/s", _lines(runs, "speed"), rows, [note])
+    return Chart("speed", "Speed", "tokens/s", _lines(runs, SPEED), rows, [note])
 
 
 def _life_section(number: int, name: str, history: History) -> PageSection:

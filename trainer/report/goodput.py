@@ -9,7 +9,18 @@ from dataclasses import dataclass, fields
 import numpy
 
 from trainer.compare.text_table import duration
-from trainer.report.history import Floats, History, LaunchSpan, Log, sum_of
+from trainer.metrics.log_file import Floats, MetricsLog
+from trainer.report.history import (
+    BLOCKED,
+    DATA,
+    SECONDS,
+    TIME,
+    History,
+    LaunchSpan,
+    events_of,
+    sum_of,
+    times_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +87,13 @@ def measure_goodput(history: History) -> Goodput | None:
     if not launches:
         return None
     began, ended = launches[0].began, launches[-1].ended
-    columns, logs = history.log.columns, [history.log, *history.abandoned]
-    data = float(numpy.nansum(columns.data))
+    logs = history.logs
+    data = _total(DATA, history.log)
     spent = {
-        "trained": float(numpy.nansum(columns.seconds)) - data,
-        "repeated": float(sum(numpy.nansum(log.columns.seconds) for log in history.abandoned)),
+        "trained": _total(SECONDS, history.log) - data,
+        "repeated": _total(SECONDS, *history.abandoned),
         "data": data,
-        "saves": float(sum(numpy.nansum(log.columns.blocked) for log in logs)) + _last_saves(launches, logs),
+        "saves": _total(BLOCKED, *logs) + _last_saves(launches, logs),
         "evaluated": _evaluated(launches, logs),
         "starting": sum(launch.start_seconds for launch in launches),
         "between": sum(gap for _, gap in gaps(launches)),
@@ -91,23 +102,27 @@ def measure_goodput(history: History) -> Goodput | None:
     return Goodput(**spent, other=wall - sum(spent.values()))
 
 
+def _total(quantity: str, *logs: MetricsLog) -> float:
+    return float(sum(numpy.nansum(log.columns.column(quantity)) for log in logs))
+
+
 def gaps(launches: tuple[LaunchSpan, ...]) -> Iterator[tuple[float, float]]:
     """Yield the end of each launch but the last, and the seconds until the next."""
     for launch, following in itertools.pairwise(launches):
         yield launch.ended, max(0.0, following.began - launch.ended)
 
 
-def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[Log]) -> float:
+def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the seconds of evaluations: each lasts from the line before, or from the start of its launch."""
-    times = _sorted([log.times() for log in logs] + [numpy.array([_ready(launch) for launch in launches])])
+    times = _sorted([times_of(log) for log in logs] + [numpy.array([_ready(launch) for launch in launches])])
     moments = _sorted([_times_of(logs, "evaluation")])
     before = times[numpy.maximum(numpy.searchsorted(times, moments) - 1, 0)]
     return float(numpy.maximum(moments - before, 0.0).sum())
 
 
-def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[Log]) -> float:
+def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the seconds from the last work of each launch to its end, where it saved meanwhile."""
-    work = _sorted([*(log.columns.time for log in logs), _times_of(logs, "evaluation", "sample")])
+    work = _sorted([*(log.columns.column(TIME) for log in logs), _times_of(logs, "evaluation", "sample")])
     saves = _sorted([_times_of(logs, "save", "local_save", "weights_save")])
     seconds = 0.0
     for launch in launches:
@@ -123,9 +138,9 @@ def _ready(launch: LaunchSpan) -> float:
     return launch.began + launch.start_seconds
 
 
-def _times_of(logs: Sequence[Log], *names: str) -> Floats:
-    events = [event for log in logs for event in log.events if event.get("event") in names]
-    return numpy.array([float(event["time"]) for event in events if sum_of(event, "time")])
+def _times_of(logs: Sequence[MetricsLog], *names: str) -> Floats:
+    times = (sum_of(event, "time") for event in events_of(logs, *names))
+    return numpy.array([time for time in times if time])
 
 
 def _sorted(times: Sequence[Floats]) -> Floats:

@@ -3,84 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy
-from numpy.typing import NDArray
 
 from reprise.errors import DataError
 from reprise.storage import Json, exists, is_dir, matching
-from trainer.compare.points import Reading
-from trainer.compare.read import METRICS_FILE
-from trainer.metrics.json_lines import LATEST, read_records
+from trainer.compare.curves import QUANTITIES
+from trainer.metrics.json_lines import LATEST, METRICS, read_records
 from trainer.metrics.launch_log import LAUNCHES
-from trainer.metrics.log_file import read_log
+from trainer.metrics.log_file import Floats, MetricsLog, read_log
 
+SAMPLES, SPEED, SECONDS = "consumed_samples", "tokens_per_second", "seconds"
+BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
 _LARGEST = 1e300  # a number of a record, whose sums are finite
-Floats = NDArray[numpy.float64]
-
-
-class LogColumns(NamedTuple):
-    """The iterations of a log, a value each, in the order of their lines; NaN for a value without a record.
-
-    Attributes:
-        blocked: seconds during which a save blocked training.
-        data: seconds of the wait for data.
-        time: the end of the iteration, in Unix time.
-    """
-
-    iteration: Floats
-    loss: Floats
-    grad_norm: Floats
-    lr: Floats
-    samples: Floats
-    speed: Floats
-    seconds: Floats
-    blocked: Floats
-    data: Floats
-    time: Floats
-
-    def where(self, mask: NDArray[numpy.bool_]) -> LogColumns:
-        """Return the iterations under a mask."""
-        return LogColumns(*(column[mask] for column in self))
-
-
-_KEYS = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "consumed_samples",
-    "tokens_per_second",
-    "seconds",
-    "checkpoint_seconds",
-    "data_seconds",
-    "time",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """The lines of a `metrics.jsonl`, or of a branch that was abandoned.
-
-    Attributes:
-        events: records of evaluations, saves and samples.
-        starts: records of the first iteration after each start.
-        evaluations: the validation losses by iteration.
-    """
-
-    columns: LogColumns
-    events: tuple[Json, ...]
-    starts: tuple[Json, ...]
-    evaluations: dict[int, Reading]
-
-    def times(self) -> Floats:
-        """Return the times of all lines, in order."""
-        events = [event["time"] for event in self.events if _is_time(event.get("time"))]
-        times = numpy.concatenate([self.columns.time, numpy.array(events, dtype=float)])
-        return numpy.sort(times[numpy.isfinite(times)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +53,24 @@ class History:
     """
 
     folder: Path
-    log: Log
-    abandoned: tuple[Log, ...]
+    log: MetricsLog
+    abandoned: tuple[MetricsLog, ...]
     launches: tuple[LaunchSpan, ...]
 
-    def evaluations(self) -> dict[int, Reading]:
-        """Return the validation losses by iteration."""
-        return self.log.evaluations
+    @property
+    def logs(self) -> tuple[MetricsLog, ...]:
+        """The logs of all iterations."""
+        return (self.log, *self.abandoned)
 
     @property
     def tokens_per_sample(self) -> float:
         """The sequence length, from the speed and the samples of iterations; NaN for a log without them."""
         columns = self.log.columns
-        samples = numpy.diff(columns.samples)
-        follows = (numpy.diff(columns.iteration) == 1) & (samples > 0)
+        samples = numpy.diff(columns.column(SAMPLES))
+        follows = (numpy.diff(columns.iterations) == 1) & (samples > 0)
         if not follows.any():
             return math.nan
-        tokens = (columns.speed * columns.seconds)[1:][follows] / samples[follows]
+        tokens = (columns.column(SPEED) * columns.column(SECONDS))[1:][follows] / samples[follows]
         return float(numpy.round(numpy.nanmedian(tokens)))
 
 
@@ -138,8 +78,8 @@ def run_folder(path: str | Path) -> Path:
     """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
     path = Path(path)
     if not is_dir(path):
-        return path.parent if path.name == METRICS_FILE else path
-    is_of_checkpoints = not exists(path / METRICS_FILE) and exists(path.parent / METRICS_FILE)
+        return path.parent if path.name == METRICS else path
+    is_of_checkpoints = not exists(path / METRICS) and exists(path.parent / METRICS)
     return path.parent if is_of_checkpoints else path
 
 
@@ -153,21 +93,34 @@ def read_history(path: str | Path) -> History:
         DataError: the log cannot be read or holds no iteration; the message has the file and the line.
     """
     folder = run_folder(path)
-    log = _read_log(folder / METRICS_FILE)
-    if not log.columns.iteration.size:
-        raise DataError("There is no iteration in the log of a run", where=folder / METRICS_FILE)
-    sides = matching(folder, f"{Path(METRICS_FILE).stem}.abandoned-*.jsonl")
+    log = _read_log(folder / METRICS)
+    if not len(log.columns):
+        raise DataError("There is no iteration in the log of a run", where=folder / METRICS)
+    sides = matching(folder, f"{Path(METRICS).stem}.abandoned-*.jsonl")
     abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
-    records = _launch_records(folder / LAUNCHES)
+    records = [record for _, record in read_records(folder / LAUNCHES)] if exists(folder / LAUNCHES) else []
+    records = [record for record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
     return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
 
 
-def _read_log(path: Path, *, is_abandoned: bool = False) -> Log:
-    log = read_log(path, _KEYS, skips_damaged=is_abandoned)
-    columns = LogColumns(log.iterations.astype(float), *log.values)
-    columns = columns._replace(time=numpy.where(columns.time <= LATEST, columns.time, math.nan))
-    losses = {iteration: Reading(*pair) for iteration, pair in log.evaluations().items()}
-    return Log(columns, tuple(event for _, event in log.events), tuple(start for _, start in log.starts), losses)
+def _read_log(path: Path, *, is_abandoned: bool = False) -> MetricsLog:
+    names = (*QUANTITIES, SAMPLES, SPEED, SECONDS, BLOCKED, DATA, TIME)
+    log = read_log(path, names, skips_damaged=is_abandoned)
+    times = log.columns.column(TIME)
+    times[times > LATEST] = math.nan
+    return log
+
+
+def events_of(logs: Sequence[MetricsLog], *names: str) -> Iterator[Json]:
+    """Yield the records of events with some names."""
+    return (event for log in logs for _, event in log.events if event["event"] in names)
+
+
+def times_of(log: MetricsLog) -> Floats:
+    """Return the times of all lines, in order."""
+    events = [event["time"] for _, event in log.events if _is_time(event.get("time"))]
+    times = numpy.concatenate([log.columns.column(TIME), numpy.array(events, dtype=float)])
+    return numpy.sort(times[numpy.isfinite(times)])
 
 
 def _is_number(value: object) -> bool:
@@ -178,41 +131,30 @@ def _is_time(value: object) -> bool:
     return _is_number(value) and cast(float, value) <= LATEST
 
 
-def _launch_records(path: Path) -> list[Json]:
-    records = [record for _, record in read_records(path)] if exists(path) else []
-    return [record for record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
-
-
-def _launches(records: Sequence[Json], logs: Sequence[Log]) -> tuple[LaunchSpan, ...]:
+def _launches(records: Sequence[Json], logs: Sequence[MetricsLog]) -> tuple[LaunchSpan, ...]:
     """Join the records of launches with the lines of the logs, which alone tell the launches of older versions."""
-    firsts = [record for log in logs for record in log.starts if _is_time(record.get("time"))]
-    ends = {record.get("launch"): record for record in records if record.get("event") == "end"}
-    begins = {record.get("launch"): record for record in records if _is_time(record.get("began"))}
-    of_launch = {name: record for record in firsts if (name := _launch_of(record)) in begins}
-    starts = [(float(record["began"]), record, of_launch.get(name)) for name, record in begins.items()]
-    starts += [(_began(record), {}, record) for record in firsts if _launch_of(record) not in begins]
+    ends = {record["launch"]: record for record in records if record.get("event") == "end"}
+    begins = {record["launch"]: record for record in records if _is_time(record.get("began"))}
+    starts, firsts = list[tuple[float, Json, Json | None]](), dict[str, Json]()
+    for record in (record for log in logs for _, record in log.starts if _is_time(record.get("time"))):
+        name = record.get("launch")
+        if isinstance(name, str) and name in begins:
+            firsts[name] = record
+        else:
+            took = _start_seconds(record) + sum_of(record, "seconds", "checkpoint_seconds")
+            starts.append((float(record["time"]) - took, {}, record))
+    starts += [(float(record["began"]), record, firsts.get(name)) for name, record in begins.items()]
     starts.sort(key=lambda start: start[0])
-    times = numpy.sort(numpy.concatenate([log.times() for log in logs]))
+    times = numpy.sort(numpy.concatenate([times_of(log) for log in logs]))
     borders = numpy.searchsorted(times, [*(began for began, _, _ in starts), math.inf])
     launches = list[LaunchSpan]()
     for number, (began, record, first) in enumerate(starts):
-        end = ends.get(record.get("launch")) if record else None
+        end = ends.get(record["launch"]) if record else None
         inside = times[borders[number] : borders[number + 1]]
         last = max([began, *(float(line["time"]) for line in (record, end) if line), *inside[-1:].tolist()])
         start = _start_seconds(first) if first else float(record["time"]) - began
         launches.append(LaunchSpan(began, last, start, record, end, first))
     return tuple(launches)
-
-
-def _launch_of(first: Json) -> str | None:
-    """Return the name of the launch of a first iteration."""
-    name = first.get("launch")
-    return name if isinstance(name, str) else None
-
-
-def _began(first: Json) -> float:
-    """Return the time at which a launch began, from its first iteration."""
-    return float(first["time"]) - _start_seconds(first) - sum_of(first, "seconds", "checkpoint_seconds")
 
 
 def _start_seconds(first: Json) -> float:

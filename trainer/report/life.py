@@ -14,10 +14,10 @@ import reprise
 from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
 from reprise.storage import Json, is_locked
-from trainer.compare.evaluations import Series, read_evaluations
+from trainer.compare.evaluations import read_evaluations
 from trainer.compare.text_table import duration
 from trainer.metrics.json_lines import LATEST
-from trainer.report.history import History, LaunchSpan, sum_of
+from trainer.report.history import TIME, History, LaunchSpan, events_of, sum_of
 
 SAVES = ("save", "local_save", "weights_save")
 
@@ -74,27 +74,14 @@ class RunCheckpoints:
 def life_of(history: History) -> list[LifeEvent]:
     """Return the events of a run in order of time."""
     checkpoints = RunCheckpoints.of(history.folder)
-    saves = [_save_event(event, checkpoints) for event in history.log.events if event.get("event") in SAVES]
-    given_up = [
-        _save_event(event, RunCheckpoints({}, {}, "given up"))
-        for log in history.abandoned
-        for event in log.events
-        if event.get("event") in SAVES
-    ]
-    logs = [history.log, *history.abandoned]
-    evaluations = [
-        LifeEvent(sum_of(event, "time"), "evaluation", _iteration(event), f"valid loss {event.get('valid_loss')}")
-        for log in logs
-        for event in log.events
-        if event.get("event") == "evaluation"
-    ]
-    spikes = [
-        LifeEvent(sum_of(event, "time"), "spike", _iteration(event), f"{event.get('figure')} {event.get('value')}")
-        for log in logs
-        for event in log.events
-        if event.get("event") == "spike"
-    ]
-    events = [*_launch_events(history), *spikes, *saves, *given_up, *evaluations]
+    saves = [_save_event(event, checkpoints) for event in events_of([history.log], *SAVES)]
+    given_up = RunCheckpoints({}, {}, "given up")
+    events = [*_launch_events(history), *saves]
+    events += [_save_event(event, given_up) for event in events_of(history.abandoned, *SAVES)]
+    for event in events_of(history.logs, "spike", "evaluation"):
+        is_spike = event["event"] == "spike"
+        text = f"{event.get('figure')} {event.get('value')}" if is_spike else f"valid loss {event.get('valid_loss')}"
+        events.append(LifeEvent(sum_of(event, "time"), event["event"], _iteration(event), text))
     events += _measurements(history.folder, {save.iteration: save.time for save in saves})
     return sorted((event for event in events if 0 < event.time <= LATEST), key=lambda event: event.time)
 
@@ -161,9 +148,9 @@ def first_iteration(launch: LaunchSpan) -> int:
 def last_iteration(history: History, launch: LaunchSpan) -> int:
     """Return the last iteration of a launch, or the last before it."""
     last = first_iteration(launch)
-    for log in (history.log, *history.abandoned):
-        times = log.columns.time
-        inside = log.columns.iteration[(times >= launch.began) & (times <= launch.ended + 0.002)]
+    for log in history.logs:
+        times = log.columns.column(TIME)
+        inside = log.columns.iterations[(times >= launch.began) & (times <= launch.ended + 0.002)]
         last = max([last, *map(int, inside[-1:].tolist())])
     return last
 
@@ -181,14 +168,9 @@ def topology_text(launch: LaunchSpan) -> str:
 
 
 def _measurements(folder: Path, saved_at: dict[int, float]) -> Iterator[LifeEvent]:
-    for name, series in measured(folder).items():
+    for name, series in read_evaluations(folder).items():
         for iteration, value in series.items():
             yield LifeEvent(saved_at.get(iteration, 0.0), "measurement", iteration, f"{name} {value:.6g}")
-
-
-def measured(folder: Path) -> dict[str, Series]:
-    """Return what followers of a run have measured, by the name of the metric."""
-    return {name: series for name, series in read_evaluations(folder).items() if name != "valid_loss"}
 
 
 def life_rows(events: Sequence[LifeEvent], *, most: int) -> list[list[str]]:
@@ -209,12 +191,12 @@ def progress_lines(history: History, *, most: int) -> list[tuple[list[float], li
         most: points of a line; those between are left out.
     """
     lines = []
-    for number, log in enumerate((history.log, *history.abandoned)):
-        columns = log.columns.where(numpy.isfinite(log.columns.time))
+    for number, log in enumerate(history.logs):
+        iterations, times = log.columns.iterations, log.columns.column(TIME)
         for launch in history.launches:
-            inside = numpy.flatnonzero((columns.time >= launch.began) & (columns.time <= launch.ended + 0.002))
+            inside = numpy.flatnonzero((times >= launch.began) & (times <= launch.ended + 0.002))
             if inside.size:
                 even = numpy.unique(numpy.linspace(0, inside.size - 1, min(most, inside.size)).astype(int))
                 chosen = inside[even]
-                lines.append((columns.time[chosen].tolist(), columns.iteration[chosen].tolist(), number > 0))
+                lines.append((times[chosen].tolist(), iterations[chosen].tolist(), number > 0))
     return lines

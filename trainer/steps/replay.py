@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from reprise.errors import DataError, TrainerError, count_of
 from reprise.loading import open_checkpoint
 from reprise.storage import CheckpointFolder, Files, Json, integer, is_dir
-from trainer.compare.read import METRICS_FILE
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
-from trainer.metrics.json_lines import JsonLines, open_log, read_records
+from trainer.metrics.json_lines import METRICS, JsonLines, open_log, read_records
 from trainer.metrics.launch_log import LAUNCHES
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _launch_of(folder: Path, iteration: int) -> Json:
 
 
 def _first_iteration(folder: Path) -> int | None:
-    path = folder / METRICS_FILE
+    path = folder / METRICS
     with open_log(path) as lines:
         records = JsonLines([lines.readline()], path).records()
     return integer(records[0][1].get("iteration")) if records else None

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
+
 import reprise
 from reprise.errors import DataError, count_of
 from reprise.storage import FILE_SYSTEM, exists
-from trainer.compare.points import Curve, Point
+from trainer.compare.curves import Curve, CurveDifference, Sides
 from trainer.compare.read import read_curve
 from trainer.steps.records import (
     RECORDS,
@@ -87,10 +89,11 @@ def compare_steps(
     if any(are_records):
         raise DataError("A run is compared with a run, and a record with a record", where=f"{a} and {b}")
     curves = read_curve(a), read_curve(b)
-    parting = _first_unequal(*curves)
+    sides = Sides.of(curves[0].points, curves[1].points, None)
+    parting = [row for row in sides.differences(3) if row.iteration == sides.iterations[0]]
     last = iteration or (parting[0].iteration if parting else None)
     if last is None:
-        if {point.iteration for point in curves[0].points}.isdisjoint(point.iteration for point in curves[1].points):
+        if not len(sides.base):
             raise DataError("Two runs have no iteration in common", where=f"{a} and {b}")
         return StepReport(None, "", None)
     with ExitStack() as stack:
@@ -102,7 +105,7 @@ def compare_steps(
 
 def _search(
     curves: tuple[Curve, Curve],
-    parting: tuple[Point, Point] | None,
+    parting: Sequence[CurveDifference],
     last: int,
     runs: tuple[RecordedRun, RecordedRun],
     folder: Path,
@@ -184,28 +187,19 @@ def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
     return ""
 
 
-def _first_unequal(a: Curve, b: Curve) -> tuple[Point, Point] | None:
-    """Return the points of the first iteration of both curves with other bits."""
-    points_b = {point.iteration: point for point in b.points}
-    for point in a.points:
-        point_b = points_b.get(point.iteration)
-        if point_b is not None and point.bits != point_b.bits:
-            return point, point_b
-    return None
-
-
-def _figures(parting: tuple[Point, Point] | None) -> str:
-    if parting is None:
-        return ""
-    pairs = zip(("loss", "gradient norm", "learning rate"), parting[0].bits, parting[1].bits, strict=True)
-    return "; ".join(f"{name} {first} and {second}" for name, first, second in pairs if first != second)
+def _figures(parting: Sequence[CurveDifference]) -> str:
+    words = {"grad_norm": "gradient norm", "lr": "learning rate"}
+    pairs = ((words.get(row.quantity, row.quantity), row.base.hex(), row.test.hex()) for row in parting)
+    return "; ".join(f"{name} {base} and {test}" for name, base, test in pairs)
 
 
 def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
     """Return the iterations whose repetition has other figures than the run's log."""
-    points = {point.iteration: point.bits[:2] for point in curve.points}
     figures = record.figures()
-    return tuple(number for number, bits in figures.items() if number in points and points[number] != bits)
+    points = curve.points.take(numpy.isin(curve.points.iterations, [*figures]))
+    rows = zip(points.iterations.tolist(), *points.values[:2].tolist(), strict=True)
+    logged = {number: (loss.hex(), norm.hex()) for number, loss, norm in rows}
+    return tuple(number for number, bits in figures.items() if logged.get(number, bits) != bits)
 
 
 def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:

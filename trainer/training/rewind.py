@@ -16,9 +16,8 @@ from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
 from trainer.launch.control import RunControl
 from trainer.launch.process_group import Cluster
-from trainer.metrics.json_lines import read_records
+from trainer.metrics.json_lines import METRICS, read_records
 from trainer.metrics.jsonl_file import newest_side_file
-from trainer.metrics.jsonl_sink import METRICS
 from trainer.metrics.launch_log import LAUNCHES
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run

@@ -213,5 +213,9 @@ def test_metrics_of_followers_are_shown_beside_the_losses(capsys: pytest.Capture
         [],
     ]
     assert lines[-1].startswith("bit-identical")
-    metrics = json.loads(compare("base same late --plot three.png --json", capsys)[1])["evaluations"]
-    assert metrics == {"base": {"acc": {"2": 0.25}}, "same": {"acc": {"2": 0.5}}, "late": {"acc": {"2": 0.75}}}
+    evaluation = '{"iteration": 60, "event": "evaluation", "valid_loss": 4.5}'
+    with Path("short/metrics.jsonl").open("a") as file:
+        file.write(f"{evaluation}\n")
+    metrics = json.loads(compare("base short late --plot three.png --json", capsys)[1])["evaluations"]
+    expected = {"base": {"acc": {"2": 0.25}}, "short": {"valid_loss": {"60": 4.5}}, "late": {"acc": {"2": 0.75}}}
+    assert metrics == expected, "a run without a follower has its validation loss"

@@ -112,10 +112,10 @@ def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> 
     run = make_run(tmp_path / "a", [9.0] * 5 + [0.5] * 5, {3: (7.0, 7.0), 10: (0.1, 0.0)})
     make_run(run, [9.0] * 5 + [0.5] * 2, {14: (7.0, 7.0), 17: (0.2, 0.0)}, after=9)
     timing = read_timing(run).without_first(5)
-    assert timing.iterations.tolist() == [6, 7, 8, 9, 15, 16]
-    assert set(timing.seconds) == {0.5}
-    assert timing.saves == ()
-    assert len(read_timing(run).without_first(0).iterations) == 16
+    assert timing.columns.iterations.tolist() == [6, 7, 8, 9, 15, 16]
+    assert {*timing.columns.column("seconds")} == {0.5}
+    assert timing.saves == []
+    assert len(read_timing(run).without_first(0).columns) == 16
 
 
 def test_json_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.commands import compare_steps
 from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
-from trainer.steps import replay
+from trainer.steps import replay, search
 from trainer.steps.replay import RecordedRun
 from trainer.steps.search import StepReport, launch_replay
 
@@ -54,7 +53,7 @@ def test_logs_that_neither_run_repeats_are_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
-    monkeypatch.setattr(compare_steps, "compare_steps", lambda *_, **options: report)
+    monkeypatch.setattr(search, "compare_steps", lambda *_, **options: report)
     assert main([str(tmp_path), str(tmp_path)]) == DIFFERENT
     assert "B does not repeat: the log has other figures at iteration 3" in capsys.readouterr().out
 

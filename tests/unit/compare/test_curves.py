@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.compare.curves import Tolerance, common_dtype, compare, report
+from trainer.compare.curves import QUANTITIES, Curve, Tolerance, common_dtype, compare, report
 from trainer.compare.logs import parse_log
-from trainer.compare.points import QUANTITIES, Curve, Point, Reading
 from trainer.compare.read import curve_of, read_curve
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT
 from trainer.metrics.log_file import read_lines
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
@@ -36,7 +37,7 @@ def metrics(losses: dict[int, float]) -> Curve:
 
 
 def losses_of(curve: Curve) -> dict[int, float]:
-    return {point.iteration: point.loss.value for point in curve.points}
+    return dict(zip(curve.points.iterations.tolist(), curve.points.values[0].tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,11 @@ def losses_of(curve: Curve) -> dict[int, float]:
 def test_log_lines_of_every_known_format_are_read(
     line: str, expected: tuple[int, float, float | None, float | None]
 ) -> None:
-    (point,) = parse_log(line + "\n", source="log").points
-    grad_norm, lr = (None if value is None else value.value for value in (point.grad_norm, point.lr))
-    assert (point.iteration, point.loss.value, grad_norm, lr) == expected
-    assert not point.loss.exact
+    points = parse_log(line + "\n", source="log").points
+    kinds = [ABSENT if value is None else DECIMAL for value in expected[1:]]
+    values = [math.nan if value is None else value for value in expected[1:]]
+    assert (points.iterations.tolist(), points.kinds[:, 0].tolist()) == ([expected[0]], kinds)
+    assert repr(points.values[:, 0].tolist()) == repr(values)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_a_torn_last_log_line_keeps_its_closed_fields_alone() -> None:
     curve = parse_log("step 1/9 | train loss 4.25 |\nstep 2/9 | train loss 4.2", source="log")
     assert losses_of(curve) == {1: 4.25}
     assert "line 2 is torn" in curve.notes[0]
-    (point,) = parse_log("step 2/9 | train loss 4.25 | norm 1.2", source="log").points
-    assert point == Point(2, Reading(4.25, exact=False))
+    points = parse_log("step 2/9 | train loss 4.25 | norm 1.2", source="log").points
+    assert points.kinds.tolist() == [[DECIMAL], [ABSENT], [ABSENT]]
 
 
 MAIN_LOG = """\
@@ -175,9 +177,8 @@ def test_a_repeated_log_line_must_be_equal_unless_the_last_wins() -> None:
 @given(st.dictionaries(st.integers(0, 10**6), FLOATS, min_size=1))
 def test_metrics_give_back_the_bits_that_were_written(losses: dict[int, float]) -> None:
     curve = metrics(losses)
-    assert [p.iteration for p in curve.points] == sorted(losses)
-    assert {p.iteration: p.loss.value.hex() for p in curve.points} == {i: loss.hex() for i, loss in losses.items()}
-    assert all(p.loss.exact for p in curve.points)
+    assert repr(losses_of(curve)) == repr(dict(sorted(losses.items())))
+    assert (curve.points.kinds[0] == EXACT).all()
 
 
 def test_metrics_records_without_a_loss_are_passed_over() -> None:
@@ -240,9 +241,9 @@ def test_only_the_dtype_directly_under_train_counts(tmp_path: Path, config: str,
     (tmp_path / "metrics.jsonl").write_text(record(3, 2.0))
     (tmp_path / "config.yaml").write_text(config)
     assert read_curve(tmp_path).dtype == dtype
-    assert read_curve(tmp_path) == read_curve(tmp_path / "metrics.jsonl")
+    assert read_curve(tmp_path / "metrics.jsonl").dtype == dtype
     (tmp_path / "copy.txt").write_text(record(3, 2.0))
-    assert read_curve(tmp_path / "copy.txt").points[0].loss.exact
+    assert read_curve(tmp_path / "copy.txt").points.kinds[0, 0] == EXACT
 
 
 @pytest.mark.parametrize("name", ["", "absent", "absent.log"])
@@ -264,7 +265,7 @@ def test_a_curve_is_bit_identical_to_itself(losses: dict[int, float]) -> None:
 def test_equal_bits_imply_equal_within_any_tolerance(one: dict[int, float], other: dict[int, float]) -> None:
     base, test = metrics(one), metrics(other)
     loose = compare(base, test, tolerance=Tolerance(1e-3, 1e-3))
-    assert set(loose.different_iterations) <= set(compare(base, test, tolerance=None).different_iterations)
+    assert {*loose.different} <= {*compare(base, test, tolerance=None).different}
     assert loose.compared + len(loose.missing_in_base) + len(loose.missing_in_test) == len(one.keys() | other.keys())
     assert report(loose).splitlines()[-1] == loose.verdict
 
@@ -302,7 +303,7 @@ def test_bitwise_looks_at_grad_norm_and_lr_where_both_have_them(quantity: str) -
         return parse_metrics(record(1, 2.0, **more), source="m")
 
     hexed, other = curve(**{f"{quantity}_hex": (1.5).hex()}), curve(**{f"{quantity}_hex": (1.25).hex()})
-    assert compare(hexed, other, tolerance=None).differences[0].quantity == quantity
+    assert compare(hexed, other, tolerance=None).differences(1)[0].quantity == quantity
     assert compare(curve(**{quantity: 1.5}), curve(**{quantity: 1.25}), tolerance=None).verdict.startswith("DIFF")
     assert compare(hexed, curve(), tolerance=None).bit_identical
     assert compare(hexed, other, tolerance=Tolerance(1e-5)).verdict == "equal within 1e-05: 1/1 iterations"
@@ -320,7 +321,7 @@ def test_decimals_prove_no_equal_bits() -> None:
 
 def test_missing_iterations_are_differences() -> None:
     comparison = compare(metrics({1: 2.0, 2: 2.0, 3: 2.0}), metrics({2: 2.0, 4: 2.0}), tolerance=Tolerance(1.0))
-    assert (comparison.missing_in_test, comparison.missing_in_base) == ((1, 3), (4,))
+    assert (comparison.missing_in_test.tolist(), comparison.missing_in_base.tolist()) == ([1, 3], [4])
     assert (
         comparison.verdict
         == "bit-identical: 1/1 iterations in both; MISSING: 2 in test (first at 1), 1 in base (first at 4)"
@@ -332,14 +333,14 @@ def test_an_allowed_prefix_covers_only_the_start_of_test() -> None:
     resumed = metrics(dict.fromkeys(range(41, 101), 2.0))
     allowed = compare(base, resumed, tolerance=None, allow_missing_prefix=True)
     assert allowed.verdict == "bit-identical: 60/100 iterations"
-    assert allowed.allowed_prefix == tuple(range(1, 41))
+    assert allowed.allowed_prefix.tolist() == [*range(1, 41)]
     assert not compare(base, resumed, tolerance=None).equal
     assert not compare(resumed, base, tolerance=None, allow_missing_prefix=True).equal
     late = metrics({101: 2.0})
     assert not compare(late, base, tolerance=Tolerance(1.0), allow_missing_prefix=True).equal
     assert not compare(base, late, tolerance=Tolerance(1.0), allow_missing_prefix=True).equal
     holed = metrics({i: 2.0 for i in range(41, 100) if i != 50})
-    assert compare(base, holed, tolerance=None, allow_missing_prefix=True).missing_in_test == (50, 100)
+    assert compare(base, holed, tolerance=None, allow_missing_prefix=True).missing_in_test.tolist() == [50, 100]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_an_allowed_prefix_covers_only_the_start_of_test() -> None:
     ],
 )  # fmt: skip
 def test_the_coarser_dtype_is_the_common_one(base: str | None, test: str | None, dtype: str | None) -> None:
-    assert common_dtype(Curve("a", (), base), Curve("b", (), test)) == dtype
+    assert common_dtype(*(replace(metrics({1: 1.0}), dtype=name) for name in (base, test))) == dtype
 
 
 @pytest.mark.parametrize(
@@ -405,6 +406,6 @@ def test_differences_of_all_quantities_are_in_order_of_iteration() -> None:
     rows.append('{"iteration": 2, "event": "evaluation", "valid_loss_hex": "0x1p0"}')
     base, test = ("\n".join([*rows, ""]).replace(*words) for words in (("", ""), ("0x1p0", "0x1p1")))
     test = test.replace(record(3, 1.0), record(3, 1.5))
-    differences = compare(*(parse_metrics(text, source="m") for text in (base, test)), tolerance=None).differences
+    differences = compare(*(parse_metrics(text, source="m") for text in (base, test)), tolerance=None).differences(9)
     assert [(d.iteration, d.quantity) for d in differences] == [(1, "grad_norm"), (2, "valid_loss"), (3, "loss")]
     assert [d.size for d in differences] == [1.0, 1.0, 0.5]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.compare.evaluations import evaluation_table, read_all_evaluations, read_evaluations
+from trainer.compare.evaluations import evaluation_table, read_evaluations
 
 A, B, C = ({"id": name, "began_at": began_at} for name, began_at in (("a", -1), ("b", 4), ("c", 2)))
 
@@ -20,29 +20,15 @@ def line(iteration: int, value: float | None, *branches: dict[str, object], metr
     return {"iteration": iteration, "branches": list(branches), "metric": metric, "value": value}
 
 
-def test_metrics_come_with_the_validation_loss(tmp_path: Path) -> None:
-    evaluation = {"iteration": 2, "event": "evaluation", "valid_loss": 4.5}
-    write_lines(tmp_path / "metrics.jsonl", {"iteration": 1, "loss": 5.0}, evaluation)
+def test_metrics_have_the_name_of_their_follower(tmp_path: Path) -> None:
     assert read_evaluations(tmp_path) == {}
     write_lines(tmp_path / "follow.jsonl", line(1, 0.25), line(2, None), line(3, 0.5), {"iteration": 4})
     write_lines(tmp_path / "follow.hard.jsonl", line(2, 0.125))
-    expected = {"valid_loss": {2: 4.5}, "hard: acc": {2: 0.125}, "acc": {1: 0.25, 3: 0.5}}
+    expected = {"hard: acc": {2: 0.125}, "acc": {1: 0.25, 3: 0.5}}
     (tmp_path / "followers.jsonl").write_text("not of a follower\n")
     assert read_evaluations(tmp_path) == expected
     assert read_evaluations(tmp_path / "metrics.jsonl") == expected
     assert read_evaluations(tmp_path / "run.log") == {}
-
-
-def test_a_run_without_a_follower_has_its_validation_loss(tmp_path: Path) -> None:
-    plain, followed, log = (tmp_path / name for name in ("plain", "followed", "run.log"))
-    log.write_text("")
-    for folder in (plain, followed):
-        folder.mkdir()
-        write_lines(folder / "metrics.jsonl", {"iteration": 2, "event": "evaluation", "valid_loss": 4.5})
-    assert read_all_evaluations([plain, followed, log]) == [{}, {}, {}]
-    write_lines(followed / "follow.jsonl", line(2, 0.25))
-    losses = {"valid_loss": {2: 4.5}}
-    assert read_all_evaluations([plain, followed, log]) == [losses, losses | {"acc": {2: 0.25}}, {}]
 
 
 def test_lines_of_an_abandoned_branch_are_left_out(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.compare.curves import Tolerance, compare, report
+from trainer.compare.curves import Curve, Tolerance, compare, report
 from trainer.compare.logs import parse_log
-from trainer.compare.points import Curve
 from trainer.compare.read import read_curve
 from trainer.compare.table import report_all, summarize
 
@@ -193,7 +192,7 @@ def read(folder: Path, name: str, content: str | bytes, **options: bool) -> Curv
 
 
 def losses_of(curve: Curve) -> dict[int, float]:
-    return {point.iteration: point.loss.value for point in curve.points}
+    return dict(zip(curve.points.iterations.tolist(), curve.points.values[0].tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("content", "name", "losses", "meaning"), READ.values(), ids=READ)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compare.curves import Comparison, Tolerance, compare
+from trainer.compare.curves import Comparison, Curve, Tolerance, compare
 from trainer.compare.plot import draw_comparisons, plot_comparisons
-from trainer.compare.points import Curve, Point, Reading
 from trainer.compare.table import name_runs, report_all
+from trainer.metrics.json_lines import EXACT
+from trainer.metrics.log_file import MetricColumns
 
 
 def curve(losses: dict[int, float], source: str = "runs/a/metrics.jsonl", *notes: str) -> Curve:
-    return Curve(source, tuple(Point(i, Reading(loss, True)) for i, loss in losses.items()), notes=notes)
+    points = MetricColumns.of([*losses], ["loss"], [[(loss, EXACT)] for loss in losses.values()])
+    return Curve(source, points, MetricColumns.of([], ["valid_loss"], []), notes=notes)
 
 
 def compared(*tests: dict[int, float]) -> list[Comparison]:

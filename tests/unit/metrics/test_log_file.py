@@ -44,7 +44,7 @@ def read(text: str, *quantities: str, skips_damaged: bool = False) -> MetricsLog
 
 
 def cells(log: MetricsLog) -> list[tuple[str, int]]:
-    pairs = zip(log.values.T.flatten().tolist(), log.kinds.T.flatten().tolist(), strict=True)
+    pairs = zip(log.columns.values.T.flatten().tolist(), log.columns.kinds.T.flatten().tolist(), strict=True)
     return [(value.hex(), kind) for value, kind in pairs]
 
 
@@ -56,7 +56,7 @@ def test_a_column_has_what_each_record_has(written: Sequence[dict[str, object]])
     log = read("".join(f"{json.dumps(record)}\n" for record in written), *names)
     alone = [read(f"{json.dumps(record)}\n", *names) for record in written]
     assert cells(log) == [cell for single in alone for cell in cells(single)]
-    assert log.iterations.tolist() == [n for single in alone for n in single.iterations.tolist()]
+    assert log.columns.iterations.tolist() == [n for single in alone for n in single.columns.iterations.tolist()]
     assert set(log.problems) == {name for single in alone for name in single.problems}
 
 
@@ -90,10 +90,11 @@ def test_chunks_and_empty_lines_move_no_line(monkeypatch: pytest.MonkeyPatch, ch
     evaluation = '{"iteration": 2, "event": "evaluation", "valid_loss": null, "valid_loss_hex": "nan"}\n'
     start = '{"iteration": 3, "loss": 1.5, "resumed": true}\n'
     log = read(f'\ufeff{{"iteration": 1, "loss": 0.5}}\n\n{evaluation}{start}{{"iteration": 4, "lo', "loss")
-    assert (log.lines.tolist(), log.iterations.tolist(), log.column("loss").tolist()) == ([1, 4], [1, 3], [0.5, 1.5])
+    columns = log.columns
+    assert ([*log.lines], columns.iterations.tolist(), columns.values[0].tolist()) == ([1, 4], [1, 3], [0.5, 1.5])
     assert [line for line, _ in log.events] == [3]
     assert [place for place, _ in log.starts] == [1]
-    assert repr(log.evaluations()) == "{2: (nan, True)}"
+    assert (log.evaluations.iterations.tolist(), log.evaluations.kinds.tolist()) == ([2], [[EXACT]])
     assert log.notes == ("m, line 5 is torn (no newline at its end) and was left out",)
 
 
@@ -101,7 +102,7 @@ def test_a_damaged_line_is_refused_or_left_out() -> None:
     text = '{"iteration": 1, "loss": 0.5}\n{"iteration": 2, "lo{"iteration": 2, "loss": 1.5}\n'
     with refused(DataError, "m, line 2"):
         read(text, "loss")
-    assert read(text, "loss", skips_damaged=True).iterations.tolist() == [1]
+    assert read(text, "loss", skips_damaged=True).columns.iterations.tolist() == [1]
 
 
 @given(st.binary(max_size=400), st.integers(1, 9))

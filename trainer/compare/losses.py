@@ -1,0 +1,110 @@
+"""Compares the losses of the runs, or of the folders of logs, that `reprise compare-loss` names."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from reprise.errors import DataError
+from reprise.storage import dumps, exists, is_dir, is_file
+from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
+from trainer.compare.evaluations import evaluation_table, read_evaluations, with_losses
+from trainer.compare.plot import plot_comparisons
+from trainer.compare.read import LLMC_LOG, read_curves
+from trainer.compare.table import name_runs, report_all, summarize, summarize_all
+from trainer.metrics.json_lines import METRICS
+
+_SUFFIXES = (".log", ".txt", ".jsonl")
+_DTYPES = {"bfloat16": ("bfloat16", "bf16"), "float32": ("float32", "fp32")}
+
+
+def compare_losses(options: Namespace) -> tuple[str, bool]:
+    """Compare what a command line names, and draw its plot.
+
+    Returns:
+        The report or the JSON to print, and whether all curves are equal to the base.
+
+    Raises:
+        TrainerError: an input cannot be used, or the plot cannot be written.
+    """
+    sources = (options.base, *options.tests)
+    if all(map(_is_log_folder, sources)):
+        return _compare_folders(options)
+    base, *tests = curves = _read(sources, options)
+    names = name_runs([curve.source for curve in curves])
+    comparisons = [_compare(options, base, test) for test in tests]
+    evaluations = [read_evaluations(curve.source) for curve in curves]
+    if any(evaluations):  # then the validation losses of all stand beside them
+        evaluations = [with_losses(curve.evaluations, run) for curve, run in zip(curves, evaluations, strict=True)]
+    if options.plot:
+        plot_comparisons(comparisons, names, options.plot, evaluations=evaluations)
+    metrics = dict(zip(names, evaluations, strict=True)) if any(evaluations) else {}
+    is_equal = all(comparison.equal for comparison in comparisons)
+    if options.json:
+        return dumps(summarize_all(comparisons, names) | ({"evaluations": metrics} if metrics else {})), is_equal
+    table = [*evaluation_table(metrics), ""] if metrics else []
+    is_single = len(comparisons) == 1
+    text = report(comparisons[0], max_rows=options.max_rows) if is_single else report_all(comparisons, names)
+    return "\n".join([*table, text]), is_equal
+
+
+def _compare_folders(options: Namespace) -> tuple[str, bool]:
+    """Compare the logs of two folders by name; a log without a partner is a difference."""
+    if len(options.tests) > 1 or options.plot:
+        raise DataError(
+            "Folders of logs are compared two at a time and without a plot",
+            found=f"{1 + len(options.tests)} folders" if len(options.tests) > 1 else f"--plot {options.plot}",
+            fix="Name two folders, or the logs themselves.",
+        )
+    folders = (options.base, options.tests[0])
+    of_base, of_test = map(_logs, folders)
+    common = sorted(of_base.keys() & of_test.keys())
+    if not common:
+        raise DataError(
+            "Two folders have no log of the same name",
+            where=" and ".join(folders),
+            expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS}",
+            found=f"{len(of_base)} and {len(of_test)} logs",
+        )
+    comparisons = {name: _compare(options, *_read([of_base[name], of_test[name]], options)) for name in common}
+    alone = {"only_in_base": sorted({*of_base} - {*common}), "only_in_test": sorted({*of_test} - {*common})}
+    equal = sum(comparison.equal for comparison in comparisons.values())
+    is_equal = equal == len(comparisons) and not any(alone.values())
+    if options.json:
+        logs = [summarize(comparison, name) for name, comparison in comparisons.items()]
+        return dumps({"logs": logs, **alone, "equal": is_equal}), is_equal
+    lines = [f"{name}\n{report(one, max_rows=options.max_rows)}\n" for name, one in comparisons.items()]
+    lines += [f"{n} is in {folder} alone" for names, folder in zip(alone.values(), folders, strict=True) for n in names]
+    return "\n".join([*lines, f"{equal} of {len(comparisons)} logs are equal"]), is_equal
+
+
+def _compare(options: Namespace, base: Curve, test: Curve) -> Comparison:
+    of_dtype = options.threshold_bf16 if common_dtype(base, test) == "bfloat16" else options.threshold_fp32
+    tolerance = Tolerance(of_dtype if options.threshold is None else options.threshold, options.rtol)
+    is_prefix_allowed = options.allow_missing_prefix
+    return compare(base, test, tolerance=None if options.bitwise else tolerance, allow_missing_prefix=is_prefix_allowed)
+
+
+def _read(paths: Sequence[str], options: Namespace) -> list[Curve]:
+    curves = zip(paths, read_curves(paths, last_wins=options.last_wins), strict=True)
+    return [replace(curve, dtype=options.dtype or curve.dtype or _dtype_in_name(path)) for path, curve in curves]
+
+
+def _is_log_folder(path: str) -> bool:
+    """Return whether a path is a folder of logs, and not the folder of a run."""
+    return is_dir(Path(path)) and not any(exists(Path(path) / name) for name in (METRICS, LLMC_LOG))
+
+
+def _dtype_in_name(path: str) -> str | None:
+    """Return the dtype in the name of a log such as `gpt2_1_bfloat16.log`; None if there is none."""
+    name = Path(path).stem.lower()
+    return next((dtype for dtype, words in _DTYPES.items() if any(word in name for word in words)), None)
+
+
+def _logs(folder: str) -> dict[str, str]:
+    try:
+        return {path.name: str(path) for path in Path(folder).iterdir() if path.suffix in _SUFFIXES and is_file(path)}
+    except OSError as error:
+        raise DataError("Cannot read a folder of logs", where=folder, found=error.strerror) from error
