@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import operator
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reprise.storage import Files, dumps, exists, open_regular, read_regular, replace_file, temporary_of
@@ -16,6 +14,7 @@ from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
 _log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18  # of the lines that a start looks at
+_COPIED_BYTES = 1 << 22  # at once, of the lines before them
 _SAVES = ("save", "local_save")  # the events of saves that a run may go on from
 
 
@@ -78,9 +77,8 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
 
     The file is read from its end, back to a line of training that stays: no line before it is of a later iteration.
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
-    both, and the next cut rewrites the side file. A file that was read to its begin is replaced by a new one, so an
-    older, suspended process appends to the old, unlinked file when it continues. A larger file is cut in place; lines
-    that move there are in a file of their own meanwhile, from which the next cut after a kill takes them.
+    both, and the next cut rewrites the side file. The file is replaced by a new one, so an older, suspended process
+    appends to the old, unlinked file when it continues.
 
     Args:
         owes_evaluation: also move the evaluation of `iteration`, because it will run again.
@@ -90,33 +88,27 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     """
     if not exists(path):
         return set()
-    side, last_cut = _last_side_file(path)
-    moved = _moved_lines(path)
-    begin, lines = _last_lines(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, [*last_cut, *moved])))
-    known = [*dict.fromkeys([*lines, *moved])] if moved else lines
+    number = _last_number(path)
+    last_cut = LINES.findall(read_regular(_side_path(path, number))) if number else []
+    begin, lines = _last_lines(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, last_cut)))
     retained, cut, recorded = list[bytes](), list[bytes](), set[int]()
-    for line in known:
-        record = record_of(line)
-        number, event = (int(record["iteration"]), record.get("event")) if record else (None, None)
-        is_kept = number is not None and number <= iteration
-        if owes_evaluation and number == iteration:
-            is_kept = event != "evaluation"
-        is_fragment = record is None and bool(moved) and line not in last_cut
-        if line != b"\n" and not is_fragment:  # of a cut in place that was killed
-            (retained if is_kept else cut).append(line)
-        if number is not None and is_kept and event is None:
-            recorded.add(number)
-    is_unfinished = bool(last_cut) and (bool(moved) or {*last_cut} <= {*lines})
-    if is_unfinished:
-        cut = [*(line for line in last_cut if line not in known), *cut]
-    else:
-        side = _side_path(path, _number_of(side) + 1)
+    for line in lines:
+        record = record_of(line) or {"iteration": iteration + 1}
+        is_training, behind = "event" not in record, record["iteration"] - iteration
+        is_owed = owes_evaluation and behind == 0 and record.get("event") == "evaluation"
+        if behind > 0 or is_owed:
+            cut.append(line)
+            continue
+        retained.append(line)
+        recorded |= {record["iteration"]} if is_training else set()
+    is_unfinished = bool(last_cut) and {*last_cut} <= {*lines}
+    side = _side_path(path, number if is_unfinished else number + 1)
     if cut:
         replace_file(files, side, b"".join(cut))
-    _rewrite(path, begin, lines, retained, files)
-    if is_unfinished and not cut:
+        _replace_tail(path, begin, b"".join(retained), files)
+    elif is_unfinished:
         files.remove_file(side)
-    for temporary in (temporary_of(path), temporary_of(side), _moved_path(path)):
+    for temporary in (temporary_of(path), temporary_of(side)):
         files.remove_file(temporary)
     return recorded
 
@@ -141,47 +133,24 @@ def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, l
             least_bytes *= 4
 
 
-def _rewrite(path: Path, begin: int, lines: Sequence[bytes], retained: Sequence[bytes], files: Files) -> None:
-    """Replace the last lines of a file, which begin at byte `begin`."""
-    if not begin:
-        replace_file(files, path, b"".join(retained))
-        return
-    equal = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, lines, retained)))
-    at, end = begin + sum(map(len, lines[:equal])), begin + sum(map(len, lines))
-    data = b"".join(retained[equal:])
-    with path.open("r+b", buffering=0) as file:
-        if data:
-            # A process may be killed within a write.
-            files.write_whole(_moved_path(path), data)
-            files.sync_folder(path.parent)
-            # Empty lines until the end: a process that is killed before the next call leaves no line doubled or torn.
-            files.write(file.fileno(), [memoryview(data + b"\n" * (end - at - len(data)))], offset=at)
-            files.sync(file.fileno())  # a file system may keep the new length before the bytes
-        file.truncate(at + len(data))
-        files.sync(file.fileno())
-
-
-def _moved_path(path: Path) -> Path:
-    return temporary_of(path.with_suffix(".moved"))
-
-
-def _moved_lines(path: Path) -> list[bytes]:
-    """Return the lines that a killed cut in place was moving."""
-    moved = _moved_path(path)
-    return [line for line in LINES.findall(read_regular(moved)) if line.endswith(b"\n")] if exists(moved) else []
+def _replace_tail(path: Path, begin: int, tail: bytes, files: Files) -> None:
+    """Replace what a file has from byte `begin` on, by a new file."""
+    temporary = temporary_of(path)
+    files.write_whole(temporary, b"")
+    with os.fdopen(open_regular(path), "rb") as old, temporary.open("ab") as new:
+        for at in range(0, begin, _COPIED_BYTES):
+            new.write(old.read(min(_COPIED_BYTES, begin - at)))
+        new.write(tail)
+        new.flush()
+        files.sync(new.fileno())
+    files.rename(temporary, path)
+    files.sync_folder(path.parent)
 
 
 def newest_side_file(path: Path) -> str | None:
     """Return the name of the last file with abandoned lines of `path`, or None."""
     number = _last_number(path)
     return _side_path(path, number).name if number else None
-
-
-def _last_side_file(path: Path) -> tuple[Path, list[bytes]]:
-    """Return the newest side file, and its lines; the number of a missing one is 0."""
-    number = _last_number(path)
-    side = _side_path(path, number)
-    return side, LINES.findall(read_regular(side)) if number else []
 
 
 def _last_number(path: Path) -> int:
@@ -194,10 +163,6 @@ def _last_number(path: Path) -> int:
 
 def _side_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.abandoned-{number}.jsonl")
-
-
-def _number_of(side: Path) -> int:
-    return int(side.stem.rpartition("-")[2])
 
 
 def last_recorded_iteration(path: Path) -> int | None:

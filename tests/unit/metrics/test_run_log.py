@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,16 @@ class Killed(BaseException):
     """What stands for the end of the process here; the tests of crashes end real ones."""
 
 
-@pytest.mark.parametrize("calls", range(12))
-@pytest.mark.parametrize("again", [0, 3, 9])
+@pytest.mark.parametrize("calls", range(14))
+@pytest.mark.parametrize("again", [0, 50, 52, 60])
+@pytest.mark.parametrize("tail", [40, 1 << 18])
 def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
-    tmp_path: Path, calls: int, again: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: int, again: int, tail: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(1, 2, 3, 4, 5) + '{"iteration": 6, "lo')
+    """A save that ends late has its line behind those of later iterations."""
+    path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
+    path.write_text(lines(*range(1, 52)) + save + lines(52, 53) + '{"iteration": 54, "lo')
+    whole, old = dict.fromkeys(path.read_text().splitlines(), 1), path.open()
     left = calls
 
     def dying(call: Callable[..., object]) -> Callable[..., object]:
@@ -105,63 +108,19 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         return wrapped
 
     with monkeypatch.context() as patch:
-        for name in ("write_whole", "rename", "sync_folder", "remove_file"):
+        patch.setattr(jsonl_file, "_TAIL_BYTES", tail)
+        patch.setattr(jsonl_file, "_COPIED_BYTES", 30)
+        for name in ("write_whole", "sync", "rename", "sync_folder", "remove_file"):
             patch.setattr(Files, name, dying(getattr(Files, name)))
         with contextlib.suppress(Killed):
-            cut_after(path, 3, files=FILE_SYSTEM)
+            assert max(cut_after(path, 50, files=FILE_SYSTEM)) == 50
+            assert iterations(path) == [*range(1, 51), 50]
+            assert not os.path.samestat(path.stat(), os.fstat(old.fileno())), "a suspended process has the old file"
+    old.close()
     cut_after(path, again, files=FILE_SYSTEM)
     assert set(iterations(path)) <= set(range(1, again + 1))
-    assert count(tmp_path) == dict.fromkeys([*lines(1, 2, 3, 4, 5).splitlines(), '{"iteration": 6, "lo'], 1)
+    assert count(tmp_path) == whole
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.fixture
-def long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a log that is cut in place: 50 iterations and a save, and four lines after them."""
-    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", 40)
-    path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
-    path.write_text(lines(*range(1, 51)) + save + lines(51) + save.replace("save", "sample") + lines(52, 53))
-    return path
-
-
-def test_a_long_log_is_cut_in_place_and_synced_before(long_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, synced, fsync = long_log.stat(), list[int](), os.fsync
-
-    def syncing(descriptor: int) -> None:
-        synced.append(os.fstat(descriptor).st_size)
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", syncing)
-        assert max(cut_after(long_log, 50, files=FILE_SYSTEM)) == 50
-    after = long_log.stat()
-    assert synced[-2:] == [before.st_size, after.st_size]
-    assert after.st_ino == before.st_ino
-    assert iterations(long_log) == [*range(1, 51), 50, 50]
-    assert iterations(long_log.with_name("metrics.abandoned-1.jsonl")) == [51, 52, 53]
-    assert last_recorded_iteration(long_log) == last_saved_iteration(long_log) == 50
-
-
-@pytest.mark.parametrize("written", [0, 1, 30, 41, 60, 1000])
-@pytest.mark.parametrize("again", [20, 50, 60])
-def test_a_killed_cut_in_place_loses_and_doubles_nothing(long_log: Path, again: int, written: int) -> None:
-    """A process may be killed between two pages of a write."""
-
-    class KilledInPlace(Files):
-        def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-            if offset == 0:
-                super().write(descriptor, buffers, offset=offset)
-                return
-            super().write(descriptor, [buffers[0][:written]], offset=offset)
-            raise Killed
-
-    whole = dict.fromkeys(long_log.read_text().splitlines(), 1)
-    with pytest.raises(Killed):
-        cut_after(long_log, 50, files=KilledInPlace())
-    cut_after(long_log, again, files=FILE_SYSTEM)
-    assert set(iterations(long_log)) <= set(range(1, again + 1))
-    assert count(long_log.parent) == whole
-    assert not list(long_log.parent.glob(".*"))
 
 
 def test_lines_wait_for_a_disk_that_fails(
