@@ -35,17 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         print(f"reprise compare-speed: {error}", file=sys.stderr)
         return UNUSABLE
-    status = SLOWER if engine.slower_runs(speeds, options.threshold) else FINE
+    summary = engine.summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
     if options.json:
-        summary = engine.summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
         print(dumps(summary))
-        return status
-    for note in dict.fromkeys(note for timing in timings for note in timing.notes):
-        print(f"note: {note}")
-    print(engine.report_speeds(speeds, skipped=options.skip))
-    if len(speeds) > 1:
-        print(f"\n{engine.report_verdicts(speeds, threshold=options.threshold)}")
-    return status
+    else:
+        for note in dict.fromkeys(note for timing in timings for note in timing.notes):
+            print(f"note: {note}")
+        print(engine.report_speeds(summary))
+    return SLOWER if summary["slower"] else FINE
 
 
 def _parser() -> argparse.ArgumentParser:

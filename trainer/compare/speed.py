@@ -160,84 +160,54 @@ def measure(timing: Timing) -> Speed:
     )
 
 
-def report_speeds(speeds: Mapping[str, Speed], *, skipped: int) -> str:
-    """Return two tables, the speed of runs and the cost of their saves; ratios are relative to the first run."""
-    first = next(iter(speeds.values()))
-    pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
-    cost = [["run", "saves", "s to commit", "blocked s", "slowed s", "share of time", "tok/s overall", "ratio"]]
-    for name, speed in speeds.items():
-        tokens, seconds = speed.tokens_per_second, speed.seconds
-        pace.append(
-            [name, str(speed.iterations), *(f"{value:.1f}" for value in (tokens.median, tokens.p10, tokens.p90))]
-        )
-        pace[-1].append(_ratio(tokens.median, first.tokens_per_second.median))
-        pace[-1] += [f"{value:.4g}" for value in (seconds.median, seconds.p10, seconds.p90)]
-        overall = speed.tokens_per_second_overall
-        cost.append([name, str(speed.saves), "-" if speed.save_seconds is None else f"{speed.save_seconds:.3f}"])
-        cost[-1] += [f"{speed.blocked_s:.3f}", f"{speed.slowdown_s:.3f}", f"{speed.checkpoint_share:.2%}"]
-        cost[-1] += [f"{overall:.1f}", _ratio(overall, first.tokens_per_second_overall)]
-    rule = f"the first {skipped} iterations after each start, and saves of them, are left out; tok/s is the median"
-    return "\n".join([rule, "", *format_table(pace), "", *format_table(cost)])
-
-
-def slower_by(speeds: Mapping[str, Speed]) -> dict[str, float]:
-    """Return each run's shortfall in median tokens per second, as a share of the first run's; negative if faster."""
-    first = next(iter(speeds.values())).tokens_per_second.median
-    return {name: 1 - speed.tokens_per_second.median / first for name, speed in speeds.items()}
-
-
-def slower_runs(speeds: Mapping[str, Speed], threshold: float) -> list[str]:
-    """Return the runs whose median tokens per second fall short of the first run's by more than `threshold`."""
-    return [name for name, share in slower_by(speeds).items() if share > threshold]
-
-
-def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
-    """Return a table of the runs' tokens per second against the first run's; the last line is the verdict on all.
-
-    Args:
-        speeds: of at least two runs.
-        threshold: allowed shortfall as a share of the first run's median.
-    """
-    base, *compared = speeds
-    slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
-    rows = [["run", "verdict", "against the first", "tok/s", "quartiles"]]
-    for name, speed in speeds.items():
-        spread = speed.tokens_per_second
-        verdict = "base" if name == base else "SLOWER" if name in slower else "ok"
-        change = "-" if name == base else f"{0.0 - shares[name]:+.1%}"
-        rows.append([name, verdict, change, f"{spread.median:.1f}", f"{spread.p25:.1f} to {spread.p75:.1f}"])
-    limit = f"by more than {100 * threshold:g}% of its median"
-    if slower:
-        summary = f"SLOWER: {len(slower)} of {len(compared)} runs than {base} {limit}: {', '.join(slower)}"
-    else:
-        summary = f"ok: 0 of {len(compared)} runs are slower than {base} {limit}"
-    return "\n".join([*format_table(rows), "", summary])
-
-
 def summarize_speeds(
     speeds: Mapping[str, Speed], timings: Sequence[Timing], *, skipped: int, threshold: float
 ) -> dict[str, Any]:
-    """Return the figures of all runs as standard JSON."""
-    first = next(iter(speeds.values()))
-    slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
-    runs = [
-        {
-            "run": name,
-            "source": timing.source,
-            "notes": list(timing.notes),
-            **asdict(speed),
-            "ratio": speed.tokens_per_second.median / first.tokens_per_second.median,
-            "ratio_overall": speed.tokens_per_second_overall / first.tokens_per_second_overall,
-            "slower_by": shares[name],
-            "is_slower": name in slower,
-        }
-        for (name, speed), timing in zip(speeds.items(), timings, strict=True)
-    ]
+    """Return the figures of all runs as standard JSON, with ratios relative to the first run.
+
+    Args:
+        threshold: allowed shortfall of median tokens per second, as a share of the first run's.
+    """
+    first, runs = next(iter(speeds.values())), list[dict[str, Any]]()
+    for (name, speed), timing in zip(speeds.items(), timings, strict=True):
+        ratio = speed.tokens_per_second.median / first.tokens_per_second.median
+        overall = speed.tokens_per_second_overall / first.tokens_per_second_overall
+        about = {"run": name, "source": timing.source, "notes": list(timing.notes), **asdict(speed)}
+        ratios = {"ratio": ratio, "ratio_overall": overall, "slower_by": 1 - ratio, "is_slower": 1 - ratio > threshold}
+        runs.append(about | ratios)
+    slower = [run["run"] for run in runs if run["is_slower"]]
     return {"skipped": skipped, "threshold": threshold, "runs": runs, "slower": slower}
 
 
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.3f}"
+def report_speeds(summary: Mapping[str, Any]) -> str:
+    """Return tables of the speed of runs, of the cost of their saves and, of several, of verdicts; the last line is the
+    verdict on all.
+    """
+    runs, slower = summary["runs"], summary["slower"]
+    pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
+    cost = [["run", "saves", "s to commit", "blocked s", "slowed s", "share of time", "tok/s overall", "ratio"]]
+    verdicts = [["run", "verdict", "against the first", "tok/s", "quartiles"]]
+    for run in runs:
+        name, tokens, seconds, save_s = run["run"], run["tokens_per_second"], run["seconds"], run["save_seconds"]
+        speeds = [f"{tokens[key]:.1f}" for key in ("median", "p10", "p90")]
+        times = [f"{seconds[key]:.4g}" for key in ("median", "p10", "p90")]
+        pace.append([name, str(run["iterations"]), *speeds, f"{run['ratio']:.3f}", *times])
+        cost.append([name, str(run["saves"]), "-" if save_s is None else f"{save_s:.3f}"])
+        cost[-1] += [f"{run['blocked_s']:.3f}", f"{run['slowdown_s']:.3f}", f"{run['checkpoint_share']:.2%}"]
+        cost[-1] += [f"{run['tokens_per_second_overall']:.1f}", f"{run['ratio_overall']:.3f}"]
+        is_base = run is runs[0]
+        verdict = "base" if is_base else "SLOWER" if run["is_slower"] else "ok"
+        change = "-" if is_base else f"{0.0 - run['slower_by']:+.1%}"
+        verdicts.append([name, verdict, change, speeds[0], f"{tokens['p25']:.1f} to {tokens['p75']:.1f}"])
+    skipped = summary["skipped"]
+    rule = f"the first {skipped} iterations after each start, and saves of them, are left out; tok/s is the median"
+    lines = [rule, "", *format_table(pace), "", *format_table(cost)]
+    if len(runs) > 1:
+        limit = f"{runs[0]['run']} by more than {100 * summary['threshold']:g}% of its median"
+        is_slower = f"SLOWER: {len(slower)} of {len(runs) - 1} runs than {limit}: {', '.join(slower)}"
+        is_fine = f"ok: 0 of {len(runs) - 1} runs are slower than {limit}"
+        lines += ["", *format_table(verdicts), "", is_slower if slower else is_fine]
+    return "\n".join(lines)
 
 
 def _save(record: Mapping[str, object], where: str) -> TimedSave:
