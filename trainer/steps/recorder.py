@@ -25,7 +25,7 @@ from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.reduction import GradientReduction
 from trainer.run.build import Run
-from trainer.steps.records import RECORDS, VALUES, StepPhase, StepPlace
+from trainer.steps.records import BITS, RECORDS, VALUES, StepPlace
 from trainer.training.loop import iterate
 
 _ROOM_BYTES = 256 << 20  # of values that a rank keeps
@@ -33,7 +33,6 @@ _CHUNK = 1 << 20  # elements whose digest is computed at once
 _MASK = (1 << 64) - 1
 # Odd constants of splitmix64, as int64.
 _STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
@@ -58,14 +57,14 @@ def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int,
         recorder = Recorder(run, lines, file, values)
         with recorder.watching() as watched:
             recorder.begin(run.state.progress.iteration + 1)
-            recorder.state(StepPhase.start)
+            recorder.state("start")
             while watched.state.progress.iteration < last:
                 recorder.begin(watched.state.progress.iteration + 1)
                 result = iterate(watched)
-                recorder.number(StepPhase.figures, "loss", result.loss)
-                recorder.number(StepPhase.figures, "gradient norm", result.grad_norm)
+                recorder.number("figures", "loss", result.loss)
+                recorder.number("figures", "gradient norm", result.grad_norm)
                 recorder.settings()
-                recorder.state(StepPhase.optimizer)
+                recorder.state("optimizer")
         lines.write(json.dumps({"end": True}) + "\n")
 
 
@@ -102,13 +101,13 @@ class Recorder:
         for passes in self._passes:
             passes.begin(self._run.train_data.numbers_of(size))
 
-    def state(self, phase: StepPhase) -> None:
+    def state(self, phase: str) -> None:
         """Record the parameters and the optimizer's state, box by box."""
         for tensor in self._run.state.shards():
             key, _, name = tensor.spec.name.partition(".")
             if tensor.spec.kind is not TensorKind.OPTIMIZER:
                 key, name = "weight", tensor.spec.name
-            self._logical(StepPlace(self._iteration, phase.value, -1, name, key), tensor)
+            self._logical(StepPlace(self._iteration, phase, -1, name, key), tensor)
 
     def gradients(self) -> None:
         """Record the gradients of all parameters, reduced and not clipped."""
@@ -120,7 +119,7 @@ class Recorder:
                 gradient, box = local_of(parameter.grad), boxes[name].box
                 for dim, size in enumerate(box.shape):  # the padding lies behind
                     gradient = gradient.narrow(dim, 0, size)
-                place = StepPlace(self._iteration, StepPhase.gradient.value, -1, name, "gradient")
+                place = StepPlace(self._iteration, "gradient", -1, name, "gradient")
                 self._logical(place, replace(boxes[name], local=gradient))
 
     def settings(self) -> None:
@@ -136,11 +135,11 @@ class Recorder:
         for name, numbers in values.items():
             for index, number in enumerate(sorted(numbers, reverse=True)):
                 which = f", value {index}" if index else ""
-                self.number(StepPhase.optimizer, f"optimizer setting {name}{which}", number)
+                self.number("optimizer", f"optimizer setting {name}{which}", number)
 
-    def number(self, phase: StepPhase, name: str, value: float) -> None:
+    def number(self, phase: str, name: str, value: float) -> None:
         """Record a number."""
-        place = StepPlace(self._iteration, phase.value, -1, name, "value")
+        place = StepPlace(self._iteration, phase, -1, name, "value")
         self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
 
     def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
@@ -174,11 +173,11 @@ class Recorder:
         """Record an activation and, when the backward pass comes there, the gradient of an output."""
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
-        place = StepPlace(self._iteration, StepPhase.forward.value, passes.micro, name, what)
+        place = StepPlace(self._iteration, "forward", passes.micro, name, what)
         call = passes.count(place)
         self._add(place, local_of(tensor), call=call)
         if what == "output" and tensor.requires_grad:
-            back = replace(place, phase=StepPhase.backward.value, what="gradient of its output")
+            back = replace(place, phase="backward", what="gradient of its output")
             tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
 
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -186,7 +185,7 @@ class Recorder:
             value = context.loss(logits, targets)
             if self._passes[-1].is_repeated:
                 return value
-            place = StepPlace(self._iteration, StepPhase.forward.value, self._passes[-1].micro, "the loss", "output")
+            place = StepPlace(self._iteration, "forward", self._passes[-1].micro, "the loss", "output")
             self._add(replace(place, what="targets"), targets)
             self._add(place, local_of(value))
             return value
@@ -212,8 +211,6 @@ class Recorder:
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
         local = local if tensor_shape else local.clone()
         data = memory_of(local)
-        numbers = local if local.numel() else local.new_zeros(1)
-        numbers = numbers if numbers.is_floating_point() else numbers.double()
         at, is_named = None, place.key in self._values
         if is_named or (not self._values and self._file.tell() + len(data) <= _ROOM_BYTES):
             at = self._file.tell()
@@ -225,8 +222,6 @@ class Recorder:
             "offset": list(offset),
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
-            "norm": float(torch.linalg.vector_norm(numbers, dtype=torch.float64)).hex(),
-            "largest": float(numbers.abs().max()).hex(),
             "at": at,
             "call": call,
         }
@@ -302,7 +297,7 @@ def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequenc
     rows = max(1, _CHUNK // max(1, prod(local.shape[1:]))) if local.ndim else 1
     total = 0
     for number, block in enumerate(torch.split(local, rows) if local.ndim else [local]):
-        bits = block.contiguous().view(_BITS[block.itemsize]).to(torch.int64)
+        bits = block.contiguous().view(getattr(torch, BITS[block.itemsize])).to(torch.int64)
         index = torch.zeros((), dtype=torch.int64, device=local.device)
         for dim, (size, corner) in enumerate(zip(block.shape, offset, strict=True)):
             first = corner + (number * rows if dim == 0 else 0)

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,11 @@ if TYPE_CHECKING:
 
 RECORDS, VALUES = "rank{}.jsonl", "rank{}.bin"
 _MODULO = 1 << 64
-_CHUNK = 1 << 20  # values compared at once: their differences take a multiple of their memory
+BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # integers with the bits of a value, by its bytes
 
 
-class StepPhase(Enum):
-    """A part of an iteration, in the order in which differences spread."""
-
-    start = "start"
-    forward = "forward"
-    backward = "backward"
-    gradient = "gradient"
-    figures = "figures"
-    optimizer = "optimizer"
-
-
-_ORDER = {phase.value: number for number, phase in enumerate(StepPhase)}
+# The parts of an iteration, in the order in which differences spread.
+PHASES = ("start", "forward", "backward", "gradient", "figures", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +63,18 @@ class StepPart:
         order: the rank's pipeline stage and tensor-parallel index, the number of the call of a module that is called
             several times, and the number of the record among those of the rank.
         offset, tensor_shape: the corner of its box and the shape of the tensor, for a logical tensor; else empty.
-        norm, largest: the L2 norm, and the largest absolute value.
         at: the offset of its values in `file`; None for values that were not kept.
     """
 
     rank: int
     order: tuple[int, int, int, int]
+    file: Path
+    place: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor_shape: tuple[int, ...]
     digest: str
-    norm: float
-    largest: float
-    file: Path
     at: int | None
 
     def values(self) -> torch.Tensor | None:
@@ -121,7 +108,7 @@ class StepRecord:
         """Return the loss and the gradient norm of each iteration, as hex."""
         figures = dict[int, tuple[str, ...]]()
         for place, parts in self.parts.items():
-            if place.phase == StepPhase.figures.value:
+            if place.phase == "figures":
                 figures[place.iteration] = (*figures.get(place.iteration, ()), parts[0].digest)
         return figures
 
@@ -165,28 +152,15 @@ def read_record(folder: Path) -> StepRecord:
             raise DataError("The record of a rank is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
-            order = (header["stage"], header["tensor_rank"], record["call"], number)
-            place = StepPlace(*record["place"])
-            parts.setdefault(place, []).append(_part(rank, order, record, folder / VALUES.format(rank)))
+            order = (header["stage"], header["tensor_rank"], record.pop("call"), number)
+            members: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+            }
+            part = StepPart(rank, order, file=folder / VALUES.format(rank), **members)
+            parts.setdefault(StepPlace(*part.place), []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
         raise DataError("A folder has no record of all ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
-
-
-def _part(rank: int, order: tuple[int, int, int, int], record: dict[str, Any], file: Path) -> StepPart:
-    return StepPart(
-        rank,
-        order,
-        dtype=record["dtype"],
-        shape=tuple(record["shape"]),
-        offset=tuple(record["offset"]),
-        tensor_shape=tuple(record["tensor_shape"]),
-        digest=record["digest"],
-        norm=float.fromhex(record["norm"]),
-        largest=float.fromhex(record["largest"]),
-        file=file,
-        at=record["at"],
-    )
 
 
 def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
@@ -210,7 +184,13 @@ def unmatched(a: StepRecord, b: StepRecord) -> tuple[int, int]:
 def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, int, int, int, int]:
     """Return the position of a place in an iteration; later pipeline stages come first in a backward pass."""
     stage, _, _, number = parts[0].order
-    return place.iteration, _ORDER[place.phase], place.micro, -stage if place.phase == "backward" else stage, number
+    return (
+        place.iteration,
+        PHASES.index(place.phase),
+        place.micro,
+        -stage if place.phase == "backward" else stage,
+        number,
+    )
 
 
 def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int) -> StepDifference | None:
@@ -222,10 +202,10 @@ def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equ
             ranks = _unequal_replicas(parts)
             if ranks:
                 detail = f"ranks {ranks[0].rank} and {ranks[1].rank} of {name}, which have the same part, differ"
-                return _sized(place, detail, ranks[0].values(), ranks[1].values(), ranks, equal)
+                return _sized(place, detail, ranks[0].values(), ranks[1].values(), math.prod(shape_a), equal)
         if _sum(a) == _sum(b):
             return None
-        return _sized(place, "", _joined(a), _joined(b), (*a[:1], *b[:1]), equal)
+        return _sized(place, "", _joined(a), _joined(b), math.prod(shape_a), equal)
     if place.what == "value":
         x, y = (float.fromhex(parts[0].digest) for parts in (a, b))
         if x.hex() == y.hex():
@@ -245,12 +225,12 @@ def _compare_activations(
                 return StepDifference(place, f"{_form(part)} and {_form(part_b)}", 0, 0, None, (), equal)
             if part.digest != part_b.digest:
                 detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
-                return _sized(place, detail, part.values(), part_b.values(), (part, part_b), equal)
+                return _sized(place, detail, part.values(), part_b.values(), math.prod(part.shape), equal)
         return None
     values_a, values_b = _along(a, b[0].shape), _along(b, a[0].shape)
     if values_a is None or values_b is None or values_a.shape != values_b.shape:
         return None  # cut in a way that cannot be joined here; a later place shows a difference
-    return _sized(place, "", values_a, values_b, (a[0], b[0]), equal)
+    return _sized(place, "", values_a, values_b, values_a.numel(), equal)
 
 
 def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
@@ -307,41 +287,25 @@ def _sized(
     detail: str,
     a: torch.Tensor | None,
     b: torch.Tensor | None,
-    parts: Sequence[StepPart],
+    total: int,
     equal: int,
 ) -> StepDifference | None:
     """Return a difference with its size; None for values with equal bits, which digests did not compare."""
     import torch
 
     if a is None or b is None:
-        numbers = " and ".join(f"norm {part.norm:.9g}, largest {part.largest:.9g}" for part in parts)
-        text = f"{detail}; {numbers}" if detail else numbers
-        return StepDifference(place, text, 0, math.prod(parts[0].tensor_shape or parts[0].shape), None, (), equal)
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    differing, largest, at, values_text = 0, 0.0, 0, ""
-    for begin in range(0, a.numel(), _CHUNK):
-        x, y = (values[begin : begin + _CHUNK] for values in (flat_a, flat_b))
-        places = (_bits(x) != _bits(y)).any(1).nonzero().flatten()
-        if not len(places):
-            continue
-        x, y = x[places].double(), y[places].double()
-        if not differing:
-            at, values_text = begin + int(places[0]), f"{float(x[0]):.9g} and {float(y[0]):.9g}"
-        differing += len(places)
-        largest = max(largest, float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()))
-    if not differing:
+        text = f"the values were not kept: record both with --values '{place.key}'"
+        return StepDifference(place, f"{detail}; {text}" if detail else text, 0, total, None, (), equal)
+    bits = getattr(torch, BITS[a.itemsize])
+    differs = a.reshape(-1).view(bits) != b.reshape(-1).view(bits)
+    x, y = (values.reshape(-1)[differs].double() for values in (a, b))
+    if not len(x):
         return None
-    first = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), a.shape)) if a.ndim else ()
-    form = f"{str(a.dtype).removeprefix('torch.')} {list(a.shape)}"
-    text = "; ".join(filter(None, [detail, f"{form}, {values_text} at {list(first)}"]))
-    return StepDifference(place, text, differing, a.numel(), largest, first, equal)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of values, a row for each."""
-    import torch
-
-    return values.contiguous().view(-1, 1).view(torch.uint8)
+    largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
+    first = tuple(int(index) for index in torch.unravel_index(differs.nonzero()[0, 0], a.shape)) if a.ndim else ()
+    form = f"{str(a.dtype).removeprefix('torch.')} {list(a.shape)}, {float(x[0]):.9g} and {float(y[0]):.9g}"
+    text = "; ".join(filter(None, [detail, f"{form} at {list(first)}"]))
+    return StepDifference(place, text, len(x), a.numel(), largest, first, equal)
 
 
 def _form(part: StepPart) -> str:

@@ -22,7 +22,6 @@ from trainer.compare.read import read_curve
 from trainer.steps.records import (
     RECORDS,
     StepDifference,
-    StepPhase,
     StepRecord,
     described,
     first_difference,
@@ -124,7 +123,7 @@ def _search(
     begin = max(earliest, last - _WINDOW + 1)
     pair = records(begin)
     difference = first_difference(*pair)
-    if difference is not None and difference.place.phase == StepPhase.start.value and begin > earliest:
+    if difference is not None and difference.place.phase == "start" and begin > earliest:
         begin = earliest
         pair = records(begin)
         difference = first_difference(*pair)

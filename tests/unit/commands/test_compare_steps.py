@@ -24,7 +24,7 @@ def make_record(folder: Path, iteration: int, loss: float) -> str:
     folder.mkdir()
     header = {"settings": {}, "ranks": 1, "stage": 0, "tensor_rank": 0}
     place = [iteration, "figures", -1, "loss", "value"]
-    numbers = {"digest": loss.hex(), "norm": "0x1p0", "largest": "0x1p0", "at": None, "call": 0}
+    numbers = {"digest": loss.hex(), "at": None, "call": 0}
     number = {"place": place, "dtype": "float64", "shape": [], "offset": [], "tensor_shape": [], **numbers}
     (folder / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (header, number, {"end": True})))
     return str(folder)
