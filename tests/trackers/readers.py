@@ -84,16 +84,13 @@ def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
 
 def read_tensorboard(folder: Path, _: Path) -> dict[str, Curves]:
     """Read the event files."""
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
-
-    from trainer.metrics.tensorboard_files import complete_records
 
     runs: dict[str, Curves] = {}
     for path in sorted((folder / "publish/tensorboard").glob("*/events.*")):
         curves = runs.setdefault(path.parent.name, defaultdict(list))
-        for _record, payload in complete_records(path.read_bytes()):
-            event = Event.FromString(payload)
+        for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     curves[value.tag].append((event.step, float(make_ndarray(value.tensor)).hex()))

@@ -16,7 +16,6 @@ from typing import Any
 from reprise.saving import SaveReport
 from reprise.storage import FILE_SYSTEM, Files, Json, make_folders, replace_file
 from trainer.compare.text_table import duration
-from trainer.config.logging import SINKS
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.json_lines import METRICS
@@ -25,7 +24,7 @@ from trainer.metrics.launch_log import LAUNCHES, LaunchLog, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.run_clock import run_clock
-from trainer.metrics.sink import VALID_LOSS, GuardedSink, MetricRecord, RunPosition, load_sink
+from trainer.metrics.sink import GuardedSink, MetricRecord, RunPosition, load_sink
 from trainer.metrics.slow_ranks import SlowestRank
 from trainer.record.versions import versions
 
@@ -209,12 +208,9 @@ class RunLog:
             lines.start(position)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        for name in SINKS:
-            sink = GuardedSink(name, load_sink(name))
-            sink.rewind(position)
-            if name in self._names:
-                sink.start(position)
-                self._sinks.append(sink)
+        for name in self._names:
+            self._sinks.append(GuardedSink(name, load_sink(name)))
+            self._sinks[-1].start(position)
         # The lines are last: a save that they record, from which a killed run may resume, is in the other sinks too.
         self._sinks.append(GuardedSink(METRICS, lines))
         if self._publish is not None:
@@ -299,7 +295,7 @@ class RunLog:
     def evaluation(self, iteration: int, loss: float, best: float | None, average_loss: float | None = None) -> None:
         """Log an evaluation, also of the moving averages if there are any."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
-        curves, text = {VALID_LOSS: loss}, "none" if best is None else f"{best:.6f}"
+        curves, text = {"valid/loss": loss}, "none" if best is None else f"{best:.6f}"
         if average_loss is not None:
             members |= {"ema_loss": average_loss, "ema_loss_hex": average_loss.hex()}
             curves["valid/ema_loss"] = average_loss

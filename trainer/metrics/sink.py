@@ -17,8 +17,6 @@ from trainer.config.logging import SINKS
 
 _log = logging.getLogger(__name__)
 
-VALID_LOSS = "valid/loss"  # the curve with a point for each evaluation
-
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
@@ -63,12 +61,9 @@ class MetricSink(ABC):
     Its library is imported in `start`, and is needed by runs with the sink alone.
     """
 
-    def rewind(self, position: RunPosition) -> None:  # noqa: B027
-        """Drop records of earlier launches of iterations after the position; also called for a sink that is off."""
-
     @abstractmethod
     def start(self, position: RunPosition) -> None:
-        """Open the output."""
+        """Open the output, and drop records of earlier launches of iterations after the position."""
 
     @abstractmethod
     def write(self, record: MetricRecord) -> None:
@@ -88,8 +83,7 @@ class MetricSink(ABC):
 class GuardedSink(MetricSink):
     """A sink without the power to end a run: its first exception is logged, all others are dropped.
 
-    After an exception in `rewind` or `start` the sink is not called again; after any other it is, as its output may
-    recover.
+    After an exception in `start` the sink is not called again; after any other it is, as its output may recover.
     """
 
     def __init__(self, name: str, sink: MetricSink) -> None:
@@ -97,9 +91,6 @@ class GuardedSink(MetricSink):
         self._sink = sink
         self._is_off = False
         self._has_failed = False
-
-    def rewind(self, position: RunPosition) -> None:
-        self._is_off = not self._attempt(lambda: self._sink.rewind(position))
 
     def start(self, position: RunPosition) -> None:
         self._is_off = not self._attempt(lambda: self._sink.start(position))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.metrics.sink import VALID_LOSS, MetricRecord, MetricSink, RunPosition
-from trainer.metrics.tensorboard_files import cut_events, put_before
+from reprise.storage import Files, matching
+from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)
 
 _EVENTS = "tensorboard"  # the folder of the event files
+# TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
+_NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 
 
 class TensorboardSink(MetricSink):
-    """Event files, without points of abandoned iterations. After a disk error it starts a new file."""
+    """Event files. TensorBoard drops points of abandoned iterations. After a disk error it starts a new file."""
 
     def __init__(self) -> None:
         self._folder = Path(_EVENTS)
@@ -27,16 +30,9 @@ class TensorboardSink(MetricSink):
         self._has_lost_points = False
         self._lock = threading.Lock()  # a save syncs while training writes
 
-    def rewind(self, position: RunPosition) -> None:
-        """Cut the event files, even if the run has turned them off."""
-        self._folder = position.folder / _EVENTS
-        but = VALID_LOSS if position.owes_evaluation else None
-        files = position.files
-        self._plot(lambda: cut_events(self._folder, position.iteration, but=but, files=files), position.iteration)
-        self._plot(lambda: put_before(self._folder, int(time.time()), files), position.iteration)
-
     def start(self, position: RunPosition) -> None:
-        self._purge_step = position.iteration + 1
+        self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
+        self._plot(lambda: put_before(self._folder, int(time.time()), position.files), position.iteration)
 
     def write(self, record: MetricRecord) -> None:
         if record.curves or record.texts:
@@ -79,3 +75,22 @@ class TensorboardSink(MetricSink):
                     _log.error("%s lacks points: %s", self._folder, error)
                 self._has_lost_points = True
                 self._writer, self._purge_step = None, iteration + 1
+
+
+def put_before(folder: Path, second: int, files: Files) -> None:
+    """Rename event files, if necessary, so that a file created at `second` or later sorts after all of them.
+
+    Two launches may share a second, and the clock of another host may lag. The files keep their order, even if the
+    process is killed in here.
+
+    Args:
+        second: Unix time, as in the file names.
+
+    Raises:
+        OSError: the folder cannot be read or written.
+    """
+    names = [path.name for path in matching(folder, "events.out.tfevents.*")]
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    for last, match in zip(range(second - len(matches), second), matches, strict=True):
+        if int(match[2]) > last:
+            files.rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
@@ -14,7 +15,6 @@ from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog
 from trainer.metrics.sink import MetricRecord, RunPosition
-from trainer.metrics.tensorboard_files import complete_records
 
 DEADLINE_S = 100
 
@@ -38,7 +38,7 @@ def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path) -> None:
     assert process is not None
     assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/tensorboard/publish.log").read_text()
     (events,) = (tmp_path / "publish/tensorboard").glob("*/events.*")
-    assert len(list(complete_records(events.read_bytes()))) == 2 + 9
+    assert len(list(EventFileLoader(str(events)).Load())) == 2 + 9
 
 
 def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

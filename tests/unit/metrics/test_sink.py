@@ -32,8 +32,6 @@ class MemorySink(MetricSink):
     def start(self, position: RunPosition) -> None:
         self._call("start")
 
-    def rewind(self, position: RunPosition) -> None:
-        self._call("rewind")
         self.records = [record for record in self.records if record.iteration <= position.iteration]
 
     def write(self, record: MetricRecord) -> None:
@@ -56,8 +54,8 @@ def sink(monkeypatch: pytest.MonkeyPatch) -> MemorySink:
     return sink
 
 
-def run_log(folder: Path, *, after: int = 0, is_on: bool = True) -> RunLog:
-    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=["memory"] if is_on else [])
+def run_log(folder: Path, *, after: int = 0) -> RunLog:
+    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=["memory"])
     log.open(after, "a: 1\n")
     return log
 
@@ -74,7 +72,7 @@ def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
     log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=0.0)
     log.sync()
     log.close()
-    assert sink.calls == ["rewind", "start", *["write"] * 4, "sync", "sync", "close"]
+    assert sink.calls == ["start", *["write"] * 4, "sync", "sync", "close"]
     iteration, evaluation, sample, save = sink.records
     assert (iteration.members["loss_hex"], iteration.curves["train/loss"]) == ((2.5).hex(), 2.5)
     assert (evaluation.members["valid_loss"], evaluation.curves) == (2.5, {"valid/loss": 2.5})
@@ -90,17 +88,12 @@ def test_a_sink_drops_what_a_resume_abandons(tmp_path: Path, sink: MemorySink) -
             log.iteration(iteration_record(iteration))
         log.close()
     assert [record.iteration for record in sink.records] == [1, 2, 3] == written(tmp_path)
-    log = run_log(tmp_path, after=1, is_on=False)
-    log.iteration(iteration_record(2))
-    log.close()
-    assert [record.iteration for record in sink.records] == [1]
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        ("rewind", ImportError("no library")),
-        ("start", RuntimeError("no service")),
+        ("start", ImportError("no library")),
         *((call, OSError("no route")) for call in ("write", "sync", "close")),
     ],
 )
@@ -116,7 +109,7 @@ def test_a_sink_that_fails_ends_no_run_and_is_logged_once(
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert errors == [f"The metrics lack points in memory, and the run goes on without: {error!r}"]
     assert written(tmp_path) == [1, 2, 3]
-    assert ("write" in sink.calls) == (call not in ("rewind", "start"))  # a sink that did not start is not called again
+    assert ("write" in sink.calls) == (call != "start")  # a sink that did not start is not called again
 
 
 def test_an_interrupt_in_a_sink_is_no_failure_of_it(tmp_path: Path, sink: MemorySink) -> None:
