@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from reprise.saving import SaveReport
 from reprise.storage import FILE_SYSTEM, Files, Json, make_folders, replace_file
@@ -34,30 +33,38 @@ _log = logging.getLogger(__name__)
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
 
 
-def figure(
-    name: str | None = None,
-    *,
-    curve: str | None = None,
-    is_exact: bool = False,
-    digits: int | None = None,
-    is_optional: bool = False,
-) -> Any:
-    """Declare a logged field of `IterationRecord`.
+class LoggedFigure(NamedTuple):
+    """What the log has of an attribute of `IterationRecord`.
 
-    Args:
-        name: key in `metrics.jsonl`, and the logged attribute; by default the field's own name.
-        curve: tag of its TensorBoard curve; None for no curve.
-        is_exact: also write it as `<name>_hex`, which keeps every bit.
+    Attributes:
+        curve: the tag of its TensorBoard curve; empty for no curve.
+        is_exact: whether `metrics.jsonl` has it as `<name>_hex` too, which keeps every bit.
         digits: decimals in `metrics.jsonl`; None for all.
-        is_optional: whether the field is None by default, and is then not logged.
     """
-    metadata = {"name": name, "curve": curve, "is_exact": is_exact, "digits": digits}
-    return field(default=None, metadata=metadata) if is_optional else field(metadata=metadata)
+
+    name: str
+    curve: str = ""
+    is_exact: bool = False
+    digits: int | None = None
+
+
+_FIGURES = (
+    LoggedFigure("iteration"),
+    LoggedFigure("loss", "train/loss", is_exact=True),
+    LoggedFigure("grad_norm", "train/grad_norm", is_exact=True),
+    LoggedFigure("lr", "train/lr", is_exact=True),
+    LoggedFigure("consumed_samples"),
+    LoggedFigure("tokens_per_second", "train/tokens_per_second", digits=1),
+    LoggedFigure("seconds", digits=6),
+    LoggedFigure("checkpoint_seconds", "checkpoint/blocked_seconds", digits=6),
+    LoggedFigure("data_seconds", digits=6),
+    LoggedFigure("global_batch_size", "train/global_batch_size"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """The figures of an iteration. A new figure takes a single line here: `metrics.jsonl` and TensorBoard follow.
+    """The figures of an iteration. A new figure has a line in `_FIGURES` too: `metrics.jsonl` and TensorBoard follow.
 
     Args:
         seconds: duration of the iteration, without `checkpoint_seconds`.
@@ -67,16 +74,16 @@ class IterationRecord:
         is_skipped: whether the parameters were not updated, because of a nonfinite loss or gradient.
     """
 
-    iteration: int = figure()
-    loss: float = figure(curve="train/loss", is_exact=True)
-    grad_norm: float = figure(curve="train/grad_norm", is_exact=True)
-    lr: float = figure(curve="train/lr", is_exact=True)
-    consumed_samples: int = figure()
-    tokens: int = figure("tokens_per_second", curve="train/tokens_per_second", digits=1)
-    seconds: float = figure(digits=6)
-    checkpoint_seconds: float = figure(curve="checkpoint/blocked_seconds", digits=6)
-    data_seconds: float | None = figure(digits=6, is_optional=True)
-    global_batch_size: int | None = figure(curve="train/global_batch_size", is_optional=True)
+    iteration: int
+    loss: float
+    grad_norm: float
+    lr: float
+    consumed_samples: int
+    tokens: int
+    seconds: float
+    checkpoint_seconds: float
+    data_seconds: float | None = None
+    global_batch_size: int | None = None
     is_skipped: bool = False
 
     @property
@@ -86,34 +93,16 @@ class IterationRecord:
     def line(self) -> dict[str, object]:
         """Return the members of its line in `metrics.jsonl`."""
         members = dict[str, object]()
-        for logged in _log_figures():
-            value = getattr(self, logged.name)
-            if value is not None:
-                members[logged.name] = value if logged.digits is None else round(value, logged.digits)
-                if logged.is_exact:
-                    members[f"{logged.name}_hex"] = value.hex()
+        for name, _, is_exact, digits in _FIGURES:
+            if (value := getattr(self, name)) is not None:
+                members[name] = value if digits is None else round(value, digits)
+                members |= {f"{name}_hex": value.hex()} if is_exact else {}
         return members | ({"skipped": True} if self.is_skipped else {})
 
     def curves(self) -> dict[str, float]:
         """Return its points by the tags of TensorBoard's curves."""
-        points = {logged.curve: getattr(self, logged.name) for logged in _log_figures() if logged.curve}
+        points = {figure.curve: getattr(self, figure.name) for figure in _FIGURES if figure.curve}
         return {curve: value for curve, value in points.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class _LogFigure:
-    """What `figure` declares of a field."""
-
-    name: str
-    curve: str | None
-    is_exact: bool
-    digits: int | None
-
-
-@functools.cache
-def _log_figures() -> tuple[_LogFigure, ...]:
-    declared = [field for field in fields(IterationRecord) if field.metadata]
-    return tuple(_LogFigure(**{**field.metadata, "name": field.metadata["name"] or field.name}) for field in declared)
 
 
 class Slowdown:
@@ -266,8 +255,10 @@ class RunLog:
         self, record: IterationRecord, slowest: SlowestRank | None = None, memory: MemoryPeaks | None = None
     ) -> None:
         """Log an iteration, and with its line the slowest rank since the previous line, and the memory of ranks."""
-        curves, sizes = record.curves(), memory_sizes(memory)
-        self._write(MetricRecord(record.iteration, record.line() | sizes | self._first, curves | memory_curves(sizes)))
+        sizes = {} if memory is None else {name: size for name, size in memory._asdict().items() if size}
+        curves = record.curves() | {f"train/{name}_bytes": float(size) for name, size in sizes.items()}
+        members = record.line() | {f"{name}_bytes": size for name, size in sizes.items()} | self._first
+        self._write(MetricRecord(record.iteration, members, curves))
         self._first = {}
         now = self._clock()
         self._paced = self._paced or (record.iteration, now)
@@ -372,17 +363,6 @@ class RunLog:
     def _write(self, record: MetricRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
-
-
-def memory_sizes(memory: MemoryPeaks | None) -> dict[str, int]:
-    """Return the members of a line for the memory of ranks, without those of a device that a run lacks."""
-    sizes = {} if memory is None else memory._asdict()
-    return {f"{name}_bytes": size for name, size in sizes.items() if size}
-
-
-def memory_curves(sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the points of TensorBoard's curves of memory."""
-    return {f"train/{name}": float(size) for name, size in sizes.items()}
 
 
 def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:

@@ -27,7 +27,7 @@ from trainer.report.charts import (
     life_document,
 )
 from trainer.report.differences import difference_of
-from trainer.report.goodput import PART_TEXTS, Goodput, measure_goodput
+from trainer.report.goodput import Goodput, measure_goodput
 from trainer.report.history import SAMPLES, SPEED, TIME, History
 from trainer.report.life import LifeEvent, life_of, life_rows, progress_lines, topology_text
 from trainer.report.page import PageSection
@@ -195,12 +195,9 @@ def _life_section(number: int, name: str, history: History) -> PageSection:
 
 
 def _marks(event: LifeEvent) -> Iterator[LifeMark]:
-    styles = {"light save": "weights", "local save": "local"}
-    style = event.kind
-    if event.kind == "save":
-        state = event.state
-        style = next((name for name, word in styles.items() if word == state), state)
-        style = "kept" if state.startswith("kept") else "damaged" if state == "unreadable" else style
+    style = event.state or event.kind
+    style = {"weights": "light save", "local": "local save", "unreadable": "damaged"}.get(style, style)
+    style = "kept" if style.startswith("kept") else style
     if style in MARKS:
         yield LifeMark(event.time, event.iteration, style, event.text)
 
@@ -211,18 +208,18 @@ def _goodput_section(goodputs: Sequence[tuple[str, Goodput]]) -> list[PageSectio
     bars = [
         [
             (
-                PART_TEXTS[part],
+                text,
                 100 * seconds / (goodput.wall or 1.0),
                 f"{duration(seconds)}, {seconds / (goodput.wall or 1.0):.2%}",
             )
-            for part, seconds in goodput.parts().items()
+            for text, seconds in goodput.parts.items()
         ]
         for _, goodput in goodputs
     ]
     head = ["part", *(f"{name}, {unit}" for name, _ in goodputs for unit in ("s", "%"))]
     rows = [
-        [text, *(cell for _, goodput in goodputs for cell in _cells(goodput.parts()[part], goodput.wall))]
-        for part, text in PART_TEXTS.items()
+        [text, *(cell for _, goodput in goodputs for cell in _cells(goodput.parts[text], goodput.wall))]
+        for text in goodputs[0][1].parts
     ]
     total = ["wall time", *(cell for _, goodput in goodputs for cell in _cells(goodput.wall, goodput.wall))]
     document = bar_document("goodput", bars, [name for name, _ in goodputs])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 
@@ -22,94 +22,58 @@ from trainer.report.history import (
     times_of,
 )
 
+_TRAINED = "trained forward"
+_LEAST_SHARE = 0.0005  # of a part in the line
+
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Seconds of a run by their use.
+    """The seconds of a run by their use.
 
     Attributes:
-        trained: iterations of the run, without their waits for data.
-        repeated: iterations that were lost by a kill or given up by a rewind.
-        data: waits of rank 0 for data.
-        saves: blocked by saves, and waits for the last save of a launch.
-        evaluated: evaluations.
-        starting: from the start of processes to the first iteration.
-        between: after the last line of a launch, until the next launch.
-        other: the remainder, such as samples of text, checks and lines of the log.
+        parts: of the first, the run trained forward; the last is the remainder, such as samples of text and checks.
     """
 
-    trained: float
-    repeated: float
-    data: float
-    saves: float
-    evaluated: float
-    starting: float
-    between: float
-    other: float
+    parts: dict[str, float]
 
     @property
     def wall(self) -> float:
         """The seconds from the first start to the last line."""
-        return float(sum(self.parts().values()))
+        return sum(self.parts.values())
 
     @property
     def share(self) -> float:
         """The share of the wall time that trained forward."""
-        return self.trained / self.wall if self.wall > 0 else 0.0
-
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of each part."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return self.parts[_TRAINED] / self.wall if self.wall > 0 else 0.0
 
     def __str__(self) -> str:
         """Return the line of `reprise checkpoint ls`."""
-        parts = {name: seconds / self.wall for name, seconds in self.parts().items() if name != "trained"}
-        shares = [f"{PART_TEXTS[name]} {share:.1%}" for name, share in parts.items() if share >= _LEAST_SHARE]
+        parts = {name: seconds / self.wall for name, seconds in self.parts.items() if name != _TRAINED}
+        shares = [f"{name} {share:.1%}" for name, share in parts.items() if share >= _LEAST_SHARE]
         return f"goodput {self.share:.1%} of {duration(self.wall)}" + (f": {', '.join(shares)}" if shares else "")
-
-
-PART_TEXTS = {
-    "trained": "trained forward",
-    "repeated": "repeated",
-    "data": "waited for data",
-    "saves": "blocked by saves",
-    "evaluated": "evaluated",
-    "starting": "started",
-    "between": "between launches",
-    "other": "other",
-}
-_LEAST_SHARE = 0.0005  # of a part in the line
 
 
 def measure_goodput(history: History) -> Goodput | None:
     """Return where the time of a run went; None for a log without times or starts."""
-    launches = history.launches
+    launches, logs = history.launches, history.logs
     if not launches:
         return None
-    began, ended = launches[0].began, launches[-1].ended
-    logs = history.logs
     data = _total(DATA, history.log)
-    spent = {
-        "trained": _total(SECONDS, history.log) - data,
-        "repeated": _total(SECONDS, *history.abandoned),
-        "data": data,
-        "saves": _total(BLOCKED, *logs) + _last_saves(launches, logs),
+    parts = {
+        _TRAINED: _total(SECONDS, history.log) - data,
+        "repeated": _total(SECONDS, *history.abandoned),  # iterations that a kill took, or a rewind
+        "waited for data": data,  # of rank 0
+        "blocked by saves": _total(BLOCKED, *logs) + _last_saves(launches, logs),
         "evaluated": _evaluated(launches, logs),
-        "starting": sum(launch.start_seconds for launch in launches),
-        "between": sum(gap for _, gap in gaps(launches)),
+        "started": sum(launch.start_seconds for launch in launches),  # from the start of processes to an iteration
+        "between launches": sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(launches)),
     }
-    wall = max(ended - began, 0.0)
-    return Goodput(**spent, other=wall - sum(spent.values()))
+    wall = max(launches[-1].ended - launches[0].began, 0.0)
+    return Goodput(parts | {"other": wall - sum(parts.values())})
 
 
 def _total(quantity: str, *logs: MetricsLog) -> float:
     return float(sum(numpy.nansum(log.columns.column(quantity)) for log in logs))
-
-
-def gaps(launches: tuple[LaunchSpan, ...]) -> Iterator[tuple[float, float]]:
-    """Yield the end of each launch but the last, and the seconds until the next."""
-    for launch, following in itertools.pairwise(launches):
-        yield launch.ended, max(0.0, following.began - launch.ended)
 
 
 def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -38,46 +37,38 @@ class LifeEvent(NamedTuple):
     state: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RunCheckpoints:
-    """The states and the sizes of the checkpoints that a run's folder has, by iteration; `gone` of all others."""
+_STATES = {
+    CheckpointStatus.WHOLE: "kept",
+    CheckpointStatus.PART: "kept in part",
+    CheckpointStatus.DAMAGED: "damaged",
+    CheckpointStatus.UNREADABLE: "unreadable",
+    CheckpointStatus.UNCHECKED: "kept, not checked",
+}
 
-    states: dict[int, str]
-    sizes: dict[int, int]
-    gone: str = "pruned"
 
-    @staticmethod
-    def of(folder: Path) -> RunCheckpoints:
-        """Look into the folder of a run; tensors are not read."""
-        try:
-            summaries = [s for s in reprise.list(folder) if s.iteration is not None and not s.is_superseded]
-        except (TrainerError, OSError):  # of a run without saves, or with saves in another folder
-            summaries = []
-        states, sizes = dict[int, str](), dict[int, int]()
-        for summary in summaries:
-            iteration = int(summary.iteration or 0)
-            sizes[iteration] = summary.total_bytes
-            match summary.status:
-                case CheckpointStatus.WHOLE:
-                    states[iteration] = "kept, held" if summary.is_pinned else "kept"
-                case CheckpointStatus.PART:
-                    states[iteration] = "kept in part"
-                case CheckpointStatus.DAMAGED:
-                    states[iteration] = "damaged"
-                case CheckpointStatus.UNREADABLE:
-                    states[iteration] = "unreadable"
-                case CheckpointStatus.UNCHECKED:
-                    states[iteration] = "kept, not checked"
-        return RunCheckpoints(states, sizes, "pruned" if states else "elsewhere")
+def _checkpoints(folder: Path) -> dict[int, tuple[str, int]]:
+    """Return the states and the sizes of the checkpoints in the folder of a run; tensors are not read."""
+    try:
+        summaries = [summary for summary in reprise.list(folder) if not summary.is_superseded]
+    except (TrainerError, OSError):  # of a run without saves, or with saves in another folder
+        return {}
+    return {
+        summary.iteration: (
+            "kept, held" if summary.is_pinned and summary.status is CheckpointStatus.WHOLE else _STATES[summary.status],
+            summary.total_bytes,
+        )
+        for summary in summaries
+        if summary.iteration is not None
+    }
 
 
 def life_of(history: History) -> list[LifeEvent]:
     """Return the events of a run in order of time."""
-    checkpoints = RunCheckpoints.of(history.folder)
-    saves = [_save_event(event, checkpoints) for event in events_of([history.log], *SAVES)]
-    given_up = RunCheckpoints({}, {}, "given up")
+    checkpoints = _checkpoints(history.folder)
+    gone = "pruned" if checkpoints else "elsewhere"
+    saves = [_save_event(event, checkpoints, gone) for event in events_of([history.log], *SAVES)]
     events = [*_launch_events(history), *saves]
-    events += [_save_event(event, given_up) for event in events_of(history.abandoned, *SAVES)]
+    events += [_save_event(event, {}, "given up") for event in events_of(history.abandoned, *SAVES)]
     for event in events_of(history.logs, "spike", "evaluation"):
         is_spike = event["event"] == "spike"
         text = f"{event.get('figure')} {event.get('value')}" if is_spike else f"valid loss {event.get('valid_loss')}"
@@ -86,11 +77,11 @@ def life_of(history: History) -> list[LifeEvent]:
     return sorted((event for event in events if 0 < event.time <= LATEST), key=lambda event: event.time)
 
 
-def _save_event(event: Json, checkpoints: RunCheckpoints) -> LifeEvent:
+def _save_event(event: Json, checkpoints: dict[int, tuple[str, int]], gone: str) -> LifeEvent:
     iteration, kind = _iteration(event), event["event"]
     blocked = sum_of(event, "blocked_seconds", "waited_seconds")
-    state = checkpoints.states.get(iteration, checkpoints.gone) if kind == "save" else kind.removesuffix("_save")
-    size = checkpoints.sizes.get(iteration) or int(sum_of(event, "written_bytes"))
+    state, size = checkpoints.get(iteration, (gone, 0))
+    state, size = state if kind == "save" else kind.removesuffix("_save"), size or int(sum_of(event, "written_bytes"))
     text = f"{state}, {megabytes(size)}, {sum_of(event, 'seconds'):.2f} s, blocked {blocked:.3f} s"
     return LifeEvent(sum_of(event, "time"), "save", iteration, text, state)
 

@@ -68,7 +68,7 @@ def test_hosts_of_other_clocks_record_one_time(tmp_path: Path, ahead_s: float, m
     assert before - 0.001 <= times[0] < times[-1] < clock_module.file_system_time(tmp_path) + 10.0
     goodput = measure_goodput(read_history(tmp_path))
     assert goodput is not None
-    assert 0.0 <= goodput.between < 10.0
+    assert 0.0 <= goodput.parts["between launches"] < 10.0
 
 
 def test_after_a_file_system_clock_went_back_records_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_after_a_file_system_clock_went_back_records_go_on(tmp_path: Path, monke
     goodput = measure_goodput(history)
     assert goodput is not None
     assert goodput.wall == pytest.approx(8.0)
-    assert goodput.between == pytest.approx(0.0, abs=1e-6)
+    assert goodput.parts["between launches"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_last_whole_record_has_the_last_time(tmp_path: Path) -> None:

@@ -40,15 +40,15 @@ def test_the_parts_of_a_killed_run_add_up_to_the_wall_time(tmp_path: Path) -> No
     goodput = measure_goodput(read_history(killed_run(tmp_path)))
     assert goodput is not None
     assert goodput.wall == 40.0
-    assert goodput.parts() == pytest.approx(
+    assert goodput.parts == pytest.approx(
         {
-            "trained": 4.0 - 0.25,
+            "trained forward": 4.0 - 0.25,
             "repeated": 2.0,
-            "data": 0.25,
-            "saves": 0.5 + 4.0,  # of a lost iteration, and from the last evaluation to the end
+            "waited for data": 0.25,
+            "blocked by saves": 0.5 + 4.0,  # of a lost iteration, and from the last evaluation to the end
             "evaluated": 2.0 + 1.0,
-            "starting": 6.0,
-            "between": 20.5,
+            "started": 6.0,
+            "between launches": 20.5,
             "other": 0.0,
         }
     )
@@ -65,7 +65,7 @@ def test_the_line_names_the_parts(tmp_path: Path) -> None:
 def test_a_run_of_an_older_version_has_its_goodput(tmp_path: Path) -> None:
     goodput = measure_goodput(read_history(steady_run(tmp_path, [1.0] * 8)))
     assert goodput is not None
-    assert (goodput.wall, goodput.trained, goodput.starting) == pytest.approx((10.0, 8.0, 2.0))
+    assert (goodput.wall, goodput.parts["trained forward"], goodput.parts["started"]) == pytest.approx((10.0, 8.0, 2.0))
 
 
 def test_a_launch_killed_in_its_start_counts_as_a_start(tmp_path: Path) -> None:
@@ -75,4 +75,6 @@ def test_a_launch_killed_in_its_start_counts_as_a_start(tmp_path: Path) -> None:
         file.write(record)
     goodput = measure_goodput(read_history(folder))
     assert goodput is not None
-    assert (goodput.wall, goodput.starting, goodput.between) == pytest.approx((51.5, 7.5, 30.5))
+    assert (goodput.wall, goodput.parts["started"], goodput.parts["between launches"]) == pytest.approx(
+        (51.5, 7.5, 30.5)
+    )
