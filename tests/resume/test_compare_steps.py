@@ -115,7 +115,6 @@ FAULTS: dict[str, tuple[Callable[[Patch], None] | str, tuple[int, str, str, str]
     "mask": (change_mask, (5, "forward", "dropout", "output")),
     "learning rate": ("optimizer.lr=0.0011", (1, "optimizer", "optimizer setting lr", "value")),
     "sample": (change_sample, (3, "forward", "the model", "input")),
-    "rounding": (round_output, (1, "forward", "transformer.h.0.mlp", "output")),
 }
 
 

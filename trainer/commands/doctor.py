@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise.errors import TrainerError
 from reprise.stores import is_store_url, probe_store
 from trainer.commands.arguments import local_path
-from trainer.doctor.hosts import look_at_hosts
-from trainer.doctor.looks import BAD, FINE, WORSE, Finding, folder, machine
-from trainer.launch import process_group
-from trainer.launch.environment import Environment
+
+if TYPE_CHECKING:
+    from trainer.doctor.looks import Finding
 
 _JOIN_S = 120.0
 
@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", nargs="?", default=".", help="where runs would be saved (here), or a store's URL")
     options = parser.parse_args(arguments)
+    from trainer.doctor.looks import folder, machine
+    from trainer.launch.environment import Environment
+
     if is_store_url(options.folder):
         return _check_store(options.folder)
     try:
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_store(text: str) -> int:
     """Look at a store, in this process alone, and return the exit status."""
+    from trainer.doctor.looks import BAD, FINE, WORSE, Finding
+
     try:
         looks = probe_store(text)
     except TrainerError as error:
@@ -60,7 +65,7 @@ def _print(findings: Iterable[Finding]) -> int:
     status = 0
     for finding in findings:
         print(f"{finding.verdict:8} {finding.what:28} {finding.found}", flush=True)
-        status = 1 if finding.verdict == BAD else status
+        status = 1 if finding.is_bad else status
     return status
 
 
@@ -70,6 +75,9 @@ def _on_all_hosts(path: Path) -> int:
     Raises:
         TrainerError: if the ranks do not join, or a rank ends.
     """
+    from trainer.doctor.hosts import look_at_hosts
+    from trainer.launch import process_group
+
     cluster, status = process_group.start("cpu", deterministic=False, timeout_s=_JOIN_S), 0
     for title, findings in look_at_hosts(path, cluster):
         print(title, flush=True)

@@ -36,6 +36,10 @@ class Finding:
     verdict: str
     found: str
 
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict == BAD
+
 
 def machine() -> Iterator[Finding]:
     """Look at Python, torch, the processor, devices, backends and memory."""
