@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy
 
@@ -205,31 +205,19 @@ def _marks(event: LifeEvent) -> Iterator[LifeMark]:
 def _goodput_section(goodputs: Sequence[tuple[str, Goodput]]) -> list[PageSection]:
     if not goodputs:
         return []
-    bars = [
-        [
-            (
-                text,
-                100 * seconds / (goodput.wall or 1.0),
-                f"{duration(seconds)}, {seconds / (goodput.wall or 1.0):.2%}",
-            )
-            for text, seconds in goodput.parts.items()
-        ]
-        for _, goodput in goodputs
-    ]
-    head = ["part", *(f"{name}, {unit}" for name, _ in goodputs for unit in ("s", "%"))]
-    rows = [
-        [text, *(cell for _, goodput in goodputs for cell in _cells(goodput.parts[text], goodput.wall))]
-        for text in goodputs[0][1].parts
-    ]
-    total = ["wall time", *(cell for _, goodput in goodputs for cell in _cells(goodput.wall, goodput.wall))]
-    document = bar_document("goodput", bars, [name for name, _ in goodputs])
-    return [
-        PageSection("Goodput", ["The share of the wall time that trained forward."], document, [head, *rows, total])
-    ]
+    names, goods = [name for name, _ in goodputs], [goodput for _, goodput in goodputs]
+    bars = {text: [_bar(good.parts[text], good.wall or 1.0) for good in goods] for text in goods[0].parts}
+    rows = [["part", *(f"{name}, {unit}" for name in names for unit in ("s", "%"))]]
+    for text in [*bars, "wall time"]:
+        pairs = [(good.parts.get(text, good.wall), good.wall) for good in goods]
+        cells = [(f"{part:.1f}", f"{100 * part / wall:.2f}" if wall else _MISSING) for part, wall in pairs]
+        rows.append([text, *chain.from_iterable(cells)])
+    note = "The share of the wall time that trained forward."
+    return [PageSection("Goodput", [note], bar_document("goodput", names, bars), rows)]
 
 
-def _cells(seconds: float, wall: float) -> tuple[str, str]:
-    return f"{seconds:.1f}", f"{100 * seconds / wall:.2f}" if wall else _MISSING
+def _bar(seconds: float, wall: float) -> tuple[float, str]:
+    return 100 * seconds / wall, f"{duration(seconds)}, {seconds / wall:.2%}"
 
 
 def _changes(name: str, history: History) -> Iterator[PageSection]:

@@ -181,12 +181,12 @@ def _packed(values: Values, kind: str) -> Json:
     return {"type": kind, "data": base64.b64encode(data).decode()}
 
 
-def bar_document(key: str, bars: Sequence[Sequence[tuple[str, float, str]]], names: Sequence[str]) -> Json:
+def bar_document(key: str, names: Sequence[str], parts: dict[str, list[tuple[float, str]]]) -> Json:
     """Return a chart of stacked bars for the page.
 
     Args:
-        bars: for each name its parts, as text, length and details.
         names: of the bars, from top to bottom.
+        parts: by text, the length and the details in each bar.
     """
     from bokeh.embed import json_item
     from bokeh.models import FactorRange, HoverTool
@@ -195,20 +195,14 @@ def bar_document(key: str, bars: Sequence[Sequence[tuple[str, float, str]]], nam
     figure.height = 120 + 44 * len(names)
     figure.xaxis.axis_label = "% of the wall time"
     figure.ygrid.visible = False
-    kinds = list(dict.fromkeys(text for parts in bars for text, _, _ in parts))
-    for number, kind in enumerate(kinds):
-        columns: dict[str, list[Any]] = {"y": [], "left": [], "right": [], "text": []}
-        for name, parts in zip(names, bars, strict=True):
-            edge = 0.0
-            for text, length, details in parts:
-                if text == kind:
-                    for column, value in zip(columns.values(), (name, edge, edge + length, details), strict=True):
-                        column.append(value)
-                edge += length
-        colour = PART_COLOURS[number % len(PART_COLOURS)]
+    edges, legend = [0.0] * len(names), list[list[str]]()
+    for (kind, lengths), colour in zip(parts.items(), PART_COLOURS, strict=True):
+        rights = [edge + length for edge, (length, _) in zip(edges, lengths, strict=True)]
+        columns = {"y": list(names), "left": edges, "right": rights, "text": [details for _, details in lengths]}
         figure.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=columns, name=kind)
+        edges = rights
+        legend.append([kind, colour])
     figure.add_tools(HoverTool(tooltips="<b>$name</b><br>@text"))
-    legend = [[kind, PART_COLOURS[number % len(PART_COLOURS)]] for number, kind in enumerate(kinds)]
     return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}
 
 
@@ -245,21 +239,19 @@ def life_document(
     for times, iterations, is_given_up in lines:
         colour, dash = ("#909090", "dashed") if is_given_up else ("#0072b2", "solid")
         figure.line([time * 1e3 for time in times], iterations, color=colour, line_dash=dash, line_width=1.6)
-    hovered = list(figure.renderers[:1])
-    for style in MARKS:
-        columns = {
-            "x": [mark.time * 1e3 for mark in marks if mark.style == style],
-            "y": [mark.iteration for mark in marks if mark.style == style],
-            "text": [mark.text for mark in marks if mark.style == style],
-        }
-        if columns["x"]:
-            marker, colour, size, is_filled = MARKS[style]
+    hovered, legend = list(figure.renderers[:1]), list[list[object]]()
+    for style, (marker, colour, size, is_filled) in MARKS.items():
+        if shown := [mark for mark in marks if mark.style == style]:
+            columns = {
+                "x": [mark.time * 1e3 for mark in shown],
+                "y": [mark.iteration for mark in shown],
+                "text": [mark.text for mark in shown],
+            }
             fill = {"fill_color": colour} if is_filled else {"fill_alpha": 0.0}
             glyph = figure.scatter(
                 "x", "y", source=columns, marker=marker, line_color=colour, size=size, name=style, **fill
             )
             hovered.append(glyph)
+            legend.append([style, colour, not is_filled])
     figure.add_tools(HoverTool(renderers=hovered, tooltips="<b>$name</b> @y{0}<br>@text"))
-    used = {mark.style for mark in marks}
-    legend = [[style, colour, not is_filled] for style, (_, colour, _, is_filled) in MARKS.items() if style in used]
     return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}

@@ -255,6 +255,7 @@ def test_a_relative_tolerance_is_of_the_base(loss: float, equal: bool) -> None:
 def test_one_bit_of_the_loss_is_seen_or_within_a_tolerance() -> None:
     base, test = metrics({1: 2.0, 2: 3.0}), metrics({1: 2.0, 2: math.nextafter(3.0, 4.0)})
     assert compare(base, test, tolerance=None).verdict == "DIFFERENT: 1 of 2 iterations, first at 2"
+    assert compare(metrics({1: 0.0}), metrics({1: -0.0}), tolerance=None).different.tolist() == [1]
     within = compare(base, test, tolerance=Tolerance(1e-5))
     assert (within.verdict, within.bit_equal) == ("equal within 1e-05: 2/2 iterations", 1)
     assert within.largest is not None
@@ -270,6 +271,8 @@ def test_bitwise_looks_at_grad_norm_and_lr_where_both_have_them(quantity: str) -
     assert compare(hexed, other, tolerance=None).differences(1)[0].quantity == quantity
     assert compare(curve(**{quantity: 1.5}), curve(**{quantity: 1.25}), tolerance=None).verdict.startswith("DIFF")
     assert compare(hexed, curve(), tolerance=None).bit_identical
+    assert compare(hexed, curve(**{quantity: 1.25}), tolerance=None).bit_identical, "a decimal proves nothing"
+    assert not compare(curve(**{f"{quantity}_hex": "inf"}), curve(**{quantity: 1.25}), tolerance=None).equal
     assert compare(hexed, other, tolerance=Tolerance(1e-5)).verdict == "equal within 1e-05: 1/1 iterations"
 
 

@@ -88,14 +88,15 @@ def test_hex_goes_before_a_decimal(members: dict[str, object], value: float, kin
 def test_chunks_and_empty_lines_move_no_line(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(json_lines, "_CHUNK_LINES", chunk)
     evaluation = '{"iteration": 2, "event": "evaluation", "valid_loss": null, "valid_loss_hex": "nan"}\n'
+    again = '{"iteration": 2, "event": "evaluation", "valid_loss": 1.5}\n'
     start = '{"iteration": 3, "loss": 1.5, "resumed": true}\n'
-    log = read(f'\ufeff{{"iteration": 1, "loss": 0.5}}\n\n{evaluation}{start}{{"iteration": 4, "lo', "loss")
+    log = read(f'\ufeff{{"iteration": 1, "loss": 0.5}}\n\n{evaluation}{start}{again}{{"iteration": 4, "lo', "loss")
     columns = log.columns
     assert ([*log.lines], columns.iterations.tolist(), columns.values[0].tolist()) == ([1, 4], [1, 3], [0.5, 1.5])
-    assert [line for line, _ in log.events] == [3]
+    assert [line for line, _ in log.events] == [3, 5]
     assert [place for place, _ in log.starts] == [1]
-    assert (log.evaluations.iterations.tolist(), log.evaluations.kinds.tolist()) == ([2], [[EXACT]])
-    assert log.notes == ("m, line 5 is torn (no newline at its end) and was left out",)
+    assert (log.evaluations.iterations.tolist(), log.evaluations.values.tolist()) == ([2], [[1.5]])
+    assert log.notes == ("m, line 6 is torn (no newline at its end) and was left out",)
 
 
 def test_a_damaged_line_is_refused_or_left_out() -> None:
