@@ -7,7 +7,6 @@ import tomllib
 from dataclasses import fields
 from hashlib import sha256
 from importlib.metadata import distributions
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,19 +37,6 @@ def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
         assert (path.parent / target.split("#")[0]).exists(), target
         # The site has the pages below docs alone; a link to another page would fail `make docs`.
         assert path.parent.name != "docs" or not re.match(r"\.\./.*\.md", target), target
-
-
-def test_every_paragraph_of_the_library_names_its_tests() -> None:
-    """What a comment names exists by the test above; the site and GitHub show no comments."""
-    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S).split("\n\n")
-    blocks = [block.strip() for block in blocks if block.strip() and not block.strip().startswith("#")]
-    assert len(blocks) > 30
-    for block, following in pairwise([*blocks, ""]):
-        if not following.startswith(("* ", "| ")):  # else the tests come after the list or the table
-            assert re.search(r"\n<!-- tests: tests/[\w/]+\.py(::\w+)?(,\s+tests/[\w/]+\.py(::\w+)?)* -->$", block), (
-                block
-            )
 
 
 def test_the_versions_of_other_programs_are_those_installed() -> None:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, RandomState, load, load_state_dict, save, save_state_dict
 from reprise.errors import MismatchError
-from reprise.nested.agreement import SMALL_TABLE_BYTES
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
 from reprise.saving.checkpointer import _LINGER_S
 from reprise.saving.snapshot import Snapshot
@@ -132,4 +131,3 @@ def test_the_limits_are_those_of_the_page() -> None:
     assert f"seconds ({CALL_TIMEOUT_S:.0f} by default)" in page
     assert f"({COMMIT_TIMEOUT_S:,.0f} s by default)".replace("(", "") in page
     assert f"at most {_LINGER_S:.0f} s" in page
-    assert f"up to {SMALL_TABLE_BYTES >> 10} KiB" in page
