@@ -16,7 +16,7 @@ _HEAD = """\
 
 <!-- Written by python -m scripts.make_options from the schema. -->
 
-With this page you can set every key of the configuration. `reprise options KEY` describes a key, a section or a prefix.
+Which keys does the configuration have? `reprise options KEY` describes a key, a section or a prefix.
 
 A key is set as `SECTION.KEY=VALUE`, a group of keys by a file's name, as in
 `reprise train parallel=zero3 checkpoint.save=null`. Keys win over `experiment=`, and that over other groups. `--cfg
