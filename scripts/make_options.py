@@ -1,4 +1,4 @@
-"""Write docs/options.md from the configuration's schema, and the tables of docs/megatron_flags.md from theirs.
+"""Write docs/generated/options.md from the configuration's schema, and the tables of its megatron_flags.md from theirs.
 
 The command is `python -m scripts.make_options`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from trainer.config.megatron_flags import DIFFERENCE, table
 from trainer.config.options import CONFIGS, Row, groups, sections
 
-OUTPUT = CONFIGS.parent / "docs" / "options.md"
+OUTPUT = CONFIGS.parent / "docs" / "generated" / "options.md"
 FLAGS = OUTPUT.with_name("megatron_flags.md")
 
 _HEAD = """\

@@ -136,7 +136,7 @@ PAGES = [
         token_files,
     ),
     Page("recipes.md", 10, {"model=gpt2_124m": "model=gpt2_124m"}),
-    Page("megatron_flags.md", 2),
+    Page("generated/megatron_flags.md", 2),
     Page(
         "samples.md",
         1,

@@ -1,4 +1,4 @@
-"""docs/options.md says of every key what the schema says."""
+"""docs/generated/options.md says of every key what the schema says."""
 
 from __future__ import annotations
 
