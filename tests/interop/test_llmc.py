@@ -16,10 +16,20 @@ from reprise.format import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.ranks import single_rank_channel
 from reprise.tensors import LiveTensor
 from tests.harness import built, compose, curve, filled, run_ok, tensor_files
-from tests.interop.states import ALONE, changed, llmc_header, opened, overrides_of, random_state, state_of, write_llmc
+from tests.interop.states import (
+    ALONE,
+    changed,
+    llmc_header,
+    opened,
+    overrides_of,
+    random_state,
+    state_of,
+    write_hf,
+    write_llmc,
+)
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.llmc import fill, open_file
+from trainer.interop.start import WeightsKind, open_weights
 from trainer.launch.process_group import Cluster
 
 BF16 = torch.bfloat16
@@ -50,27 +60,28 @@ def test_an_import_has_the_weights_and_opens_in_transformers(tmp_path: Path, fam
     assert opened("llmc", path, ALONE).model == state.model
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("llama", BF16)])
-def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    file = open_file(written(tmp_path / "model.bin", family, dtype=dtype))
-    config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
-    for name, stored in stored_tensors(config).items():
-        expected = file.read(name).float().reshape(stored.view)
+@pytest.mark.parametrize(
+    ("kind", "family", "dtype"),
+    [("file", "gpt2", torch.float32), ("file", "llama", BF16), ("folder", "gpt2", BF16), ("folder", "llama", BF16)],
+)
+def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: str, dtype: torch.dtype) -> None:
+    config, generator = compose(OURS[family]), torch.Generator().manual_seed(5)
+    write = write_llmc if kind == "file" else write_hf
+    state = random_state(config.model)
+    path = write(tmp_path / "theirs", state, dtype=dtype)
+    weights = open_weights(path, WeightsKind(kind), config.model, config.checkpoint)
+    for name, stored in stored_tensors(config.model).items():
+        expected = state.read(name).to(dtype).float().reshape(stored.view)
         spec = TensorSpec(TensorKind.MODEL, name, stored.shape, StoredDtype.F32, stored.view)
         for number in range(6):
-            lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
-            end = [
-                int(torch.randint(at, size + 1, (), generator=generator))
-                for at, size in zip(lo, stored.view, strict=True)
-            ]
+            lo, end = torch.stack([torch.randint(s + 1, (2,), generator=generator).sort()[0] for s in stored.view], 1)
             if number == 0:
-                lo, end = [0] * len(lo), list(stored.view)
-            box = Box(tuple(lo), tuple(hi - at for at, hi in zip(lo, end, strict=True)))
+                lo, end = torch.zeros_like(lo), torch.tensor(stored.view)
+            box = Box(tuple(lo.tolist()), tuple((end - lo).tolist()))
             local = torch.full(box.shape, torch.nan)
-            report = fill(file, [LiveTensor(spec, box, local, (0,))])
+            report = weights.fill([LiveTensor(spec, box, local, (0,))])
             assert torch.equal(local, expected[box.slices]), (name, box)
-            assert report.filled_bytes == 4 * box.numel
-            assert report.read_bytes <= expected.numel() * file.dtype.itemsize * 2
+            assert (report.filled_bytes, report.read_bytes) == (4 * box.numel, dtype.itemsize * box.numel)
 
 
 @pytest.mark.slow

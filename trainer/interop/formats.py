@@ -32,7 +32,6 @@ class ImportOptions:
         weights_only: whether the optimizer's state is left out.
         overrides: the command-line overrides in `config`.
         from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
-        files: the store of the files to read.
     """
 
     config: Config
@@ -40,7 +39,6 @@ class ImportOptions:
     weights_only: bool = False
     overrides: Sequence[str] = ()
     from_rank0: bool = False
-    files: Files = FILE_SYSTEM
 
 
 @contextmanager

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import struct
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from math import prod
 from pathlib import Path
 
@@ -21,12 +19,12 @@ import torch
 
 from models.config import Family, ModelConfig, RopeScaling
 from models.families import problems as model_problems
+from models.families import spec_of
+from models.spec import OUTPUT
 from reprise.errors import CheckpointError
-from reprise.loading import LoadReport
 from reprise.storage import open_regular
-from reprise.tensors import LiveTensor
-from trainer.interop.finite import FiniteCheck
 from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.projections import halves_from_pairs
 from trainer.interop.source import StateSource
 
 _HEADER = struct.Struct("<256i")
@@ -45,34 +43,19 @@ _SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # the scaling that `use_scaled_rope`
 _ENDS = {50257: (50256, 50256), 128256: (128000, 128001)}
 
 
-class _Form(Enum):
-    """How a tensor in a file relates to ours."""
-
-    plain = "plain"
-    transposed = "transposed"  # GPT-2's Conv1D of transformers is [in, out]
-    interleaved = "interleaved"  # rotary pairs are adjacent in a file, and halves of a head in stored tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor in a file: its stored name, its shape in the file, and the number of leading rows stored.
-
-    Args:
-        heads: number of heads in its rows, for an interleaved tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rows: int
-    form: _Form = _Form.plain
-    heads: int = 0
-
-    def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert the stored rows, [rows, ...], to the stored layout."""
-        if self.form is _Form.interleaved:
-            pairs = tensor.reshape(self.heads, -1, 2, tensor.shape[-1])
-            return pairs.transpose(1, 2).reshape(tensor.shape)
-        return tensor.T if self.form is _Form.transposed else tensor
+# The tensors of a block in groups: a file has a group for all layers before the next. By default each is its own.
+_ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+_GROUPS = {
+    Family.llama3: (
+        ("input_layernorm.weight",),
+        (*_ROTATED, "self_attn.v_proj.weight"),
+        ("self_attn.o_proj.weight",),
+        ("post_attention_layernorm.weight",),
+        ("mlp.up_proj.weight",),
+        ("mlp.gate_proj.weight",),
+        ("mlp.down_proj.weight",),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +64,24 @@ class WeightsFile:
 
     Args:
         data: its bytes, mapped.
-        parts: each tensor and its first byte, by stored name.
+        parts: the shape of each tensor in the file and its first byte, by stored name.
     """
 
     path: Path
     model: ModelConfig
     dtype: torch.dtype
     data: torch.Tensor
-    parts: Mapping[str, tuple[_Tensor, int]]
+    parts: Mapping[str, tuple[tuple[int, ...], int]]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in the stored layout, without padding rows; a view of the file unless it is interleaved."""
-        part, begin = self.parts[name]
-        shape = (part.rows, *part.shape[1:])
-        end = begin + prod(shape) * self.dtype.itemsize
-        return part.to_ours(self.data[begin:end].view(self.dtype).view(shape))
+        """Return a tensor in the stored layout, without padding rows; a view of the file unless its rows move."""
+        (shape, begin), spec = self.parts[name], spec_of(self.model)
+        tensor = self.data[begin : begin + prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+        if name.endswith(_ROTATED):
+            return halves_from_pairs(tensor, self.model.head_width)
+        if name in (spec.embedding, OUTPUT):
+            return tensor[: self.model.vocab_size]
+        return tensor.T if tensor.dim() == 2 and name.startswith(spec.blocks) and spec.fan_in_fan_out else tensor
 
 
 def foreign(path: Path) -> str | None:
@@ -141,35 +127,11 @@ def open_file(path: Path) -> WeightsFile:
         )
     dtype = _VERSIONS[header[1]]
     model, tensors = _described(path, header, size - _HEADER.size, dtype)
-    parts, at = dict[str, tuple[_Tensor, int]](), _HEADER.size
-    for tensor in tensors:
-        parts[tensor.name] = tensor, at
-        at += prod(tensor.shape) * dtype.itemsize
+    parts, at = dict[str, tuple[tuple[int, ...], int]](), _HEADER.size
+    for name, shape in tensors:
+        parts[name] = shape, at
+        at += prod(shape) * dtype.itemsize
     return WeightsFile(path, model, dtype, data, parts)
-
-
-def fill(
-    file: WeightsFile, live: Sequence[LiveTensor], *, progress: Callable[[int], None] = lambda _: None
-) -> LoadReport:
-    """Fill each float32 box of `live`.
-
-    Args:
-        progress: called with the number of bytes filled since its last call.
-
-    Raises:
-        CheckpointError: if a number is NaN or infinite.
-    """
-    start, filled_bytes = time.perf_counter(), 0
-    for tensor in sorted(live, key=lambda tensor: file.parts[tensor.spec.name][1]):
-        view, check = tensor.spec.view, FiniteCheck()
-        values = file.read(tensor.spec.name).view(view)[tensor.box.slices]
-        check.add(values)
-        check.require_all(tensor.box, view, view, where=f"{file.path}, {tensor.spec.name}")
-        tensor.local.detach().copy_(values.reshape(tensor.local.shape))
-        filled_bytes += tensor.local.nbytes
-        progress(tensor.local.nbytes)
-    read_bytes = filled_bytes * file.dtype.itemsize // torch.float32.itemsize
-    return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
@@ -185,7 +147,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 def _described(
     path: Path, header: Sequence[int], tensor_bytes: int, dtype: torch.dtype
-) -> tuple[ModelConfig, list[_Tensor]]:
+) -> tuple[ModelConfig, list[tuple[str, tuple[int, ...]]]]:
     """Return the model of a file and its tensors; refuse a file of another size."""
     family, names = _FAMILIES[header[0]]
     sizes = dict(zip(names, header[2:], strict=False))
@@ -194,15 +156,15 @@ def _described(
     rows = sizes.get("padded_vocab_size", sizes["vocab_size"])
     if not problems and rows < sizes["vocab_size"]:
         problems.append(f"padded_vocab_size={rows}: below vocab_size={sizes['vocab_size']}")
-    items, expected, model, tensors = tensor_bytes // dtype.itemsize, 0, None, list[_Tensor]()
+    items, expected, model, tensors = tensor_bytes // dtype.itemsize, 0, None, list[tuple[str, tuple[int, ...]]]()
     if not problems:
         model = _model(family, sizes, header, items)
         problems = [] if model is None else model_problems(model)
     if problems:
         raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(problems))
     if model is not None:
-        tensors = list(_TENSORS[family](model, rows))
-        expected = sum(prod(tensor.shape) for tensor in tensors) * dtype.itemsize
+        tensors = list(_tensors(model, rows))
+        expected = sum(prod(shape) for _, shape in tensors) * dtype.itemsize
     if model is None or expected != tensor_bytes:
         raise CheckpointError(
             "A file of weights has another size",
@@ -260,54 +222,23 @@ def _number(bits: int) -> float:
     return float(str(number))  # the shortest decimal that has these bits: 1e-5 and not its neighbour
 
 
-def _gpt2_tensors(model: ModelConfig, rows: int) -> Iterator[_Tensor]:
-    """Yield the tensors of a GPT-2 file in order."""
-    width, wide = model.n_embd, 4 * model.n_embd
-    yield _Tensor("transformer.wte.weight", (rows, width), model.vocab_size)
-    yield _plain("transformer.wpe.weight", model.max_position_embeddings, width)
-    for name, *shape in (
-        ("ln_1.weight", width),
-        ("ln_1.bias", width),
-        ("attn.c_attn.weight", 3 * width, width),
-        ("attn.c_attn.bias", 3 * width),
-        ("attn.c_proj.weight", width, width),
-        ("attn.c_proj.bias", width),
-        ("ln_2.weight", width),
-        ("ln_2.bias", width),
-        ("mlp.c_fc.weight", wide, width),
-        ("mlp.c_fc.bias", wide),
-        ("mlp.c_proj.weight", width, wide),
-        ("mlp.c_proj.bias", width),
-    ):
-        form = _Form.transposed if len(shape) == 2 else _Form.plain
-        for layer in range(model.n_layer):
-            yield _Tensor(f"transformer.h.{layer}.{name}", tuple(shape), shape[0], form)
-    yield _plain("transformer.ln_f.weight", width)
-    yield _plain("transformer.ln_f.bias", width)
+def _tensors(model: ModelConfig, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name of each tensor and its shape in a file, in order.
+
+    Args:
+        rows: of the tables of tokens, with padding.
+    """
+    spec, table = spec_of(model), (rows, model.n_embd)
+    block = {
+        name: tensor.shape[::-1] if spec.fan_in_fan_out else tensor.shape for name, tensor in spec.block(model).items()
+    }
+    for name, tensor in spec.first(model).items():
+        yield name, table if name == spec.embedding else tensor.shape
+    for group in _GROUPS.get(model.family, [(name,) for name in block]):
+        yield from ((f"{spec.blocks}.{layer}.{name}", block[name]) for layer in range(model.n_layer) for name in group)
+    yield from ((name, tensor.shape) for name, tensor in spec.last(model).items())
+    if not model.tie_word_embeddings:
+        yield OUTPUT, table
 
 
-def _llama3_tensors(model: ModelConfig, rows: int) -> Iterator[_Tensor]:
-    """Yield the tensors of a LLaMA-3 file in order; query, key and value of a layer follow each other."""
-    width, inner, kv_width = model.n_embd, model.intermediate_size, model.n_kv_head * model.head_width
-    layers = [f"model.layers.{layer}" for layer in range(model.n_layer)]
-    yield _plain("model.embed_tokens.weight", rows, width)
-    yield from (_plain(f"{layer}.input_layernorm.weight", width) for layer in layers)
-    for layer in layers:
-        for name, part, heads in (("q_proj", width, model.n_head), ("k_proj", kv_width, model.n_kv_head)):
-            yield _Tensor(f"{layer}.self_attn.{name}.weight", (part, width), part, _Form.interleaved, heads)
-        yield _plain(f"{layer}.self_attn.v_proj.weight", kv_width, width)
-    yield from (_plain(f"{layer}.self_attn.o_proj.weight", width, width) for layer in layers)
-    yield from (_plain(f"{layer}.post_attention_layernorm.weight", width) for layer in layers)
-    yield from (_plain(f"{layer}.mlp.up_proj.weight", inner, width) for layer in layers)
-    yield from (_plain(f"{layer}.mlp.gate_proj.weight", inner, width) for layer in layers)
-    yield from (_plain(f"{layer}.mlp.down_proj.weight", width, inner) for layer in layers)
-    yield _plain("model.norm.weight", width)
-    yield _plain("lm_head.weight", rows, width)
-
-
-def _plain(name: str, *shape: int) -> _Tensor:
-    return _Tensor(name, shape, shape[0])
-
-
-_TENSORS = {Family.gpt2: _gpt2_tensors, Family.llama3: _llama3_tensors}
 FORMAT = Format("a file of weights of llm.c (GPT-2 or LLaMA-3)", read_source, names_model=True)

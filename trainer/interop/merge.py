@@ -20,8 +20,7 @@ from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_che
 from reprise.storage import Files, is_file
 from trainer.interop import llmc
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import is_folder, open_folder, tensor_files
-from trainer.interop.hf.load import folder_source
+from trainer.interop.hf.folder import folder_source, is_folder, open_folder, tensor_files
 from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 
@@ -91,11 +90,8 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=file.read), identity
     if is_folder(path):
-        identity = {
-            "format": "transformers",
-            "xxh3_64": digest_of_samples(tensor_files(open_folder(path, files))).hex(),
-        }
-        return replace(folder_source(path, files, plain), tokenizer={}), identity
+        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(open_folder(path))).hex()}
+        return replace(folder_source(path, plain), tokenizer={}), identity
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

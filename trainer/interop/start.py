@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+
+import torch
 
 from models import families
 from models.config import ModelConfig
 from reprise.commit import check_replicas
 from reprise.errors import MismatchError
-from reprise.format import MANIFEST, STATE, Place
+from reprise.format import MANIFEST, STATE
 from reprise.loading import LoadReport
-from reprise.storage import Files, ProgressLine, exists, on_this_host, unreadable
+from reprise.storage import ProgressLine, exists, on_this_host, unreadable
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
-from trainer.interop.hf import load as hf
+from trainer.interop.finite import require_finite
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import (
     CONFIG,
+    check_tied,
+    file_of,
     open_folder,
     other_files_notes,
-    stored_places,
+    stored_tensors,
     tensor_files,
     trainer_checkpoints,
 )
-from trainer.interop.hf.load import check_tied
 from trainer.interop.samples import digest_of_samples
 from trainer.launch.process_group import Cluster
 from trainer.run.fitting import Fit, Fitting, fill_unstored
@@ -47,10 +51,9 @@ class WeightsKind(Enum):
         """Return the name of the program whose weights they are."""
         return "transformers" if self is WeightsKind.folder else "llm.c"
 
-    def digest(self, path: Path, files: Files) -> str:
+    def digest(self, path: Path) -> str:
         """Return the digest of the weights at a path; see `Pretrained`."""
-        paths = [path] if self is WeightsKind.file else tensor_files(open_folder(path, files))
-        return digest_of_samples(paths).hex()
+        return digest_of_samples([path] if self is WeightsKind.file else tensor_files(open_folder(path))).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +69,39 @@ class Pretrained:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class ForeignWeights:
     """Weights of the configured model.
 
     Args:
         fit: how they may differ from the model's tensors.
-        places: the place of each tensor to load, by name; empty for a file of llm.c, which has all as they are.
         notes: log lines on allowed differences from the configuration.
         files: their files, in an order that is the same on every host.
-        fill: reads them into live tensors.
+        read: returns a tensor by its stored name, a view of a mapped file where possible.
+        file_of: returns its file.
     """
 
     fit: Fit
-    places: Mapping[str, Place]
     notes: Sequence[str]
     files: Sequence[Path]
-    fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
+    read: Callable[[str], torch.Tensor]
+    file_of: Callable[[str], Path]
+
+    def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> LoadReport:
+        """Copy each box of `live` from its file, of which no other part is read; `progress` gets the copied bytes.
+
+        Raises:
+            CheckpointError: if a number is NaN or infinite.
+        """
+        start, read_bytes = time.perf_counter(), 0
+        for tensor in live:
+            spec, values = tensor.spec, self.read(tensor.spec.name)
+            part = values.reshape(spec.view)[tensor.box.slices]
+            tensor.local.detach().copy_(part.reshape(tensor.local.shape))
+            require_finite(tensor.local, where=f"{self.file_of(spec.name)}, {spec.name}", part=(spec, tensor.box))
+            read_bytes += part.nbytes
+            progress(tensor.local.nbytes)
+        filled_bytes = sum(tensor.local.nbytes for tensor in live)
+        return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 
 
 def load_pretrained(
@@ -93,7 +113,6 @@ def load_pretrained(
     section: CheckpointSection,
     *,
     seed: int,
-    files: Files,
 ) -> Pretrained:
     """Fill parameters from `path`, cast to float32. A call of all ranks.
 
@@ -111,37 +130,49 @@ def load_pretrained(
     channel = cluster.channel
     with channel.agreed("pretrained/open"):
         _require_finetune(path, kind, section)
-        opens = _open_folder if kind is WeightsKind.folder else _open_file
-        weights = opens(path, model, section, files, is_first=cluster.rank == 0)
+        weights = open_weights(path, kind, model, section, is_first=cluster.rank == 0)
         digest = _digest(path, weights.files)
     channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
-    fitting = Fitting(weights.fit, live, weights.places)
+    fitting = Fitting(weights.fit, live, {})
     names = list(families.stored_tensors(model))
     for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
         _log.warning(text)
     with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
         report = replace(weights.fill(fitting.requests, line.add), expected=len(live))
-        fitting.finish(lambda tensor: weights.fill([tensor], lambda _: None))
+        fitting.finish(lambda tensor: weights.fill([tensor]))
     check_replicas(live, channel, "pretrained/replicas")
     return Pretrained(report, digest)
 
 
-def _open_folder(
-    path: Path, model: ModelConfig, section: CheckpointSection, files: Files, *, is_first: bool
-) -> _Weights:
-    folder = open_folder(path, files)
+def open_weights(
+    path: Path, kind: WeightsKind, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
+) -> ForeignWeights:
+    """Open the weights of a model, whose files are mapped.
+
+    Args:
+        is_first: whether the values of tied tensors are compared, which reads them: once is enough.
+
+    Raises:
+        TrainerError: if they are not those of the model.
+    """
+    if kind is WeightsKind.file:
+        return _open_file(path, model, section)
+    return _open_folder(path, model, section, is_first=is_first)
+
+
+def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> ForeignWeights:
+    folder = open_folder(path)
     same = _with_stored_sizes(folder.model, model) if section.resize else model
-    fit = replace(Fit.of(section, same, model), casts=False)  # `hf.fill` reads every dtype as float32
+    fit = replace(Fit.of(section, same, model), casts=False)  # every dtype is copied as float32
     notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
     fit.left(list(families.stored_tensors(model)))
-    places = stored_places(folder, same, fit.selects)
+    tensors = stored_tensors(folder, same, fit.selects)
     if is_first and not fit.patterns:
         check_tied(folder, model)
-    paths = tensor_files(folder)
     notes += [*folder.lost, *other_files_notes(path)]
-    return _Weights(fit, places, notes, paths, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+    return ForeignWeights(fit, notes, tensor_files(folder), tensors.__getitem__, lambda name: file_of(folder, name))
 
 
 def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
@@ -150,8 +181,7 @@ def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, vocab_size=vocab_size, max_position_embeddings=stored.max_position_embeddings)
 
 
-def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, files: Files, *, is_first: bool) -> _Weights:
-    del files, is_first  # a file of a tied model has one table
+def _open_file(path: Path, model: ModelConfig, section: CheckpointSection) -> ForeignWeights:
     for name in ("resize", "partial"):
         if getattr(section, name):
             raise MismatchError(
@@ -162,7 +192,7 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, files
             )
     file = llmc.open_file(path)
     notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
-    return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
+    return ForeignWeights(Fit(), notes, [path], file.read, lambda _: path)
 
 
 def _digest(path: Path, files: Sequence[Path]) -> str:

@@ -86,7 +86,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
     where, expected = saved
     source = _source(run.config.checkpoint, choice)
     if isinstance(source, Weights):
-        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path, run.saves.files)}
+        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path)}
     else:
         assert isinstance(source, Checkpoints)
         newest: Checkpoint | None = None

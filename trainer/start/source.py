@@ -117,7 +117,6 @@ class Weights:
             run.cluster,
             part.section,
             seed=seed,
-            files=run.saves.files,
         )
         _log_load(run, pretrained.report, part.name or "weights", self.path)
         return Filled({"format": self.kind.owner, "xxh3_64": pretrained.digest})

@@ -119,6 +119,5 @@ def test_a_state_of_the_trainer_is_called_another_program_s(tmp_path: Path) -> N
             cluster_of(single_rank_channel()),
             CheckpointSection(),
             seed=1,
-            files=FILE_SYSTEM,
         )
     assert "no trainer_state.json" not in str(caught.value.found)

@@ -13,7 +13,7 @@ from models.config import Family, ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import MismatchError, count_of
 from trainer.interop.formats import listed
-from trainer.interop.query_groups import split_groups
+from trainer.interop.projections import halves_from_pairs, split_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -279,14 +279,3 @@ def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -
         *(KeyOrigin(f"{root}{inner}{projection}.weight", shape, take) for inner in ("", "qkv_linear.")),
         KeyOrigin(f"{root}qkv_linear.wqkv.weight", fused, lambda tensor: take(split_groups(tensor, config)[number])),
     ]
-
-
-def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder the rows of each head from pairs to halves, [heads * head_dim, width].
-
-    torchtitan rotates rows 2i and 2i + 1 of a head by the i-th angle (as complex numbers), transformers and we rows i
-    and i + head_dim / 2; attention's sum over a head is the same.
-    """
-    heads = tensor.shape[0] // head_dim
-    pairs = tensor.view(heads, head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)

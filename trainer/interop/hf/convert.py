@@ -20,8 +20,7 @@ from trainer.data.text import TOKENIZER, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
-from trainer.interop.hf.folder import CONFIG, other_files_notes
-from trainer.interop.hf.load import folder_source
+from trainer.interop.hf.folder import CONFIG, folder_source, other_files_notes
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, adapters_of
@@ -40,7 +39,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: if it is not such a folder, or is damaged.
         MismatchError: if its model is not supported.
     """
-    source = folder_source(path, options.files)
+    del options  # a folder has all
+    source = folder_source(path)
     for line in other_files_notes(path):
         _log.warning(line)
     return source

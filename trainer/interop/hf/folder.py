@@ -1,31 +1,36 @@
-"""An open transformers folder: its model, and the place of each tensor."""
+"""An open transformers folder: its model, and its tensors, mapped by safetensors."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+
 from models import families
-from models.config import ModelConfig, StoredTensor
+from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import INDEX, MANIFEST, Place, StoredDtype, TensorKind, header_places
-from reprise.loading import open_tensor_file, read_header
-from reprise.storage import Files, Json, exists, is_dir, is_file, is_iteration_name, json_file, matching, shown
-from trainer.interop.hf.config import lost_members, read_model, require_layers
+from reprise.format import INDEX, MANIFEST
+from reprise.storage import Json, exists, is_dir, is_file, is_iteration_name, json_file, matching, shown
+from trainer.data.tokenizer_beside import tokenizer_files_in
+from trainer.interop.hf.config import differences, lost_members, read_model, require_layers
 from trainer.interop.pointers import refuse_pointers
+from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
 CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FLOATS = (StoredDtype.F32, StoredDtype.BF16, StoredDtype.F16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _MOST_SHOWN = 20
+_ITEMS = 1 << 20  # compared at once
 # What transformers' Trainer and accelerate write beside a model: patterns of names, and what is in them.
 _BESIDE = (
     (("optimizer.pt", "optimizer.bin", "optimizer", "optimizer_[0-9]*"), "the optimizer's moments"),
@@ -41,16 +46,19 @@ _DEEPSPEED = "global_step[0-9]*"
 
 @dataclass(frozen=True, slots=True)
 class HfFolder:
-    """A folder with validated JSON files and headers; `places` is by the names in the files.
+    """A folder with validated JSON files and headers.
 
-    `lost` has a log line for each JSON file with settings that `model` does not have.
+    Args:
+        lost: a log line for each JSON file with settings that `model` does not have.
+        tensors: views of the mapped files, by the names in them.
+        files: the path of each tensor's file.
     """
 
     path: Path
-    files: Files
     model: ModelConfig
     lost: Sequence[str]
-    places: Mapping[str, Place]
+    tensors: Mapping[str, torch.Tensor]
+    files: Mapping[str, Path]
 
 
 def is_folder(path: Path) -> bool:
@@ -106,7 +114,7 @@ def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelCo
     return model
 
 
-def open_folder(path: Path, files: Files) -> HfFolder:
+def open_folder(path: Path) -> HfFolder:
     """Read the configuration and every safetensors header; links are followed, because caches use them.
 
     The files are those that transformers opens. A warning names files of other weights in the folder.
@@ -122,22 +130,23 @@ def open_folder(path: Path, files: Files) -> HfFolder:
     model, lost = read_folder_model(path)
     index = path / _weights_name(path, table)
     weight_map = _weight_map(index) if index.suffix == ".json" else {}
-    places: dict[str, Place] = {}
-    for name in sorted(set(weight_map.values())) or [index.name]:
-        for place in _read_header(path, name, files):
-            if place.spec.name in places:
-                raise CheckpointError("A tensor lies in two files", where=path / name, found=place.spec.name)
-            places[place.spec.name] = place
-    for name, file in weight_map.items():
-        if name not in places or places[name].file != file:
-            raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
-    require_layers(model, len(places), where=path / CONFIG)
-    return HfFolder(path, files, model, lost, places)
+    tensors, files = dict[str, torch.Tensor](), dict[str, Path]()
+    for file in sorted({path / name for name in weight_map.values()} or {index}):
+        for name, tensor in _mapped(file).items():
+            if name in tensors:
+                raise CheckpointError("A tensor lies in two files", where=file, found=name)
+            tensors[name], files[name] = tensor, file
+    for name, file_name in weight_map.items():
+        if files.get(name) != path / file_name:
+            expected = f"{name} in {file_name}"
+            raise CheckpointError("A tensor is not in the file of the index", where=index, expected=expected)
+    require_layers(model, len(tensors), where=path / CONFIG)
+    return HfFolder(path, model, lost, tensors, files)
 
 
 def tensor_files(folder: HfFolder) -> list[Path]:
     """Return the files of all tensors, in the order of their names."""
-    return sorted({folder.path / place.file for place in folder.places.values()})
+    return sorted(set(folder.files.values()))
 
 
 def other_files_notes(path: Path) -> list[str]:
@@ -162,10 +171,10 @@ def other_files_notes(path: Path) -> list[str]:
     return lines
 
 
-def stored_places(
+def stored_tensors(
     folder: HfFolder, model: ModelConfig, selects: Callable[[str], bool] = lambda _: True
-) -> dict[str, Place]:
-    """Return the place of every selected stored tensor of `model`, by our name, in its view.
+) -> dict[str, torch.Tensor]:
+    """Return every selected stored tensor of `model`, by our name, as a view of its file.
 
     Names may lack the prefix of the model with a head. A stored copy of a tied output layer, and buffers of older
     versions, are left out, as are padding rows of the vocabulary.
@@ -178,24 +187,25 @@ def stored_places(
     """
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
-    selected_places: dict[str, Place] = {}
-    problems, left_over = [], set(folder.places)
-    selected = {name: tensor for name, tensor in stored.items() if selects(name)}
-    for name, tensor in selected.items():
-        stored_name = name if name in folder.places else name.removeprefix(prefix)
-        if stored_name not in folder.places:
+    tensors = dict[str, torch.Tensor]()
+    problems, left_over = [], set(folder.tensors)
+    selected = {name: tensor.shape for name, tensor in stored.items() if selects(name)}
+    padded: Mapping[tuple[int, ...], tuple[int, ...]] = {
+        (model.vocab_size, model.n_embd): (model.padded_vocab_size, model.n_embd)
+    }
+    for name, shape in selected.items():
+        stored_name = _stored_name(folder, name)
+        if stored_name not in folder.tensors:
             problems.append(f"{name} is missing")
             continue
         left_over.discard(stored_name)
-        place = folder.places[stored_name]
-        shape, view = place.spec.shape, tensor.view
-        if shape != tensor.shape and shape == (folder.model.vocab_size, *tensor.shape[1:]) == _padded(tensor, model):
-            view = shape
-        elif shape != tensor.shape:
-            problems.append(f"{name} has shape {list(shape)}, the model has {list(tensor.shape)}")
-        if place.spec.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {place.spec.dtype}, not float32, bfloat16 or float16")
-        selected_places[name] = replace(place, spec=replace(place.spec, name=name, view=view))
+        tensor = folder.tensors[stored_name]
+        has_padding = tensor.shape == padded.get(shape) and len(tensor) == folder.model.vocab_size
+        if tensor.shape != shape and not has_padding:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model has {list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            problems.append(f"{name} has dtype {tensor.dtype}, not float32, bfloat16 or float16")
+        tensors[name] = tensor[: shape[0]] if has_padding else tensor
     unexpected = [
         name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))
     ]
@@ -204,13 +214,60 @@ def stored_places(
         more = len(problems) - _MOST_SHOWN
         listing = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise MismatchError("The folder's tensors are not the model's", where=folder.path, found=listing)
-    return selected_places
+    return tensors
 
 
-def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
-    """Return the padded shape of a vocabulary table; None for any other tensor."""
-    is_table = tensor.shape == (model.vocab_size, model.n_embd)
-    return (model.padded_vocab_size, model.n_embd) if is_table else None
+def file_of(folder: HfFolder, name: str) -> Path:
+    """Return the file of a stored tensor, by our name."""
+    return folder.files[_stored_name(folder, name)]
+
+
+def _stored_name(folder: HfFolder, name: str) -> str:
+    return name if name in folder.tensors else name.split(".", 1)[1]
+
+
+def folder_source(path: Path, model: ModelConfig | None = None) -> StateSource:
+    """Return the weights of a folder as a source, and log the settings of its files that the model does not have.
+
+    Args:
+        model: the expected model; by default the folder's own.
+
+    Raises:
+        CheckpointError: if it is not such a folder, or is damaged.
+        MismatchError: if its model is not supported, or another one.
+    """
+    folder = open_folder(path)
+    expected = folder.model if model is None else model
+    for line in [*([] if model is None else differences(folder.model, model, where=path)), *folder.lost]:
+        _log.warning(line)
+    tensors = stored_tensors(folder, expected)
+    check_tied(folder, expected)
+    return StateSource(expected, 0, False, tensors.__getitem__, tokenizer_files_in(path))
+
+
+def check_tied(folder: HfFolder, model: ModelConfig) -> None:
+    """Refuse a stored output layer with other bits, as float32, than the embedding tied to it.
+
+    Raises:
+        MismatchError: if it differs.
+    """
+    for alias, name in families.aliases(model).items():
+        if alias not in folder.tensors:
+            continue
+        origin = _stored_name(folder, name)
+        pair = folder.tensors[origin], folder.tensors[alias]
+        parts = zip(*(torch.split(tensor.reshape(-1), _ITEMS) for tensor in pair), strict=False)
+        if pair[0].shape != pair[1].shape or not all(torch.equal(*map(_bits, halves)) for halves in parts):
+            raise MismatchError(
+                "Parameters are tied, and the folder holds two different ones",
+                where=folder.path,
+                expected=f"{alias} and {origin} of the same bits",
+                fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().view(torch.int32)
 
 
 def _weights_name(path: Path, table: Json) -> str:
@@ -272,12 +329,11 @@ def _no_tensors(path: Path) -> CheckpointError:
     )
 
 
-def _read_header(root: Path, name: str, files: Files) -> list[Place]:
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    if not is_file(file):
+        raise CheckpointError("A file is missing", where=file)
     try:
-        path = (root / name).resolve(strict=True)
-        size = files.size(path)
-    except OSError as error:
-        raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
-    with open_tensor_file(files, path) as file:
-        data = read_header(file, size, where=root / name)
-    return header_places(data, name, TensorKind.MODEL, size, where=root / name)
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError("A file of safetensors cannot be read", where=file, found=str(error)) from error

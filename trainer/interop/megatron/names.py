@@ -20,7 +20,7 @@ from models.families import FAMILIES, spec_of, stored_tensors
 from models.megatron_names import MegatronForm, MegatronNames, MegatronPart
 from models.spec import OUTPUT
 from reprise.errors import MismatchError
-from trainer.interop.query_groups import join_groups, split_groups
+from trainer.interop.projections import join_groups, split_groups
 
 Shape = tuple[int, ...]
 LAYERS = "decoder.layers"

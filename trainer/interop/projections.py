@@ -1,4 +1,4 @@
-"""Splits fused projections of queries, keys and values whose rows are ordered by query group. Pure.
+"""Orders the rows of projections of queries, keys and values as other programs do. Pure.
 
 Letters in shapes: A heads, G query groups, D width of a head.
 """
@@ -37,3 +37,14 @@ def join_groups(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Ten
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(grouped, dim=1)
     return joined.reshape(-1, *joined.shape[2:])
+
+
+def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder the rows of each head from pairs to halves, [heads * head_dim, width].
+
+    torchtitan and llm.c rotate rows 2i and 2i + 1 of a head by the i-th angle, transformers and we rows i and
+    i + head_dim / 2; attention's sum over a head is the same.
+    """
+    heads = tensor.shape[0] // head_dim
+    pairs = tensor.view(heads, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
