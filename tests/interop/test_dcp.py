@@ -48,7 +48,6 @@ from tests.interop.states import assert_carried, opened, save_dcp, weights_of
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.dcp.folder import open_folder
-from trainer.interop.dcp.names import halves_from_pairs
 from trainer.interop.output import write_checkpoint
 from trainer.interop.torch_file import open_torch_file
 from trainer.launch.process_group import Cluster
@@ -132,30 +131,6 @@ def test_an_export_fills_transformers_and_returns_its_bytes(tmp_path: Path, fami
     dcp.load(alone, checkpoint_id=tmp_path / "out", no_dist=True)
     path = bring_in(tmp_path / "out", tmp_path, states.ALONE)  # a config.json lies beside
     assert tensor_files(path) == tensor_files(made)
-
-
-def test_torchtitan_s_rotation_is_ours_after_reordering_rows() -> None:
-    heads, head_dim, width, length = 3, 8, 5, 7
-    generator = torch.Generator().manual_seed(1)
-    theirs = [torch.randn(heads * head_dim, width, generator=generator, dtype=torch.float64) for _ in range(2)]
-    x = torch.randn(length, width, generator=generator, dtype=torch.float64)
-    angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)).double()
-
-    def in_pairs(weight: torch.Tensor) -> torch.Tensor:
-        """Rotate adjacent pairs as complex numbers, as the reference code of LLaMA and torchtitan do."""
-        pairs = torch.view_as_complex((x @ weight.T).view(length, heads, head_dim // 2, 2))
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.view_as_real(turned).flatten(2)
-
-    def in_halves(weight: torch.Tensor) -> torch.Tensor:
-        """Rotate the two halves of a head, as transformers and we do."""
-        a, b = (x @ weight.T).view(length, heads, 2, head_dim // 2).unbind(2)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    expected = torch.einsum("qhd,khd->hqk", *map(in_pairs, theirs))
-    ours = [halves_from_pairs(weight, head_dim) for weight in theirs]
-    torch.testing.assert_close(torch.einsum("qhd,khd->hqk", *map(in_halves, ours)), expected)
 
 
 # ---- what an import takes and tells

@@ -26,13 +26,12 @@ from reprise.errors import CheckpointError, MismatchError, TrainerError
 from tests.harness import compose
 from tests.interop import states, torch_dist_layout
 from tests.interop.megatron_layout import Way
-from tests.interop.states import ALONE, ENDS, assert_carried, overrides_of, random_state, state_of
+from tests.interop.states import ALONE, ENDS, assert_carried, random_state, state_of
 from tests.interop.torch_dist_layout import Form, write
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
-from trainer.interop.megatron.names import by_our_name, correspondences
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join
 from trainer.interop.source import StateSource
 
@@ -60,33 +59,6 @@ def test_other_patterns_of_a_hybrid_model_are_refused(tmp_path: Path, args: Mapp
     path = write(tmp_path, state_of("llama"), Way(), Form("weights", is_hybrid=True), **{**HYBRID, **args})
     with refused(MismatchError, *(str(value) for value in args.values() if value is not None)):
         opened(path)
-
-
-def test_a_fused_projection_is_dealt_out_by_query_group() -> None:
-    model = compose(overrides_of("llama")).model
-    found = by_our_name(correspondences(model))["model.layers.2.self_attn.k_proj.weight"]
-    rows, head = found.tensor.shape[0], model.head_width
-    fused = torch.arange(rows)[:, None].expand(found.tensor.shape)
-    taken = {name[-13:]: found.take(name, fused)[:, 0].tolist() for name in found.names}
-    per_group = (2 + 1 + 1) * head  # two heads of queries, then keys, then values
-    expected = {"q_proj.weight": [], "k_proj.weight": [], "v_proj.weight": []}
-    for row in range(rows):
-        place = row % per_group // head
-        expected["q_proj.weight" if place < 2 else "k_proj.weight" if place == 2 else "v_proj.weight"].append(row)
-    assert taken == expected
-
-
-def test_gpt2_s_projections_are_turned_and_gate_is_above_up() -> None:
-    gpt2 = by_our_name(correspondences(compose(overrides_of("gpt2")).model))
-    one = gpt2["transformer.h.1.mlp.c_fc.weight"]
-    matrix = torch.randn(96, 24)
-    assert one.tensor.stacked == "decoder.layers.mlp.linear_fc1.weight"
-    assert torch.equal(one.take("transformer.h.1.mlp.c_fc.weight", matrix), matrix.T)
-    llama = by_our_name(correspondences(compose(overrides_of("llama")).model))
-    gated = llama["model.layers.3.mlp.up_proj.weight"]
-    both = torch.arange(192)[:, None].expand(192, 24)
-    assert gated.take("model.layers.3.mlp.gate_proj.weight", both)[:, 0].tolist() == list(range(96))
-    assert gated.take("model.layers.3.mlp.up_proj.weight", both)[:, 0].tolist() == list(range(96, 192))
 
 
 # ---- weights and moments of two saves

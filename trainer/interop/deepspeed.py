@@ -23,7 +23,7 @@ from reprise.loading import no_folder
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, known_form, listed, one_step, require_trust
+from trainer.interop.formats import Format, ImportOptions, few, known_form, listed, one_step, require_trust
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
@@ -35,7 +35,6 @@ _ZERO, _OPTIMIZER = "zero", "optimizer_state.pt"
 _LATEST = ("latest_universal", "latest")
 _MODEL = "*mp_rank_00_model_states.pt"
 _COMMAND = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
     model = model_beside(folder.parent, len(kinds), options.config.model)
     names = _names(kinds, model, where=folder)
     trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
-    frozen = sorted(names.keys() - trained)
+    frozen = names.keys() - trained
     if options.weights_only:
         return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, module).read)
     if not trained:
@@ -146,8 +145,7 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
         )
     iteration, step = integer(saved.get("global_steps")), _common_step(folder)
     if frozen:
-        names_of_some = ", ".join(frozen[:_MOST_NAMED])
-        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {names_of_some}")
+        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {few(frozen)}")
     _warn_of_position(saved.get("global_samples"), iteration, options)
     return StateSource(model, iteration, True, _Universal(folder, model, names, trained, module, step).read)
 
@@ -172,7 +170,7 @@ def _tag(path: Path) -> Path:
             "A folder is not a universal checkpoint of DeepSpeed",
             where=folder,
             expected=f"a folder {_ZERO}, with a folder for each parameter",
-            found=", ".join(sorted(child.name for child in folder.iterdir())[:_MOST_NAMED]) or "nothing",
+            found=few(child.name for child in folder.iterdir()),
             fix=f"Where DeepSpeed is installed, run `{_COMMAND} --input_folder {folder} --output_folder "
             f"{folder}_universal`, and import what it writes. Weights alone are in what save_pretrained writes: `hf`.",
         )

@@ -18,7 +18,7 @@ from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
-_MOST_NAMED = 20
+_MOST_LISTED, _MOST_NAMED = 20, 10
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -75,8 +75,13 @@ def require_trust(options: ImportOptions, program: str, *, where: Path) -> None:
 
 def listed(problems: Sequence[str], noun: str) -> str:
     """Return the number of problems and the first of them, one a line."""
-    more = ["..."] if len(problems) > _MOST_NAMED else []
-    return f"{count_of(len(problems), noun)}:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_NAMED], *more])
+    more = ["..."] if len(problems) > _MOST_LISTED else []
+    return f"{count_of(len(problems), noun)}:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_LISTED], *more])
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the first of some names, for a message."""
+    return ", ".join(sorted(names)[:_MOST_NAMED]) or "nothing"
 
 
 def one_step(values: Iterable[object], *, where: object) -> float | None:
@@ -140,6 +145,20 @@ class ExportOptions:
     merge: Path | None = None
     averages: bool = False
     files: Files = FILE_SYSTEM
+
+
+def require_float32(options: ExportOptions, program: str, *, where: Path) -> None:
+    """Refuse another dtype than float32, and a tokenizer, for a format that has neither.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    if options.dtype is not torch.float32 or options.tokenizer is not None:
+        raise ConfigError(
+            f"A {program} folder is written in float32 and without a tokenizer",
+            where=where,
+            fix=f"Leave --dtype and --tokenizer out: {program} casts to the dtype of the tensors that it fills.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

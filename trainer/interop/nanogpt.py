@@ -23,7 +23,16 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
-from trainer.interop.formats import Format, ImportOptions, known_form, listed, log_settings, one_step, require_trust
+from trainer.interop.formats import (
+    Format,
+    ImportOptions,
+    few,
+    known_form,
+    listed,
+    log_settings,
+    one_step,
+    require_trust,
+)
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file
 
@@ -39,7 +48,6 @@ _MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _ARGUMENTS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 _END_OF_TEXT = 50256  # of GPT-2's vocabulary, which nanoGPT pads to 50304
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
                 "The file holds no model of nanoGPT",
                 where=where,
                 expected=f"a matrix {name}",
-                found=", ".join(list(weights)[:_MOST_NAMED]),
+                found=few(weights),
             )
     if OUTPUT in weights and torch.equal(weights[OUTPUT], weights[_EMBEDDING]):
         del weights[OUTPUT]

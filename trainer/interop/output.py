@@ -151,8 +151,8 @@ def _assumed(description: Json, stated: Sequence[str]) -> list[str]:
     assumed = list[str]()
     for section in _SETTINGS:
         fields = [field for field in resume_rules.flattened(description) if field.split(".")[0] == section]
-        others = [field for field in fields if not is_stated(field)]
-        assumed += [section] if others == fields else others
+        unstated = [field for field in fields if not is_stated(field)]
+        assumed += [section] if unstated == fields else unstated
     return assumed
 
 

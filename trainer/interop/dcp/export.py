@@ -11,14 +11,14 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
-from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import finite_number, json_file
 from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
-from trainer.interop.formats import ExportOptions
+from trainer.interop.formats import ExportOptions, require_float32
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.optim.table import no_decay_names
@@ -52,12 +52,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         ConfigError: if a dtype other than float32, or a tokenizer, is requested.
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    if options.dtype is not torch.float32 or options.tokenizer is not None:
-        raise ConfigError(
-            "A DCP folder is written in float32 and without a tokenizer",
-            where=out,
-            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of the tensors it fills.",
-        )
+    require_float32(options, "DCP", where=out)
     files, source = options.files, of_checkpoint(checkpoint)
     adam = saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = saved_counters(checkpoint)

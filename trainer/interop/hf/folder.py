@@ -17,6 +17,7 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import INDEX, MANIFEST
 from reprise.storage import Json, exists, is_dir, is_file, is_iteration_name, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
+from trainer.interop.formats import listed
 from trainer.interop.hf.config import differences, lost_members, read_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.source import StateSource
@@ -29,7 +30,6 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_MOST_SHOWN = 20
 _ITEMS = 1 << 20  # compared at once
 # What transformers' Trainer and accelerate write beside a model: patterns of names, and what is in them.
 _BESIDE = (
@@ -211,9 +211,9 @@ def stored_tensors(
     ]
     problems += [f"{name} is unexpected" for name in sorted(unexpected) if len(selected) == len(stored)]
     if problems:
-        more = len(problems) - _MOST_SHOWN
-        listing = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise MismatchError("The folder's tensors are not the model's", where=folder.path, found=listing)
+        raise MismatchError(
+            "The folder's tensors are not the model's", where=folder.path, found=listed(problems, "difference")
+        )
     return tensors
 
 

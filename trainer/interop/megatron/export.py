@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from models.config import Activation, ModelConfig
 from models.families import has_field, stored_tensors
-from reprise.errors import ConfigError, MismatchError, count_of
+from reprise.errors import MismatchError, count_of
 from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import json_file
 from trainer.config.optimizer import OptimizerSection
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
-from trainer.interop.formats import ExportOptions
+from trainer.interop.formats import ExportOptions, require_float32
 from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences, names_of
 from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
@@ -61,12 +61,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         MismatchError: if Megatron has no such model, or the optimizer is not AdamW.
         CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    if options.dtype is not torch.float32 or options.tokenizer is not None:
-        raise ConfigError(
-            "A Megatron folder is written in float32 and without a tokenizer",
-            where=out,
-            fix="Leave --dtype and --tokenizer out: Megatron casts to the dtype of its parameters.",
-        )
+    require_float32(options, "Megatron", where=out)
     files, source = options.files, of_checkpoint(checkpoint)
     names_of(source.model.family, where=checkpoint.path)
     _refuse_scaling(source.model, where=checkpoint.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,9 +12,8 @@ from trainer.interop.formats import listed
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
-from trainer.interop.megatron.state import MegatronState
+from trainer.interop.megatron.state import MOMENTS, WEIGHTS, MegatronState
 
-MASTERS = "masters"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 # The parts of each of Megatron's tensors, by tensor-parallel rank, under `MegatronTensor.numbered`.
@@ -41,33 +40,26 @@ def joined_state(
     Raises:
         MismatchError: listing tensors that are missing, unexpected or of another shape than the model's.
     """
-    for kind, pieces in {"weights": weights, **optimizer}.items():
+    pieces_of = {WEIGHTS: weights, **optimizer}
+    for kind, pieces in pieces_of.items():
         _check(pieces, described, where=f"{where}, {kind}")
 
-    def read(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
+    def read(kind: str, tensor: MegatronTensor) -> torch.Tensor:
+        pieces = pieces_of[kind]
+        if (
+            kind not in MOMENTS
+            and tensor.name == EMBEDDING
+            and described.model.tie_word_embeddings
+            and OUTPUT in pieces
+        ):
+            for rank, (first, last) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
+                where_rank = f"{where}, {kind} of {EMBEDDING} of tensor-parallel rank {rank}"
+                copies.compare(first.read(), last.read(), what="the first and the last stage", where=where_rank)
         where_tensor = f"{where}, {kind} of {tensor.numbered}"
         parts = pieces[tensor.numbered]
         return join(parts, cut=tensor.cut, is_gated=tensor.is_gated, copies=copies, where=where_tensor)
 
-    def read_copied(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
-        if tensor.name == EMBEDDING and described.model.tie_word_embeddings and OUTPUT in pieces:
-            for rank, (first, last) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
-                where_rank = f"{where}, {kind} of {EMBEDDING} of tensor-parallel rank {rank}"
-                copies.compare(first.read(), last.read(), what="the first and the last stage", where=where_rank)
-        return read(pieces, tensor, kind)
-
-    masters, moments = optimizer.get(MASTERS), {kind: pieces for kind, pieces in optimizer.items() if kind != MASTERS}
-    read_masters: Callable[[MegatronTensor], torch.Tensor] | None = None
-    if masters is not None:
-        read_masters = partial(read_copied, masters, kind=MASTERS)
-    return MegatronState(
-        weights=partial(read_copied, weights, kind="weights"),
-        masters=read_masters,
-        moments=(lambda kind, tensor: read(moments[kind], tensor, kind)) if moments else None,
-        step=step,
-        iteration=iteration,
-        consumed_samples=consumed_samples,
-    )
+    return MegatronState({kind: partial(read, kind) for kind in pieces_of}, step, iteration, consumed_samples)
 
 
 def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:

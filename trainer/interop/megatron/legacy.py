@@ -18,10 +18,10 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_dir, is_file, shown
-from trainer.interop.formats import ImportOptions, one_step, require_moments
+from trainer.interop.formats import ImportOptions, few, one_step, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
-from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
+from trainer.interop.megatron.joined import EMBEDDING, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import require_known_version, stage_of
 from trainer.interop.megatron.numbered import named_state
 from trainer.interop.megatron.shards import (
@@ -34,6 +34,7 @@ from trainer.interop.megatron.shards import (
     stage_order,
 )
 from trainer.interop.megatron.state import (
+    MASTERS,
     MOMENTS,
     MegatronState,
     consumed_samples,
@@ -52,7 +53,6 @@ _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
 _OWN = "language_model"  # of Megatron-LM's own models, before those of Megatron-Core
 _MASTER_KEY = "param"
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +136,12 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
         for axis, kind in enumerate(("tensor", "pipeline"))
     ]
     places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened_ranks)
-    if lacking := list(itertools.islice(places, _MOST_NAMED + 1)):
-        listed = ", ".join(
-            f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking[:_MOST_NAMED]
-        )
+    if lacking := list(itertools.islice(places, 10)):
         raise CheckpointError(
             "Files of a Megatron checkpoint are missing",
             where=path,
             expected=f"those of {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
-            found=f"no {listed}{', ...' if lacking[_MOST_NAMED:] else ''}",
+            found="no " + few(f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking),
             fix="Every node writes those of its own ranks: bring them all into this folder.",
         )
     ranks = [[opened_ranks[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]

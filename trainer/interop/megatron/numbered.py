@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.shards import RankPiece, Stage
-from trainer.interop.megatron.state import MOMENTS, parameter_groups
+from trainer.interop.megatron.state import MASTERS, MOMENTS, parameter_groups
 from trainer.interop.torch_file import is_plain
 
 Table = Mapping[Any, Any]

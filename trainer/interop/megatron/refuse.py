@@ -6,11 +6,11 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import is_dir, is_file, json_file, matching, shown
+from trainer.interop.formats import few
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
 _BACKEND = "sharded_backend"
 _LEGACY = "mp_rank_*/model_optim_rng.pt"  # Megatron-LM, --ckpt-format torch
-_MOST_NAMED = 10
 
 
 def refuse_megatron(path: Path) -> None:
@@ -26,11 +26,10 @@ def refuse_megatron(path: Path) -> None:
     forms = [form_of_folder] if form_of_folder else [f"{name}: {form}" for name, form in below.items()]
     if not forms:
         return
-    more = f"; and {len(forms) - _MOST_NAMED} more" if len(forms) > _MOST_NAMED else ""
     raise MismatchError(
         "The folder holds a Megatron checkpoint, which has to be imported first",
         where=path,
-        found="; ".join(forms[:_MOST_NAMED]) + more,
+        found=few(forms),
         fix=f"Run `reprise convert import megatron {path} FOLDER --trust-pickle`, and load FOLDER.",
     )
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from reprise.errors import CheckpointError
+from trainer.interop.formats import few
 
 _log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
     for number, ranks in enumerate(stages):
         names = set(ranks[0])
         for rank, tensors in enumerate(ranks):
-            if differences := sorted(names ^ set(tensors)):
+            if differences := names ^ set(tensors):
                 raise CheckpointError(
                     "Two tensor-parallel ranks of a stage hold other tensors",
                     where=f"{where}, stage {number}, ranks 0 and {rank}",
-                    found=", ".join(differences[:_MOST_NAMED]),
+                    found=few(differences),
                     fix="The files are of several saves.",
                 )
         layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}

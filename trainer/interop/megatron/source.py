@@ -7,7 +7,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError
 from reprise.loading import no_folder
 from reprise.storage import is_dir, is_file
-from trainer.interop.formats import Format, ImportOptions, known_form, require_trust
+from trainer.interop.formats import Format, ImportOptions, few, known_form, require_trust
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
@@ -52,7 +52,7 @@ def newest(path: Path) -> Path:
                 "A folder holds no Megatron checkpoint",
                 where=path,
                 expected=f"{TRACKER}, or {METADATA} or mp_rank_00 of an iteration",
-                found=", ".join(sorted(child.name for child in path.iterdir())[:10]) or "nothing",
+                found=few(child.name for child in path.iterdir()),
                 fix=f"Name the folder that was saved to, or an iter_ folder in it; copy {METADATA} too, if it was left "
                 "behind.",
             )

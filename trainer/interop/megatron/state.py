@@ -23,10 +23,13 @@ from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHTS, MASTERS, MOMENTS = "weights", "masters", ("exp_avg", "exp_avg_sq")
 RELEASE = "release"  # the folder of a model that is not to be continued
 _STEP = "step"
 _SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
+
+
+Readers = Mapping[str, Callable[[MegatronTensor], torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,13 @@ class MegatronState:
     """Tensors of a Megatron run, each joined over the ranks.
 
     Args:
-        weights: returns a weight in the model's dtype.
-        masters: returns the optimizer's copy of a weight; None if it has none.
-        moments: returns a moment of a weight by its kind in `MOMENTS`; None without the state of an optimizer.
+        readers: by kind, a function that returns this kind of a tensor: `WEIGHTS`, in the model's dtype; `MASTERS`, if
+            the optimizer has copies of weights; and `MOMENTS`, if there is the state of an optimizer.
         step: of the optimizer, the same for all parameters.
         consumed_samples: samples trained on; None if the checkpoint does not name it.
     """
 
-    weights: Callable[[MegatronTensor], torch.Tensor]
-    masters: Callable[[MegatronTensor], torch.Tensor] | None
-    moments: Callable[[str, MegatronTensor], torch.Tensor] | None
+    readers: Readers
     step: float
     iteration: int
     consumed_samples: int | None = None
@@ -67,19 +67,18 @@ def as_source(state: MegatronState, described: DescribedModel, *, where: object)
         kind, _, weight_name = name.partition(".")
         if kind == _STEP:
             return torch.tensor(float(state.step))
-        assert state.moments is not None
-        return tensors[weight_name].take(weight_name, state.moments(kind, tensors[weight_name].tensor))
+        return tensors[weight_name].take(weight_name, state.readers[kind](tensors[weight_name].tensor))
 
-    if state.moments is None:
+    if MOMENTS[0] not in state.readers:
         return StateSource(model, 0, has_optimizer=False, read=read)
     return StateSource(model, state.iteration, has_optimizer=True, read=read, consumed_samples=state.consumed_samples)
 
 
 def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
     """Return a weight, or the optimizer's copy of it, which must round to the model's own."""
-    if state.masters is None:
-        return state.weights(tensor)
-    weights, masters = partial(state.weights, tensor), partial(state.masters, tensor)
+    if MASTERS not in state.readers:
+        return state.readers[WEIGHTS](tensor)
+    weights, masters = partial(state.readers[WEIGHTS], tensor), partial(state.readers[MASTERS], tensor)
     rounded = rounding_to(weights, masters)
     if rounded is not None:
         return rounded

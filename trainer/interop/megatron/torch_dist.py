@@ -29,8 +29,11 @@ from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape
 from trainer.interop.megatron.reshardable import Buckets, is_bucket
 from trainer.interop.megatron.shards import RankCopies, layers_of
 from trainer.interop.megatron.state import (
+    MASTERS,
     MOMENTS,
+    WEIGHTS,
     MegatronState,
+    Readers,
     consumed_samples,
     log_omissions,
     parameter_groups,
@@ -45,7 +48,7 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 _TABLE = "embedding.word_embeddings.weight"
 _STACKED = f"{LAYERS}.self_attention.linear_proj.weight"
 _STATE = "optimizer.state."
-_MASTERS = ("param", "fp32_param")  # fully_reshardable; the other optimizers
+_COPIES = ("param", "fp32_param")  # fully_reshardable; the other optimizers
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -74,14 +77,12 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
     files = _Files(dcp, prefix, _is_stacked(dcp, prefix), described.is_hybrid)
     tensors = [correspondence.tensor for correspondence in described.correspondences()]
     _check_model(files, tensors)
-    masters, moments, groups = _optimizer(files, tensors, common, options)
+    readers, groups = _optimizer(files, tensors, common, options)
     log_omissions(common, described, args, groups)
     iteration = integer(common.get("iteration"))
     state = MegatronState(
-        files.weight,
-        masters,
-        moments,
-        _step(groups, common, iteration, where=folder) if moments is not None else 0.0,
+        {WEIGHTS: files.weight, **readers},
+        _step(groups, common, iteration, where=folder) if readers else 0.0,
         iteration,
         consumed_samples(common, args),
     )
@@ -218,7 +219,7 @@ def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
 
 
 def _differences(
-    files: _Files, root: str, tensors: Sequence[MegatronTensor], *, may_be_flat: bool = False
+    files: _Files, root: str, tensors: Sequence[MegatronTensor], *, is_flat: bool = False
 ) -> Iterator[str]:
     layers, seen = 1 + max(tensor.layer or 0 for tensor in tensors), set[str]()
     for tensor in tensors:
@@ -229,7 +230,7 @@ def _differences(
         stored = files.dcp.tensors.get(key)
         if stored is None:
             yield f"missing: {key}"
-        elif stored.shape != shape and not (may_be_flat and _is_flattened(stored.shape, shape)):
+        elif stored.shape != shape and not (is_flat and _is_flattened(stored.shape, shape)):
             yield f"{key}: shape {list(stored.shape)}, expected {list(shape)}"
         elif stored.dtype not in _FLOATS:
             yield f"{key}: {stored.dtype}"
@@ -240,34 +241,30 @@ def _optimizer(
     tensors: Sequence[MegatronTensor],
     common: Mapping[str, Any],
     options: ImportOptions,
-) -> tuple[Any, Any, list[Mapping[str, Any]]]:
-    """Return the readers of master weights and of moments, and the parameter groups; None for what there is not."""
+) -> tuple[Readers, list[Mapping[str, Any]]]:
+    """Return the readers of master weights and of moments, and the parameter groups; none without an optimizer."""
     dcp = files.dcp
     if options.weights_only:
         if any(map(_is_optimizers, dcp.tensors)):
             _log.warning("not carried, as --weights-only asks: the optimizer's state; the weights are the model's own")
-        return None, None, []
+        return {}, []
     if any(key.startswith(f"{_STATE}{MOMENTS[0]}.") for key in dcp.tensors):
-        masters = [kind for kind in _MASTERS if f"{_STATE}{kind}.{files.prefix}{_TABLE}" in dcp.tensors][:1]
-        problems = [
-            problem
-            for kind in (*MOMENTS, *masters)
-            for problem in _differences(files, f"{_STATE}{kind}.", tensors, may_be_flat=True)
-        ]
+        copies = [kind for kind in _COPIES if f"{_STATE}{kind}.{files.prefix}{_TABLE}" in dcp.tensors][:1]
+        roots = {key: f"{_STATE}{kind}." for key, kind in zip((*MOMENTS, MASTERS), (*MOMENTS, *copies), strict=False)}
+        problems = [problem for root in roots.values() for problem in _differences(files, root, tensors, is_flat=True)]
         if problems:
             raise _partial_optimizer(dcp.path, listed(problems, "difference"))
-        return (
-            partial(files.read, f"{_STATE}{masters[0]}.") if masters else None,
-            lambda kind, tensor: files.read(f"{_STATE}{kind}.", tensor),
-            parameter_groups(common.get("optimizer")),
+        return {key: partial(files.read, root) for key, root in roots.items()}, parameter_groups(
+            common.get("optimizer")
         )
     if any(is_bucket(key) for key in dcp.tensors):
         buckets = Buckets.open(dcp, files.weight, tensors, RankCopies(options.from_rank0))
-        return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
+        kinds = {MASTERS: _COPIES[0], **dict(zip(MOMENTS, MOMENTS, strict=True))}
+        return {key: partial(buckets.read, kind) for key, kind in kinds.items()}, _saved_groups(dcp)
     _refuse_others(dcp)
     require_moments(signs_of_moments(common, dcp.path), options, where=dcp.path)
     _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
-    return None, None, []
+    return {}, []
 
 
 def _saved_groups(dcp: DcpFolder) -> list[Mapping[str, Any]]:
