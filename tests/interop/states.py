@@ -77,10 +77,8 @@ def changed(state: StateSource, **tensors: Tensor) -> StateSource:
 
 def opened(kind: str, path: Path, overrides: list[str], **options: Any) -> StateSource:
     """Open a checkpoint whose pickles are trusted."""
-    read = FORMATS[kind].read
-    assert read is not None
     asked = {"trusts_pickle": True, "overrides": overrides, **options}
-    return read(path, ImportOptions(compose(overrides), **asked))
+    return FORMATS[kind].read(path, ImportOptions(compose(overrides), **asked))
 
 
 def assert_carried(found: StateSource, state: StateSource) -> None:

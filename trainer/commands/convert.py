@@ -58,14 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def bring_in(options: argparse.Namespace) -> int:
     """Write what another program saved as a checkpoint of ours."""
     form = FORMATS[options.format]
-    assert form.read is not None
     if options.format != MEGATRON:
         refuse_megatron(options.source)
     refuse_pointers(options.source)
     source = form.read(options.source, _import_options(options))
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
-    model = model_overrides(source.model, overrides) if form.names_model else []
-    config = compose([*model, *overrides])
+    config = compose([*model_overrides(source.model, overrides), *overrides])
     config.data.tokenizer = with_tokenizer(config.data, source.tokenizer)
     path = write_checkpoint(
         source, options.folder, config, consumed_samples=options.consumed_samples, stated=options.overrides
@@ -137,8 +135,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_imports(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
     for name, form in FORMATS.items():
-        if form.read is None:
-            continue
         subparser = formats.add_parser(name, help=form.summary, description=form.summary)
         subparser.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
         subparser.add_argument(

@@ -233,4 +233,4 @@ def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -
         )
 
 
-FORMAT = Format("a universal checkpoint of DeepSpeed, as ds_to_universal.py makes", read_source, names_model=True)
+FORMAT = Format("a universal checkpoint of DeepSpeed, as ds_to_universal.py makes", read_source)

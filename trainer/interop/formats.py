@@ -167,9 +167,8 @@ class Format:
 
     Args:
         summary: a short description.
-        read: opens a path for import; None if the format is export only.
+        read: opens a path for import; its source describes the model, and no override needs to.
         write: writes a checkpoint of ours to a new path; None if the format is import only.
-        names_model: whether the format describes the model, and no override needs to.
         completes_model: whether it takes what its files leave open from the configured model, so a group `model=NAME`
             need not equal the stored model.
         merges: whether adapters can be merged with their base: `ExportOptions.merge` applies.
@@ -178,9 +177,8 @@ class Format:
     """
 
     summary: str
-    read: Callable[[Path, ImportOptions], StateSource] | None = None
+    read: Callable[[Path, ImportOptions], StateSource]
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
-    names_model: bool = False
     completes_model: bool = False
     merges: bool = False
     has_averages: bool = False

@@ -139,6 +139,4 @@ def _shown(folder: DcpFolder, key: str) -> str | None:
         return None
 
 
-FORMAT = Format(
-    "a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan)", read_source, dcp_export.write, names_model=True
-)
+FORMAT = Format("a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan)", read_source, dcp_export.write)

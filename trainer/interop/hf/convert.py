@@ -96,6 +96,4 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
     return paths
 
 
-FORMAT = Format(
-    "a model folder of transformers (safetensors)", read_source, write, names_model=True, merges=True, has_averages=True
-)
+FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, merges=True, has_averages=True)

@@ -74,7 +74,6 @@ FORMAT = Format(
     "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)",
     read_source,
     export.write,
-    names_model=True,
     completes_model=True,
     has_copies=True,
 )
