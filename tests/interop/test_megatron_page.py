@@ -17,7 +17,9 @@ from trainer.config.megatron_flags import DIFFERENCE, table
 from trainer.schedules.batch_size import parse_batch_schedule
 
 ROOT = Path(__file__).parents[2]
-PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("from_megatron.md", "generated/megatron_flags.md"))
+PAGE = "".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("from_megatron.md", "generated/megatron_flags.md")
+)
 OURS = {"--trust-pickle", "--nproc-per-node"}  # not Megatron-LM's, but of the commands that the page shows
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", options_page(), flags=re.M))
 
