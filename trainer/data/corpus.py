@@ -74,24 +74,21 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
     else:
         takes_bytes = True
         sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
-    _check_vocab_size(section, encoder)
+    vocab_size = section.vocab_size or encoder.vocab_size
+    if vocab_size < encoder.vocab_size:
+        raise DataError(
+            "data.vocab_size is too small for the tokens",
+            where=section.tokenizer or "bytes and end of text",
+            expected=f"at least {encoder.vocab_size}",
+            found=vocab_size,
+            fix="Leave data.vocab_size null.",
+        )
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_whole(train) and _is_whole(valid)):
         options = SplitOptions(takes_bytes=takes_bytes, valid_fraction=section.valid_fraction)
         _write(folder, sources, options, encoder)
-    return Corpus((train,), (valid,), section.vocab_size or encoder.vocab_size, encoder.end_of_text)
-
-
-def _check_vocab_size(section: DataSection, encoder: Encoder) -> None:
-    if section.vocab_size is not None and section.vocab_size < encoder.vocab_size:
-        raise DataError(
-            "data.vocab_size is too small for the tokens",
-            where=section.tokenizer or "bytes and end of text",
-            expected=f"at least {encoder.vocab_size}",
-            found=section.vocab_size,
-            fix="Leave data.vocab_size null.",
-        )
+    return Corpus((train,), (valid,), vocab_size, encoder.end_of_text)
 
 
 def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float, *, takes_bytes: bool) -> str:

@@ -25,7 +25,7 @@ from trainer.data.token_file import TokenFile
 
 SUFFIX = ".digest"
 _FOLDER = "digests"
-_LINE_BYTES = 256
+_MOST_BYTES = 256 << 20
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
@@ -56,7 +56,6 @@ def kept(
     about: str,
     compute: Callable[[], tuple[str, bytes]],
     *,
-    most_bytes: int = 0,
     read_again: bool = False,
 ) -> tuple[list[str], bytes]:
     """Return words and bytes computed from a file, from the first valid place, else computed and kept there.
@@ -65,7 +64,6 @@ def kept(
         places: in order; without a right to write the next is tried, and without any, the next start computes again.
         form: name and version of what is kept.
         about: what it depends on beside the file.
-        most_bytes: of the bytes.
         read_again: ignore what is kept.
 
     Raises:
@@ -75,7 +73,7 @@ def kept(
     begin = f"{form} {identity(before)} {about} "
     for place in () if read_again else places:
         with contextlib.suppress(OSError):
-            data = read_regular(place, limit_bytes=_LINE_BYTES + most_bytes, follows_links=False)
+            data = read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False)
             line, end, content = data.partition(b"\n")
             text, _, digest = line.rpartition(b" ")
             if end and text.startswith(begin.encode()) and digest == _digest(text + content):

@@ -103,16 +103,14 @@ def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again
     """
     documents = file.documents
     assert documents is not None, "only files with an index are cut by document"
-    places, most_bytes = [], 16 * (-(-documents.count // STRIDE) + 1)
-    if cache is not None:
-        places.append(in_cache(documents.path, documents.status(), cache / "documents", f".{seq_length}"))
+    folder = cache and cache / "documents"
+    places = [in_cache(documents.path, documents.status(), folder, f".{seq_length}")] if folder else []
     (digest, longest), content = kept(
         documents,
         places,
         "reprise-documents 2",
         f"{seq_length}",
         lambda: _pass(documents, seq_length),
-        most_bytes=most_bytes,
         read_again=read_again,
     )
     return DocumentTable(documents, seq_length, digest, int(longest), *np.frombuffer(content, "<i8").reshape(2, -1))

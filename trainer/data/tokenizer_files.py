@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,13 @@ def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, 
         if table["model"].get("dropout"):
             changes["model"] = {**table["model"], "dropout": None}
         entries = table.get("added_tokens") or []
-        added = {str(entry["content"]): _id(entry["id"]) for entry in entries}
+        added = {str(entry["content"]): entry["id"] for entry in entries}
         special = {added[entry["content"]]: entry["content"] for entry in entries if entry["special"]}
-        tokens = _ids(table["model"]["vocab"]) | added
+        vocabulary = table["model"]["vocab"]
+        if not isinstance(vocabulary, Mapping):  # tokens with their scores, whose places are their ids
+            vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
+        tokens = {**vocabulary, **added}
+        largest = max(map(operator.index, tokens.values()), default=0)
         raw = _to_bytes({**table, **changes}) if changes else raw
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
@@ -93,7 +98,7 @@ def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, 
             found=repr(error),
             fix="Correct data.tokenizer.",
         ) from error
-    if (largest := max(tokens.values(), default=0)) >= rows:
+    if largest >= rows:
         raise DataError(
             "a tokenizer has more tokens than the model",
             where=where,
@@ -108,19 +113,6 @@ def _adds_tokens(processor: Any) -> bool:
     if processor is None or processor["type"] == "ByteLevel":
         return False
     return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
-
-
-def _ids(vocabulary: Any) -> dict[str, int]:
-    """Return the tokens of a vocabulary with their ids, which are the places in a list of tokens with their scores."""
-    if not isinstance(vocabulary, Mapping):
-        return {name: number for number, (name, _) in enumerate(vocabulary)}
-    return {name: _id(number) for name, number in vocabulary.items()}
-
-
-def _id(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no number of a token")
-    return value
 
 
 def _to_bytes(table: Mapping[str, object]) -> bytes:
