@@ -35,7 +35,10 @@ def tokens_in_memory(tokens: TokenArray, name: str = "memory") -> TokenFile:
     """Return a token file that lies on no disk."""
     descriptor = os.memfd_create(name)
     os.write(descriptor, bytes(HEADER_BYTES) + tokens.tobytes())
-    return TokenFile(DataFile(Path(name), descriptor), np.dtype(tokens.dtype), tokens.size)
+    file = DataFile(Path(f"/proc/self/fd/{descriptor}"))
+    os.close(descriptor)
+    file.path = Path(name)
+    return TokenFile(file, np.dtype(tokens.dtype), tokens.size)
 
 
 def iteration_record(iteration: int, *, loss: float = 2.5, tokens: int = 1000, seconds: float = 0.5) -> IterationRecord:

@@ -26,17 +26,14 @@ TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 class DataFile:
     """An open regular file, whose descriptor is closed with this object.
 
-    Args:
-        descriptor: of the file, if it is open already.
-
     Raises:
         DataError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = open_regular(path) if descriptor is None else descriptor
+            self._descriptor = open_regular(path)
         except OSError as error:
             raise unreadable(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)

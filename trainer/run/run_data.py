@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from operator import attrgetter
 from pathlib import Path
 
 import xxhash
@@ -178,7 +179,7 @@ def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
     for key, weight in files.weights.items():
         tokens, documents = fingerprints[key]
         sources.append(Source(files.sides[key], tokens, weight / total, documents))
-    sources.sort(key=_by_fingerprint)
+    sources.sort(key=attrgetter("fingerprint"))
     for first, second in itertools.pairwise(sources):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -189,10 +190,6 @@ def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
             )
     valid, _ = fingerprints.get(_VALID, (None, None))
     return RunData(sources, files.sides[_VALID], valid, files.marks)
-
-
-def _by_fingerprint(source: Source) -> str:
-    return source.fingerprint
 
 
 def data_cache(config: Config) -> Path:
@@ -293,7 +290,7 @@ def _identity(files: _OpenFiles) -> str:
 def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:
     """Return the fingerprints of each source of training data and of the validation data, as far as there is any."""
     fingerprints = {}
-    for key, group in itertools.groupby(reports, lambda report: report.key):
+    for key, group in itertools.groupby(reports, attrgetter("key")):
         files = list(group)
         borders = fingerprint_of_sources([file.documents for file in files]) if files[0].documents else None
         fingerprints[key] = fingerprint([file.digest for file in files]), borders

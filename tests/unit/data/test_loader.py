@@ -91,5 +91,6 @@ def test_the_order_is_asked_once_for_many_iterations() -> None:
     with mock.patch.object(OrderedSamples, "sample_ids", autospec=True, side_effect=OrderedSamples.sample_ids) as order:
         for number in range(130):
             loader.train_batch(number * 16, 5)
+            assert len(loader._ahead) == 128
         replace(loader, global_batch_size=4096, numbers=range(512)).train_batch(0, 5)
     assert [call.args[1].size for call in order.call_args_list] == [1024, 1024, 4096]
