@@ -51,6 +51,7 @@ def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form
     found = content(tmp_path / "by1")
     assert found == content(tmp_path / "by3")
     assert {"tokenizer.json", "train_000000.bin", "train_000001.bin", "valid_000000.bin"} <= set(found)
+    assert open_token_file(tmp_path / "by1/train_000000.bin").count == 2000
     assert not list(tmp_path.glob(".*"))
 
 

@@ -138,6 +138,11 @@ def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
     with refused(DataError, "a.ds.index"):
         table.locate(np.arange(3))
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
+        file.seek(8 * (STRIDE - 1))
+        file.write(np.array([10 * STRIDE + 1], "<i8").tobytes())
+    with refused(DataError, "a.ds.index"):
+        table.begins_in(0, 50)
+    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.truncate(8)
     with refused(DataError, "a.ds.index"):
         table.locate(np.arange(3))

@@ -11,6 +11,7 @@ import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
+from trainer.data.document_table import table_of
 from trainer.data.indexed_file import find_indexed, open_indexed_file, write_indexed_file
 
 END = 9
@@ -91,6 +92,14 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Pat
     damage(path, path.with_suffix(".idx"))
     with refused(DataError, word):
         open_indexed_file(path)
+
+
+@pytest.mark.parametrize("offset", [b"\5", b"\xc8"])
+def test_an_offset_of_no_token_is_refused_where_it_is_read(tmp_path: Path, offset: bytes) -> None:
+    change(by_hand(tmp_path / "a.bin", [[1, 2], [3], [4]]).with_suffix(".idx"), 54, offset)
+    file = open_indexed_file(tmp_path / "a.bin")
+    with refused(DataError, "a.idx"):
+        table_of(file, seq_length=7, cache=None)
 
 
 def test_a_prefix_a_path_and_a_glob_name_files(tmp_path: Path) -> None:
