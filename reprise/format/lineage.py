@@ -8,7 +8,7 @@ the save.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from reprise.errors import CheckpointError
 from reprise.storage import json_file
@@ -47,10 +47,15 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The branches of a run in the order of their begins; none for an unknown run."""
+    """The branches of a run, oldest first; none for an unknown run.
+
+    Args:
+        launch: the names of the newest launch whose command set where the run begins; a restart of it resumes.
+    """
 
     branches: tuple[Branch, ...] = ()
     parent: Parent | None = None
+    launch: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def run(self) -> str | None:
@@ -87,6 +92,7 @@ class Lineage:
         return {
             "branches": branches,
             **({"parent": {"run": parent.run, "iteration": parent.iteration}} if parent else {}),
+            **({"launch": list(self.launch)} if self.launch else {}),
         }
 
     @staticmethod
@@ -96,16 +102,15 @@ class Lineage:
         Raises:
             LookupError, TypeError, ValueError: if it is malformed.
         """
-        listed, origin = table["branches"], table.get("parent")
+        listed, origin, launch = table["branches"], table.get("parent"), table.get("launch", [])
         if not isinstance(listed, list) or not listed:
             raise TypeError(f"branches are {listed!r}")
         branches = tuple(Branch(_text(member["id"]), _iteration(member["began_at"])) for member in listed)
-        if origin is None:
-            return Lineage(branches)
-        if not isinstance(origin, Mapping):
-            raise TypeError(f"the parent is {origin!r}")
-        run = None if origin["run"] is None else _text(origin["run"])
-        return Lineage(branches, Parent(run, integer(origin["iteration"])))
+        if not isinstance(launch, list) or not (origin is None or isinstance(origin, Mapping)):
+            raise TypeError(f"the parent is {origin!r}, the launch {launch!r}")
+        run = None if origin is None or origin["run"] is None else _text(origin["run"])
+        parent = None if origin is None else Parent(run, integer(origin["iteration"]))
+        return Lineage(branches, parent, tuple(map(_text, launch)))
 
     def to_bytes(self) -> bytes:
         """Return the content of a `run.json`."""

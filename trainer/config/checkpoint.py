@@ -224,6 +224,11 @@ class CheckpointSection(
         """Return whether a load leaves out the state of the optimizer."""
         return self.finetune or self.no_load_optim
 
+    @property
+    def is_directed(self) -> bool:
+        """Return whether the command sets where the run begins; without that it resumes from its newest checkpoint."""
+        return self.load != "auto" or self.ckpt_step is not None or self.loads_weights_alone
+
 
 # The keys that have no use where nothing is saved, all of them 0 or more.
 _OF_SAVING = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import ADAPTERS, FRESH, MANIFEST, Lineage
 from reprise.loading import LoadSource
-from reprise.storage import TRACKER, CheckpointFolder, Json, Patience, cannot_write, exists, failed_read, is_file
+from reprise.storage import TRACKER, CheckpointFolder, Json, Patience, exists, failed_read, is_file
 from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -25,11 +24,10 @@ from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.start import WeightsKind
 from trainer.launch.process_group import Cluster
-from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.record.resume_rules import flattened
 from trainer.run.saves import Saves
-from trainer.start.identity import find_lineage, saved_lineages
+from trainer.start.identity import find_lineage, find_restart, saved_lineages
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
 
 _log = logging.getLogger(__name__)
@@ -49,8 +47,6 @@ class Start:
             when a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`
             its own checkpoints have no optimizer, and `no_load_optim` applies.
         lineage: of the run until now.
-        launch: the launch of the ranks; without names where a restart of it needs no record.
-        is_restarted: whether a launcher has restarted the launch after it saved checkpoints of its own.
         began_elsewhere: whether the iterations until now may be another run's; this run has no records of them then.
         keeps_weights: whether the weights saved before are this run's.
     """
@@ -58,8 +54,6 @@ class Start:
     source: TensorSource
     section: CheckpointSection
     lineage: Lineage
-    launch: Launch
-    is_restarted: bool
     began_elsewhere: bool
     keeps_weights: bool
 
@@ -71,8 +65,8 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         TrainerError: on every rank, if it cannot start so.
     """
     lineage = saves.start(lambda: find_lineage(config, cluster.channel, saves))
-    launch, is_restarted = _find_launch(config, cluster, saves)
     section = config.checkpoint
+    is_restarted = section.is_directed and find_restart(cluster, saves)
 
     def choose() -> Json:
         try:
@@ -100,8 +94,6 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         source,
         section,
         lineage,
-        launch,
-        is_restarted,
         began_elsewhere=(section.finetune if not choice else not goes_on)
         if section.load != "auto"
         else isinstance(source, Checkpoints) and not lineage.branches,  # of an import: a run's own launch records one
@@ -164,19 +156,6 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise MismatchError(f"The run cannot go on from sample {consumed_samples}:\n{lines}\nNothing was trained")
-
-
-def note_beginning(config: Config, cluster: Cluster, saves: Saves, start: Start, began_at: int) -> None:
-    """Record the beginning of this launch; a restart of it then resumes. A call of all ranks."""
-    folder, names = save_folder(config.checkpoint), start.launch.names
-    if not _is_directed(config.checkpoint):
-        return
-    with cluster.channel.agreed("beginning"):
-        if folder is not None and names and _keeps_record(cluster, saves):
-            try:
-                note(CheckpointFolder(folder, saves.files), start.launch, None if start.is_restarted else began_at)
-            except OSError as error:
-                raise cannot_write(folder, error, another=terms.SAVE.another) from error
 
 
 def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
@@ -341,32 +320,3 @@ def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
             found=f"iteration {max(committed)} in the mirror",
             fix=fix,
         )
-
-
-def _is_directed(section: CheckpointSection) -> bool:
-    """Return whether the command sets the start of the run other than the newest checkpoint."""
-    return section.load != "auto" or section.ckpt_step is not None or section.loads_weights_alone
-
-
-def _keeps_record(cluster: Cluster, saves: Saves) -> bool:
-    """Return whether this rank keeps the record of the launch: rank 0, or the leader of each host."""
-    return cluster.rank == 0 or (saves.shared is None and saves.leads)
-
-
-def _find_launch(config: Config, cluster: Cluster, saves: Saves) -> tuple[Launch, bool]:
-    """Return the launch of rank 0, and whether this is its restart after it saved checkpoints of its own.
-
-    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new host. An unrecorded
-    launch has no names.
-    """
-    folder, channel, folders = save_folder(config.checkpoint), cluster.channel, saves.host_folders
-    if folder is None or not _is_directed(config.checkpoint):
-        return Launch(), False
-    names, earlier = channel.from_first("launch/names", lambda: [cluster.launch.names, cluster.launch.earlier])
-    launch, is_restarted = Launch(tuple(names), tuple(earlier)), False
-    with channel.agreed("launch"):
-        if _keeps_record(cluster, saves):
-            local = () if folders is None else folders.iterations
-            is_restarted = has_committed(CheckpointFolder(folder, saves.files), launch, local)
-    answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
-    return launch, channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers)))

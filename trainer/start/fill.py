@@ -28,7 +28,7 @@ from trainer.run.saves import SharedTarget
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.base import with_base
-from trainer.start.decide import Start, note_beginning, require_batches
+from trainer.start.decide import Start, require_batches
 from trainer.start.identity import note_lineage
 from trainer.start.source import InitialValues, Part
 
@@ -63,7 +63,6 @@ def fill(run: Run, start: Start) -> Run:
     run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.source.is_own)
     for target in run.saves:
         target.rewind(began_at, is_own=start.keeps_weights)
-    note_beginning(run.config, run.cluster, run.saves, start, began_at)
     return run
 
 

@@ -33,6 +33,7 @@ from reprise.storage import (
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL, RUN
+from trainer.launch.process_group import Cluster
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.run.build import Run
 from trainer.run.saves import Saves
@@ -170,9 +171,12 @@ def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, bega
         return run
 
     def note() -> Json:
-        branch = _next(run, lineage, checkpoint, began_at, is_own=is_own)
-        _write(folder, branch, run.saves.files)
-        return branch.record()
+        noted = _next(run, lineage, checkpoint, began_at, is_own=is_own)
+        if run.config.checkpoint.is_directed and (launch := run.cluster.launch).names:
+            earlier = noted.launch if set(launch.earlier) & set(noted.launch) else ()
+            noted = replace(noted, launch=tuple(dict.fromkeys((*earlier, *launch.names))))
+        _write(folder, noted, run.saves.files)
+        return noted.record()
 
     record = channel.from_first("lineage/noted", note)
     with channel.agreed("lineage/hosts noted"):
@@ -240,6 +244,34 @@ def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
 
 def _newest_saved(folder: CheckpointFolder) -> Lineage:
     return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
+
+
+def find_restart(cluster: Cluster, saves: Saves) -> bool:
+    """Return whether the launcher has restarted this launch after the launch saved a checkpoint. Collective.
+
+    Each host looks into its own folder, since rank 0 may have come to a new host.
+
+    Raises:
+        TrainerError: on every rank, if a folder cannot be read.
+    """
+    channel, is_restarted = cluster.channel, False
+    earlier = set(channel.from_first("launch", lambda: list(cluster.launch.earlier)))
+    if not earlier:
+        return False
+    with channel.agreed("launch/read"):
+        readable = [f for f in saves.folders if (cluster.rank == 0 if f is saves.shared else saves.leads)]
+        is_restarted = any(not earlier.isdisjoint(_launch_of(folder)) for folder in readable)
+    answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
+    return bool(channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers))))
+
+
+def _launch_of(folder: CheckpointFolder) -> Sequence[str]:
+    """Return the names of the launch in the newest checkpoint of a folder; version 0.2 recorded them beside it."""
+    iteration, lineage = next(saved_lineages(folder), (FRESH, Lineage()))
+    if lineage.launch or not is_file(path := folder.root / "launch.json"):
+        return lineage.launch
+    record = json_file.read(path)
+    return record.get("launches", ()) if iteration > record.get("began_at", FRESH) else ()
 
 
 def _write(folder: Path, lineage: Lineage, files: Files, another: str = RUN.another) -> None:

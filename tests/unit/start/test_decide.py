@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,30 +18,33 @@ from trainer.config.checkpoint import CheckpointSection
 from trainer.config.schema import Config
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.process_group import Cluster
+from trainer.launch.relaunch import Launch
 from trainer.run.saves import build_saves
 from trainer.start.decide import Start, decide
 from trainer.start.source import Checkpoints, InitialValues
 from trainer.training.loop import train
+
+NEW, FIRST, AGAIN = Launch(), Launch(("a", "b")), Launch(("c", "b"), ("c", "b"))
 
 
 def config_in(run: Path, *overrides: str) -> Config:
     return compose(["model=gpt2_tiny", *TINY, f"run.dir={run}", "schedule.lr_warmup_iters=1", *overrides])
 
 
-def cluster_of(channel: StoreChannel) -> Cluster:
-    return Cluster(channel.rank, channel.world_size, torch.device("cpu"), 1, channel, "test")
+def cluster_of(channel: StoreChannel, launch: Launch = NEW) -> Cluster:
+    return Cluster(channel.rank, channel.world_size, torch.device("cpu"), 1, channel, "test", launch=launch)
 
 
-def started(config: Config, channel: StoreChannel | None = None) -> Start:
-    cluster = cluster_of(channel or single_rank_channel())
+def started(config: Config, channel: StoreChannel | None = None, launch: Launch = NEW) -> Start:
+    cluster = cluster_of(channel or single_rank_channel(), launch)
     with build_saves(config, cluster, FILE_SYSTEM) as saves:
         return decide(config, cluster, saves)
 
 
-def trained(run: Path, *overrides: str) -> Path:
+def trained(run: Path, *overrides: str, launch: Launch = NEW) -> Path:
     """Train a run in this process, and return its folder of checkpoints."""
     config = config_in(run, "train.train_iters=2", "checkpoint.async_save=false", *overrides)
-    result = filled(built(config, cluster_of(single_rank_channel())))
+    result = filled(built(config, cluster_of(single_rank_channel(), launch)))
     with result.saves:
         train(result)
     return run / "checkpoints"
@@ -69,6 +73,40 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     assert start.source.is_own
     assert not start.began_elsewhere
     assert not start.section.finetune
+
+
+ANEW = "checkpoint.load=none"
+
+
+def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None:
+    """A launch that saved nothing begins as its command says, and so does another launch."""
+
+    def resumes(launch: Launch, command: str = ANEW) -> bool:
+        return started(config_in(tmp_path / "run", command), launch=launch).source.is_own
+
+    trained(tmp_path / "run")
+    assert not resumes(AGAIN)
+    folder = trained(tmp_path / "run", ANEW, launch=FIRST)
+    assert resumes(AGAIN)
+    assert resumes(AGAIN, "checkpoint.ckpt_step=1")
+    assert not any(map(resumes, (NEW, FIRST, Launch(("b",)), Launch(("x",), ("x",)))))
+    trained(tmp_path / "run", ANEW, "train.train_iters=4", "schedule.lr_decay_iters=2", launch=AGAIN)
+    assert (folder / "iter_0000002").is_dir()
+    assert resumes(Launch((), ("a",)))  # a restart keeps the names of the launch and adds its own
+    assert resumes(Launch((), ("c",)))
+    trained(tmp_path / "run", "train.train_iters=6", "schedule.lr_decay_iters=2")
+    assert resumes(AGAIN)
+
+
+@pytest.mark.parametrize(("began_at", "is_restart"), [(-1, True), (1, True), (2, False)])
+def test_a_launch_is_known_by_the_record_of_version_0_2(tmp_path: Path, began_at: int, is_restart: bool) -> None:
+    folder = trained(tmp_path / "run")
+    (folder / "launch.json").write_text(json.dumps({"launches": ["b"], "began_at": began_at}))
+    assert started(config_in(tmp_path / "run", ANEW), launch=AGAIN).source.is_own == is_restart
+    assert not started(config_in(tmp_path / "run", ANEW), launch=Launch(("x",), ("x",))).source.is_own
+    (folder / "launch.json").write_text("{")
+    with refused(CheckpointError, "launch.json"):
+        started(config_in(tmp_path / "run", ANEW), launch=AGAIN)
 
 
 def test_all_ranks_go_on_from_the_own_newest_checkpoint(tmp_path: Path) -> None:

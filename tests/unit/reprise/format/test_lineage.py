@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -39,6 +39,8 @@ def test_the_lineage_with_the_most_rewinds_is_the_newest() -> None:
 
 @pytest.mark.parametrize("lineage", [A, C, Lineage(A.branches, Parent("x", 7)), Lineage(A.branches, Parent(None, 0))])
 def test_a_record_is_read_as_it_was_written(lineage: Lineage) -> None:
+    launched = replace(lineage, launch=("a", "b"))
+    assert Lineage.from_bytes(launched.to_bytes(), where="run.json").launch == ("a", "b")
     assert Lineage.from_bytes(lineage.to_bytes(), where="run.json") == lineage
     assert saved_lineage({LINEAGE: lineage.record()}, where="state") == lineage
     assert saved_lineage({"iteration": 3}, where="state") == Lineage()
@@ -56,6 +58,8 @@ def test_a_record_is_read_as_it_was_written(lineage: Lineage) -> None:
         {"branches": [{"id": "a", "began_at": -2}]},
         {"branches": [{"id": "a", "began_at": True}]},
         {"branches": [{"id": "a", "began_at": 0}], "parent": []},
+        {"branches": [{"id": "a", "began_at": 0}], "launch": "a"},
+        {"branches": [{"id": "a", "began_at": 0}], "launch": [7]},
         {"branches": [{"id": "a", "began_at": 0}], "parent": {"run": "b"}},
         {"branches": [{"id": "a", "began_at": 0}], "parent": {"run": "b", "iteration": -1}},
     ],
