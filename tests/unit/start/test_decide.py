@@ -25,6 +25,7 @@ from trainer.start.source import Checkpoints, InitialValues
 from trainer.training.loop import train
 
 NEW, FIRST, AGAIN = Launch(), Launch(("a", "b")), Launch(("c", "b"), ("c", "b"))
+OTHER = Launch(("x",), ("x",))
 
 
 def config_in(run: Path, *overrides: str) -> Config:
@@ -82,20 +83,24 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
     """A launch that saved nothing begins as its command says, and so does another launch."""
 
     def resumes(launch: Launch, command: str = ANEW) -> bool:
-        return started(config_in(tmp_path / "run", command), launch=launch).source.is_own
+        source = started(config_in(tmp_path / "run", command), launch=launch).source
+        return isinstance(source, Checkpoints) and source.source.iteration is None
 
-    trained(tmp_path / "run")
+    stale = trained(tmp_path / "run") / "launch.json"
+    stale.write_text(json.dumps({"launches": ["y"], "began_at": -1}))
     assert not resumes(AGAIN)
     folder = trained(tmp_path / "run", ANEW, launch=FIRST)
     assert resumes(AGAIN)
     assert resumes(AGAIN, "checkpoint.ckpt_step=1")
-    assert not any(map(resumes, (NEW, FIRST, Launch(("b",)), Launch(("x",), ("x",)))))
+    assert not any(map(resumes, (NEW, FIRST, Launch(("b",)), OTHER)))
     trained(tmp_path / "run", ANEW, "train.train_iters=4", "schedule.lr_decay_iters=2", launch=AGAIN)
     assert (folder / "iter_0000002").is_dir()
     assert resumes(Launch((), ("a",)))  # a restart keeps the names of the launch and adds its own
     assert resumes(Launch((), ("c",)))
-    trained(tmp_path / "run", "train.train_iters=6", "schedule.lr_decay_iters=2")
+    trained(tmp_path / "run", "train.train_iters=6", "schedule.lr_decay_iters=2", launch=OTHER)
     assert resumes(AGAIN)
+    trained(tmp_path / "run", ANEW, launch=OTHER)
+    assert not resumes(AGAIN)
 
 
 @pytest.mark.parametrize(("began_at", "is_restart"), [(-1, True), (1, True), (2, False)])
@@ -103,7 +108,7 @@ def test_a_launch_is_known_by_the_record_of_version_0_2(tmp_path: Path, began_at
     folder = trained(tmp_path / "run")
     (folder / "launch.json").write_text(json.dumps({"launches": ["b"], "began_at": began_at}))
     assert started(config_in(tmp_path / "run", ANEW), launch=AGAIN).source.is_own == is_restart
-    assert not started(config_in(tmp_path / "run", ANEW), launch=Launch(("x",), ("x",))).source.is_own
+    assert not started(config_in(tmp_path / "run", ANEW), launch=OTHER).source.is_own
     (folder / "launch.json").write_text("{")
     with refused(CheckpointError, "launch.json"):
         started(config_in(tmp_path / "run", ANEW), launch=AGAIN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reprise.errors import MismatchError
@@ -64,3 +66,4 @@ def test_checkpoints_that_name_no_run_need_other_records_of_it() -> None:
 def test_two_branches_of_as_many_rewinds_are_refused() -> None:
     with refused(MismatchError, "host1"):
         choose((REWOUND, (REWOUND,)), (NEW, (ASIDE,)))
+    assert choose((A, (replace(A, launch=("b",)),))) == A  # a launch makes no branch
