@@ -10,7 +10,7 @@ from functools import partial
 from models import families
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.loading import Checkpoint, open_checkpoint, read_file
-from reprise.storage import Json, integer, json_file
+from reprise.storage import integer, json_file
 from reprise.tensors import local_of
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
@@ -73,7 +73,7 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
     if not run.config.train.eval_interval:  # the saved run evaluated, this one does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
-    run = _with_data_origin(run, checkpoint)
+    run = _with_data(run, checkpoint)
     for watch in run.spikes if SPIKES in checkpoint.state else ():
         try:
             watch.resume(checkpoint.state[SPIKES])
@@ -84,46 +84,38 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
     return _with_schedule(run, checkpoint) if section.use_checkpoint_scheduler else run
 
 
-def _with_data_origin(run: Run, checkpoint: Checkpoint) -> Run:
-    """Return the run with its training data at the checkpoint's positions, and log where new sources begin."""
-    run, state, progress = _with_position_map(run, checkpoint)
-    position = run.config.data.position
-    origin = origin_after(state, run.description, progress, where=checkpoint.path, position=position)
-    files = [(source.path, source.count) for source in run.train_data.samples.sources]
-    lines = new_source_lines(state, run.description, origin, progress.consumed_samples, files)
+def _with_data(run: Run, checkpoint: Checkpoint) -> Run:
+    """Return the run with its training data at the checkpoint's positions, and log where new sources begin.
+
+    The gaps of the checkpoint are behind the run, those of its command ahead. The origin of the data counts positions
+    in place of samples.
+    """
+    state, progress, data, description = checkpoint.state, run.state.progress, run.train_data, {**run.description}
+    requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
+    if SKIPPED in state or requested.gaps:
+        try:
+            saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
+            lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "A state file has no map of its samples", where=checkpoint.path, found=repr(error)
+            ) from error
+        resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
+        data, lines = data.mapped(resumed.map), [*resumed.lines]
+        description.pop(SKIPPED, None)
+        if resumed.map.gaps:
+            description[SKIPPED] = resumed.map.record()
+        state = {**state, "consumed_samples": saved.end(count)}
+        progress = replace(progress, consumed_samples=resumed.position)
+    origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
+    files = [(source.path, source.count) for source in data.samples.sources]
+    lines += new_source_lines(state, description, origin, progress.consumed_samples, files)
     for line in lines if run.cluster.rank == 0 else ():
         _log.warning(line)
-    if origin is None:
-        return run
-    consumed = origin.of(list(sources_in(run.description)))
-    data = run.train_data.starting_at(origin.position, consumed)
-    return replace(run, train_data=data, description={**run.description, "blend": origin.record()})
-
-
-def _with_position_map(run: Run, checkpoint: Checkpoint) -> tuple[Run, Json, Progress]:
-    """Return the run with the gaps of the checkpoint behind it and those of its command ahead.
-
-    The state and the progress that are returned count positions in place of samples: the origin of the data does.
-    """
-    state, progress = checkpoint.state, run.state.progress
-    requested = parse_ranges(run.config.train.skip_samples)
-    if SKIPPED not in state and not requested.gaps:
-        return run, state, progress
-    try:
-        saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
-        lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "A state file has no map of its samples", where=checkpoint.path, found=repr(error)
-        ) from error
-    resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-    for line in resumed.lines if run.cluster.rank == 0 else ():
-        _log.warning(line)
-    description = {name: value for name, value in run.description.items() if name != SKIPPED}
-    if resumed.map.gaps:
-        description[SKIPPED] = resumed.map.record()
-    run = replace(run, train_data=run.train_data.mapped(resumed.map), description=description)
-    return run, {**state, "consumed_samples": saved.end(count)}, replace(progress, consumed_samples=resumed.position)
+    if origin is not None:
+        data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
+        description["blend"] = origin.record()
+    return replace(run, train_data=data, description=description)
 
 
 def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
