@@ -171,12 +171,12 @@ def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, bega
         return run
 
     def note() -> Json:
-        noted = _next(run, lineage, checkpoint, began_at, is_own=is_own)
+        current = _next(run, lineage, checkpoint, began_at, is_own=is_own)
         if run.config.checkpoint.is_directed and (launch := run.cluster.launch).names:
-            earlier = noted.launch if set(launch.earlier) & set(noted.launch) else ()
-            noted = replace(noted, launch=tuple(dict.fromkeys((*earlier, *launch.names))))
-        _write(folder, noted, run.saves.files)
-        return noted.record()
+            names = current.launch if set(launch.earlier) & set(current.launch) else ()
+            current = replace(current, launch=tuple(dict.fromkeys((*names, *launch.names))))
+        _write(folder, current, run.saves.files)
+        return current.record()
 
     record = channel.from_first("lineage/noted", note)
     with channel.agreed("lineage/hosts noted"):
@@ -259,8 +259,8 @@ def find_restart(cluster: Cluster, saves: Saves) -> bool:
     if not earlier:
         return False
     with channel.agreed("launch/read"):
-        readable = [f for f in saves.folders if (cluster.rank == 0 if f is saves.shared else saves.leads)]
-        is_restarted = any(not earlier.isdisjoint(_launch_of(folder)) for folder in readable)
+        folders = [f for f in saves.folders if (cluster.rank == 0 if f is saves.shared else saves.leads)]
+        is_restarted = any(not earlier.isdisjoint(_launch_of(folder)) for folder in folders)
     answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
     return bool(channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers))))
 
