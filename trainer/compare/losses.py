@@ -75,7 +75,7 @@ def _compare_folders(options: Namespace) -> tuple[str, bool]:
     if options.json:
         logs = [summarize(comparison, name) for name, comparison in comparisons.items()]
         return dumps({"logs": logs, **alone, "equal": is_equal}), is_equal
-    lines = [f"{name}\n{report(one, max_rows=options.max_rows)}\n" for name, one in comparisons.items()]
+    lines = [f"{name}\n{report(result, max_rows=options.max_rows)}\n" for name, result in comparisons.items()]
     lines += [f"{n} is in {folder} alone" for names, folder in zip(alone.values(), folders, strict=True) for n in names]
     return "\n".join([*lines, f"{equal} of {len(comparisons)} logs are equal"]), is_equal
 

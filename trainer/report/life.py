@@ -65,8 +65,8 @@ def _checkpoints(folder: Path) -> dict[int, tuple[str, int]]:
 def life_of(history: History) -> list[LifeEvent]:
     """Return the events of a run in order of time."""
     checkpoints = _checkpoints(history.folder)
-    gone = "pruned" if checkpoints else "elsewhere"
-    saves = [_save_event(event, checkpoints, gone) for event in events_of([history.log], *SAVES)]
+    absence = "pruned" if checkpoints else "elsewhere"
+    saves = [_save_event(event, checkpoints, absence) for event in events_of([history.log], *SAVES)]
     events = [*_launch_events(history), *saves]
     events += [_save_event(event, {}, "given up") for event in events_of(history.abandoned, *SAVES)]
     for event in events_of(history.logs, "spike", "evaluation"):
@@ -77,10 +77,10 @@ def life_of(history: History) -> list[LifeEvent]:
     return sorted((event for event in events if 0 < event.time <= LATEST), key=lambda event: event.time)
 
 
-def _save_event(event: Json, checkpoints: dict[int, tuple[str, int]], gone: str) -> LifeEvent:
+def _save_event(event: Json, checkpoints: dict[int, tuple[str, int]], absence: str) -> LifeEvent:
     iteration, kind = _iteration(event), event["event"]
     blocked = sum_of(event, "blocked_seconds", "waited_seconds")
-    state, size = checkpoints.get(iteration, (gone, 0))
+    state, size = checkpoints.get(iteration, (absence, 0))
     state, size = state if kind == "save" else kind.removesuffix("_save"), size or int(sum_of(event, "written_bytes"))
     text = f"{state}, {megabytes(size)}, {sum_of(event, 'seconds'):.2f} s, blocked {blocked:.3f} s"
     return LifeEvent(sum_of(event, "time"), "save", iteration, text, state)

@@ -96,6 +96,7 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
     path.write_text(lines(*range(1, 52)) + save + lines(52, 53) + '{"iteration": 54, "lo')
     whole, old = dict.fromkeys(path.read_text().splitlines(), 1), path.open()
     left = calls
+    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", tail)
 
     def dying(call: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*arguments: object, **keywords: object) -> object:
@@ -108,7 +109,6 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         return wrapped
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl_file, "_TAIL_BYTES", tail)
         patch.setattr(jsonl_file, "_COPIED_BYTES", 30)
         for name in ("write_whole", "sync", "rename", "sync_folder", "remove_file"):
             patch.setattr(Files, name, dying(getattr(Files, name)))

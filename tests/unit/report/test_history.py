@@ -10,7 +10,7 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.reported_runs import BEGAN, LENGTH, steady_run
-from trainer.metrics.json_lines import METRICS
+from trainer.metrics.json_lines import LATEST, METRICS
 from trainer.metrics.launch_log import LAUNCHES
 from trainer.report.build import report_sections
 from trainer.report.history import read_history
@@ -42,6 +42,7 @@ def test_a_log_is_read_in_parts(tmp_path: Path) -> None:
     [
         (METRICS, {"iteration": math.nan}),
         (METRICS, {"launch": ["a"]}),
+        (METRICS, {"time": 1e299}),
         (METRICS, {"event": "save", "written_bytes": math.inf, "time": 1e300}),
         (METRICS, {"event": "evaluation", "iteration": 10**30, "valid_loss": 1.0}),
         (LAUNCHES, {"launch": {}}),
@@ -57,5 +58,6 @@ def test_members_of_other_kinds_stop_no_report(tmp_path: Path, file: str, member
         (tmp_path / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
     history = read_history(tmp_path)
     assert history.log.columns.iterations.tolist()[0] == 1
+    assert all(launch.ended <= LATEST for launch in history.launches)
     assert life_rows(life_of(history), most=9)
     assert [section.title for section in report_sections([("run", history)])]
