@@ -103,7 +103,9 @@ class Sides:
 
     def differences(self, most: int) -> list[CurveDifference]:
         """Return the differences of the first iterations, in order."""
-        return [self.difference(*pair) for pair in numpy.argwhere(self.unequal.T)[:most].tolist()]
+        places = numpy.flatnonzero(self.unequal.any(axis=0))[:most]
+        pairs = numpy.argwhere(self.unequal[:, places].T)[:most].tolist()
+        return [self.difference(int(places[number]), quantity) for number, quantity in pairs]
 
     def difference(self, place: int, quantity: int) -> CurveDifference:
         """Return the values at a place, different or not."""
