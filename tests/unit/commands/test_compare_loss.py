@@ -125,13 +125,7 @@ def test_the_threshold_follows_the_dtype_and_its_override(
     assert options or status or text.endswith("equal within 0.01: 100/100 iterations\n")
 
 
-def test_text_logs_compare_with_metrics_but_not_bitwise(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "".join(f"step {i:5d}/100 | train loss {loss:.6f} | lr 1e-4\n" for i, loss in CURVE.items())
-    Path("train.log").write_text(text)
-    status, said = compare("base train.log", capsys)
-    assert (status, said.splitlines()[-1]) == (0, "equal within 1e-05: 100/100 iterations")
-    status, said = compare("base train.log --bitwise", capsys)
-    assert (status, "train.log" in said) == (2, True)
+def test_a_later_launch_counts_on_demand_and_a_torn_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.log").write_text("iter 1: loss 2.0, x\niter 1: loss 3.0, x\n")
     Path("b.log").write_text("iter 1: loss 3.0, x\n")
     assert compare("a.log b.log", capsys)[0] == 2
@@ -143,10 +137,6 @@ def test_text_logs_compare_with_metrics_but_not_bitwise(capsys: pytest.CaptureFi
 
 
 def test_what_cannot_be_compared_exits_with_2_naming_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("", "hello\n"):
-        Path("a.log").write_text(text)
-        status, said = compare("a.log a.log", capsys)
-        assert (status, "a.log" in said) == (2, True)
     status, said = compare("base same absent", capsys)
     assert (status, "absent" in said) == (2, True)
     for target in ("absent/out.png", "out.unknown"):

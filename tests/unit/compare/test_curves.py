@@ -278,6 +278,7 @@ def test_bitwise_looks_at_grad_norm_and_lr_where_both_have_them(quantity: str) -
 
 def test_decimals_prove_no_equal_bits() -> None:
     log = parse_log("step 1/1 | train loss 2.0 |\n", source="train.log")
+    assert compare(log, metrics({1: 2.0}), tolerance=Tolerance(1e-5)).verdict.startswith("equal within")
     comparison = compare(log, log, tolerance=Tolerance(1e-5))
     assert comparison.equal
     assert comparison.verdict == "equal within 1e-05: 1/1 iterations"
