@@ -179,7 +179,6 @@ def fill(
         source = location(path)
         check_strict(strict)
         tree = make_tree()
-        tree.prepare_load()
         local = local_tensors(tree)
     joint, _ = agree_on_state(call, local.table, to_bytes({}), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):

@@ -68,7 +68,6 @@ class Filling:
         self._values = dict[str, Any]()  # what the tree takes, by JSON Pointer, with references to tensors
         self._tensors = dict[str, torch.Tensor]()  # of the values, by stored name
         self._new = list[LiveTensor]()  # the same, to be filled
-        self._puts = list[tuple[str, Callable[[Any], object]]]()
         self._receivers = list[tuple[str, Receiver]]()
         self._copies = list[Callable[[], None]]()
         self._numbers = list[tuple[ParameterGroup, Json]]()
@@ -84,7 +83,7 @@ class Filling:
             MismatchError: listing what does not fit.
         """
         joint, places, stored = self._joint, self._places, self._stored
-        missing = [*self._take_optimizers(), *self._take_values(), *self._take_states()]
+        missing = [*self._take_optimizers(), *self._take_states()]
         if self._tree.takes_rest:
             self._take_rest({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
         own_tensors = self._own_tensors()
@@ -121,17 +120,13 @@ class Filling:
         with own_modes():  # the versions of all tensors rise, of DTensors and ties too
             torch.autograd.graph.increment_version([stored.tensor for stored in tree.tensors.values()])
             tree.put_tensors(self._missing)
-            for where in tree.values.keys() & self._values.keys():
-                tree.replace_value(where, self._value(where))
-            for where, put in self._puts:
-                put(self._value(where))
             for group, numbers in self._numbers:
                 group.replace(numbers)
             for copy in (*(stored.copy_back for stored in tree.tensors.values()), *self._copies):
                 if copy is not None:
                     copy()
         for where, receiver in self._receivers:  # in the modes of the caller, whose code it is
-            receiver.give(where, self._value(where))
+            receiver.give(where, put_back(self._values[where], self._tensors))
         unknown = [name for entries in tree.modules.values() for name in entries.give()]
         if unknown and self._strict in (True, "model"):
             raise MismatchError(
@@ -177,7 +172,7 @@ class Filling:
             MismatchError: for one with another dtype in memory than in the checkpoint, and the same in the files.
         """
         dtypes, saved_dtypes = self._tree.dtypes(), self._stored.dtypes
-        replaced = {stored_name(keys_of_pointer(where))[1] for where, _ in self._puts}
+        replaced = {stored_name(keys_of_pointer(where))[1] for where in self._values}
         meta_names = {stored_name(keys)[1] for keys in self._tree.meta}
         own_tensors = []
         for tensor in self._own:
@@ -216,8 +211,7 @@ class Filling:
                             continue
                         on_host = is_tensor and key == "step" and not optimizer.steps_on_device
                         make = partial(self._made_for, vacancy[0], elements, on_host)
-                        self._take(pointer(keys), value, list, make)
-                        self._puts.append((pointer(keys), vacancy[1]))
+                        self._take(pointer(keys), value, Receiver(list, vacancy[1]), make)
                         filled_groups.add(pointer(keys[:-1]))
             groups = self._stored.groups.get(where, ())
             saved = {
@@ -241,31 +235,25 @@ class Filling:
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
-    def _take_values(self) -> Iterator[str]:
-        """Take the values of the tree; yield those that the checkpoint lacks.
+    def _take_states(self) -> Iterator[str]:
+        """Take values, the state of objects and what modules have beyond their tensors; yield what is missing.
 
         An empty dict takes the values of a dict, except those requested by a rank.
         """
-        for where, current in self._tree.values.items():
+        for where, receiver in (self._tree.receivers | self._new_entries()).items():
             keys = keys_of_pointer(where)
             value = self._stored.at(keys, _ABSENT)
-            if type(value) is ByLeaf and current == {}:
-                value = _part(value, keys, lambda at, each: pointer(at) in self._joint.values or any(references(each)))
-            elif value is _ABSENT or type(value) is ByLeaf:
-                if current != {}:
+            if receiver.is_value and (value is _ABSENT or type(value) is ByLeaf):
+                current = receiver.template()
+                if not isinstance(current, dict) or current:
                     yield where
-                continue
-            self._take(where, value)
-
-    def _take_states(self) -> Iterator[str]:
-        """Take the state of objects, and what modules have beyond their tensors; yield what the checkpoint lacks."""
-        for where, receiver in (self._tree.receivers | self._new_entries()).items():
-            value = self._stored.at(keys_of_pointer(where), _ABSENT)
-            if value is _ABSENT:
+                elif value is not _ABSENT:
+                    value = _part(value, keys, lambda at, v: pointer(at) in self._joint.values or any(references(v)))
+                    self._take(where, value, receiver)
+            elif value is _ABSENT:
                 yield where
             elif where not in self._values:  # which an optimizer puts in place
-                self._take(where, value, receiver.template)
-                self._receivers.append((where, receiver))
+                self._take(where, value, receiver)
 
     def _new_entries(self) -> dict[str, Receiver]:
         """Return receivers of what modules lack before their first use."""
@@ -283,26 +271,21 @@ class Filling:
         self._rest = _part(members, (), lambda _, v: any(at.is_sharded or at.is_implied for at in references(v)))
         self._allocate(self._rest, {}, None)
 
-    def _value(self, where: str) -> Any:
-        return put_back(self._values[where], self._tensors)
-
-    def _take(
-        self, where: str, value: Any, template: Callable[[], Any] | None = None, make: Make | None = None
-    ) -> None:
-        """Take a value, with new tensors in it.
+    def _take(self, where: str, value: Any, receiver: Receiver, make: Make | None = None) -> None:
+        """Take a value, with new tensors in it; DTensors of the current value are filled in place.
 
         Args:
-            template: returns the current value, whose DTensors are filled in place.
             make: returns memory for a tensor.
         """
         current: dict[str, torch.Tensor] = {}
-        if template is not None and any(references(value)):
-            old = template()
+        if any(references(value)):
+            old = receiver.template()
             value = _shaped_like(old, value)
             for keys, leaf in leaves(old, keys_of_pointer(where)):
                 if isinstance(leaf, torch.Tensor):
                     current[stored_name(keys)[1]] = leaf
         self._values[where] = value
+        self._receivers.append((where, receiver))
         self._allocate(value, current, make)
 
     def _allocate(self, value: object, current: Mapping[str, torch.Tensor], make: Make | None) -> None:

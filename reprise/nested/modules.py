@@ -32,10 +32,12 @@ class Receiver:
     Args:
         template: returns its current state, whose DTensors are filled in place.
         put: takes the state of the checkpoint.
+        is_value: whether it is a value without tensors, for which a dict by leaf is no state.
     """
 
     template: Callable[[], Any]
     put: Callable[[Any], object]
+    is_value: bool = False
 
     def give(self, where: str, value: object) -> None:
         """Give it the state of the checkpoint.

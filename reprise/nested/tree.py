@@ -24,7 +24,6 @@ from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, materialized, resolve
 from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
 
-_MAX_DEPTH = 100  # what nests deeper holds itself
 _CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
@@ -58,15 +57,14 @@ class Tree:
         refers: whether the values have references to the tensors among them; a load needs no template then.
         model: names the parameters of `optimizer.state_dict()`, which have numbers.
         tensors: by keys, in the order of the dict, in the form of the files.
-        meta: by keys, the given tensor of each without memory.
-        values: everything else, as JSON by JSON Pointer; a list without tensors is a single value, and so is a dict
-            without tensors but with keys other than text.
+        meta: by keys, the tensors of a load with memory in place of those without, each with its place.
+        values: everything else in a save, as JSON by JSON Pointer; a list without tensors is a single value, and so is
+            a dict without tensors but with keys other than text.
         classes: by JSON Pointer, the class of each dict of a subclass without tensors.
-        places: by JSON Pointer, the container and the key of each value, and of each tensor without memory.
         optimizers: by JSON Pointer.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
         objects: by keys, those with a state of their own.
-        receivers: by JSON Pointer, the objects with a new state at the end of a load.
+        receivers: by JSON Pointer, what has a new value or state at the end of a load.
         modules: by the keys of a module and the prefix of a part of it, the parts with a `state_dict()` of their own.
         files: files for other programs, by name.
         stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
@@ -81,10 +79,9 @@ class Tree:
     refers: bool = False
     model: nn.Module | None = None
     tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
-    meta: dict[Keys, torch.Tensor] = field(default_factory=dict)
+    meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     optimizer_class: str | None = None
     objects: dict[Keys, Stateful] = field(default_factory=dict)
@@ -95,6 +92,7 @@ class Tree:
     takes_rest: bool = False
     remark: str = ""
     declined: Collection[str] = ()
+    _materialized: dict[int, torch.Tensor] = field(default_factory=dict)  # by the id of a meta tensor
 
     def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
         """Add a dict by leaf, and the state dict of an optimizer by parameter; nothing is copied.
@@ -120,14 +118,7 @@ class Tree:
         Raises:
             CheckpointError: as `add_dict`.
         """
-        if len(keys) > _MAX_DEPTH:
-            raise CheckpointError(
-                "A state dict is nested too deeply",
-                where=f"{pointer(keys[:4])}/...",
-                expected=f"at most {_MAX_DEPTH} levels",
-                fix="Look for a dict or list in itself.",
-            )
-        is_divided = _is_divided(value)
+        is_divided = any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value, keys))
         if is_stateful(value):
             self.objects[keys] = value
         elif isinstance(value, dict) and (is_divided or has_text_keys(value)):
@@ -137,7 +128,7 @@ class Tree:
                 self._add_value(keys, {}, place)
             self.add_dict(keys, value)
         elif not is_divided:
-            self._add_value(keys, encode(value, keys), place)
+            self._add_value(keys, value, place)
         elif self.refers and _is_plain(value):
             self._add_state(keys, value)
         elif isinstance(value, torch.Tensor):
@@ -227,45 +218,22 @@ class Tree:
             "orders": orders,
         }
 
-    def prepare_load(self) -> None:
-        """Give memory to meta tensors, which the state dict holds from the end of the load on.
-
-        Raises:
-            CheckpointError: naming a value or a meta tensor in a tuple, which cannot be filled in place.
-        """
-        for where, (container, _) in self.places.items():
-            if isinstance(container, tuple):
-                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-        tensors: dict[int, torch.Tensor] = {}
-        for keys, tensor in self.meta.items():
-            self.meta[keys] = tensors.setdefault(id(tensor), materialized(tensor))
-            self._add_tensor(keys, self.meta[keys])
-
     def put_tensors(self, lacking: Collection[str]) -> None:
         """Put newly allocated tensors in the places of their meta tensors.
 
         Args:
             lacking: stored names, which stay as they are.
         """
-        unfilled = {id(tensor) for keys, tensor in self.meta.items() if stored_name(keys)[1] in lacking}
-        for keys, tensor in self.meta.items():
+        unfilled = {id(tensor) for keys, (tensor, _) in self.meta.items() if stored_name(keys)[1] in lacking}
+        for tensor, place in self.meta.values():
             if id(tensor) not in unfilled:
-                container, key = self.places[pointer(keys)]
-                container[key] = tensor  # type: ignore[index]
-
-    def replace_value(self, where: str, value: object) -> None:
-        """Replace a value in its container, after `prepare_load`."""
-        container, key = self.places[where]
-        current = container[key]  # type: ignore[index]
-        are_dicts = isinstance(value, dict) and isinstance(current, dict)
-        if are_dicts and type(current) not in DICTS.values():
-            current.update(value)
-        elif not are_dicts or value or current:
-            container[key] = with_tuples(current, value)  # type: ignore[index]
+                _replace(place, tensor)
 
     def _add_value(self, keys: Keys, value: object, place: Place) -> None:
-        self.values[pointer(keys)] = value
-        self.places[pointer(keys)] = place
+        if self.is_load:
+            self.receivers[pointer(keys)] = Receiver(lambda: value, partial(_replace, _settable(keys, place)), True)
+        else:
+            self.values[pointer(keys)] = encode(value, keys)
 
     def _add_tensor(self, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
         """Add a tensor in the form of the files.
@@ -276,13 +244,11 @@ class Tree:
         Raises:
             CheckpointError: naming it, if its class keeps its memory elsewhere.
         """
-        stored = resolve(tensor, partial(pointer, keys))
-        if stored is None:
-            return
-        self.tensors[keys] = stored
-        if place is not None and stored.tensor.is_meta:
-            self.meta[keys] = tensor
-            self.places[pointer(keys)] = place
+        if self.is_load and place is not None and tensor.is_meta:
+            tensor = self._materialized.setdefault(id(tensor), materialized(tensor))
+            self.meta[keys] = tensor, _settable(keys, place)
+        if (stored := resolve(tensor, partial(pointer, keys))) is not None:
+            self.tensors[keys] = stored
 
     def _add_state(self, keys: Keys, state: object) -> None:
         """Add a nested value as a whole, with references to its tensors.
@@ -313,12 +279,22 @@ class Tree:
                 self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
 
 
-def _is_divided(value: object) -> bool:
-    """Return whether a value holds tensors or objects."""
-    try:
-        return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value))
-    except RecursionError:
-        return False  # it holds itself, which `encode` refuses
+def _settable(keys: Keys, place: Place) -> Place:
+    """Refuse the place of a value or a meta tensor in a tuple, which cannot be filled in place."""
+    if isinstance(place[0], tuple):
+        raise CheckpointError("A value in a tuple cannot be filled in place", where=pointer(keys), fix="Pass a list.")
+    return place
+
+
+def _replace(place: Place, value: object) -> None:
+    """Replace a value in its container; an object of another class of dict takes its members."""
+    container, key = place
+    current = container[key]  # type: ignore[index]
+    are_dicts = isinstance(value, dict) and isinstance(current, dict)
+    if are_dicts and type(current) not in DICTS.values():
+        current.update(value)
+    elif not are_dicts or value or current:
+        container[key] = with_tuples(current, value)  # type: ignore[index]
 
 
 def _is_plain(value: object) -> bool:

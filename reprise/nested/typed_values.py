@@ -28,6 +28,7 @@ MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, Over
 
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
+_MAX_DEPTH = 100  # what nests deeper holds itself
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU][0-9]+|[mM]8(\[[0-9]*[A-Za-z]+])?)")  # numbers, text and times
 
@@ -79,10 +80,15 @@ def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
 
 
 def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """Yield what the lists, tuples and dicts of a nested value hold, each with its keys."""
+    """Yield what the lists, tuples and dicts of a nested value hold, each with its keys.
+
+    Raises:
+        CheckpointError: for a value within itself.
+    """
     if not isinstance(value, (dict, list, tuple)):
         yield keys, value
         return
+    _require_depth(keys)
     for key, member in value.items() if isinstance(value, dict) else enumerate(value):
         inner = (*keys, key if isinstance(key, str) else repr(key))
         if isinstance(member, (dict, list, tuple)):
@@ -96,21 +102,14 @@ def references(value: object) -> Iterator[TensorReference]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, TensorReference))
 
 
-def encode(value: object, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:
-    """Return a copy of a value as JSON, with a reference in place of each tensor.
-
-    Args:
-        keys: the place of the value, for messages.
-        tensors: receives the tensors by the keys under which they are stored; None to refuse them.
-
-    Raises:
-        CheckpointError: naming a value of another type, or a value within itself.
-    """
-    try:
-        return _encode(value, keys, tensors)
-    except RecursionError as error:
-        fix = "Look for a dict or list in itself."
-        raise CheckpointError("A value is nested too deeply", where=pointer(keys), fix=fix) from error
+def _require_depth(keys: Keys) -> None:
+    if len(keys) > _MAX_DEPTH:
+        raise CheckpointError(
+            "A state dict is nested too deeply",
+            where=f"{pointer(keys[:4])}/...",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="Look for a dict or list in itself.",
+        )
 
 
 def encode_number(value: object, keys: Keys) -> Any:
@@ -167,7 +166,16 @@ def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
-def _encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> Any:
+def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:
+    """Return a copy of a value as JSON, with a reference in place of each tensor.
+
+    Args:
+        keys: the place of the value, for messages.
+        tensors: receives the tensors by the keys under which they are stored; None to refuse them.
+
+    Raises:
+        CheckpointError: naming a value of another type, or a value within itself.
+    """
     kind = type(value)
     if (
         value is None
@@ -177,13 +185,15 @@ def _encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) ->
         or (kind is str and is_unicode(value))
     ):
         return value
+    if kind in _CONTAINERS:
+        _require_depth(keys)
     if kind is dict and TAG not in value and has_text_keys(value):
-        return {key: _encode(member, (*keys, key), tensors) for key, member in value.items()}
+        return {key: encode(member, (*keys, key), tensors) for key, member in value.items()}
     if kind in DICTS.values():
         return _tagged(kind.__name__, _pairs(value, keys, tensors))
     if kind in _MEMBERS:
         inner = tensors if kind in (list, tuple) else None
-        members = [_encode(member, (*keys, str(number)), inner) for number, member in enumerate(value)]
+        members = [encode(member, (*keys, str(number)), inner) for number, member in enumerate(value)]
         if kind in (set, frozenset):
             members.sort(key=json.dumps)
         return members if kind is list else _tagged(_MEMBERS[kind], members)
@@ -217,7 +227,7 @@ def _refusal(value: object, keys: Keys) -> CheckpointError:
 
 def _pairs(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> list[Any]:
     inner = [(key, (*keys, key if type(key) is str and is_unicode(key) else repr(key))) for key in value]
-    return [[_encode(key, where, None), _encode(value[key], where, tensors)] for key, where in inner]
+    return [[encode(key, where, None), encode(value[key], where, tensors)] for key, where in inner]
 
 
 def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
@@ -298,6 +308,7 @@ _MEMBERS: dict[type, str] = {
     torch.Size: "torch.Size",
     **{kind: kind.__name__ for kind in (list, tuple, set, frozenset)},
 }
+_CONTAINERS = {*DICTS.values(), *_MEMBERS}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     **{name: partial(_decoded_dict, kind) for name, kind in DICTS.items()},
     **{name: partial(_decoded_members, kind) for kind, name in _MEMBERS.items()},

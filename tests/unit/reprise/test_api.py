@@ -182,13 +182,10 @@ def test_a_load_that_is_not_strict_logs_omissions_in_one_line(tmp_path: Path, ca
     path = save(tmp_path, source, optimizer, iteration=1)
     load(tmp_path, copy.deepcopy(source), strict=False)
     assert not caplog.records  # the optimizer's state was not asked for
-    load(tmp_path, source[:1], strict=False)
+    load(tmp_path, target := source[:1], OPTIMIZERS["adamw"](target.parameters()), strict=False)
     (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert f"{path}: 6 tensors" in record.message
-    assert "1.weight, 1.bias, 2.weight" in record.message
-    load(tmp_path, target := copy.deepcopy(source[:3]), OPTIMIZERS["adamw"](target.parameters()), strict=False)
-    assert "3.weight, 3.bias, exp_avg.3.weight" in caplog.records[1].message
+    assert f"{path}: 24 tensors" in record.message
+    assert "1.weight, 1.bias, 2.weight, 2.bias, 3.weight, ..." in record.message
 
 
 def test_loading_never_unpickles(tmp_path: Path) -> None:

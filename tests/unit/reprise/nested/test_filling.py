@@ -23,23 +23,70 @@ def sgd(net: nn.ParameterDict, *groups: tuple[str, dict[str, Any]]) -> torch.opt
     return torch.optim.SGD([{"params": [net[name] for name in names], **numbers} for names, numbers in groups], lr=0.1)
 
 
-def decays(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [group["weight_decay"] for group in optimizer.param_groups]
+def rate(value: float) -> dict[str, Any]:
+    return {"lr": torch.tensor(float(value))}
 
 
-def saved(folder: Path, *groups: tuple[str, dict[str, Any]]) -> Path:
+def decay(value: float) -> dict[str, Any]:
+    return {"weight_decay": value}
+
+
+# What was saved, what is loaded into, how strictly, and the members after the load, or the key that is named.
+Groups = list[tuple[str, dict[str, Any]]]
+GROUPS: dict[str, tuple[Groups, Groups, list[Any], list[dict[str, Any]] | str]] = {
+    "of schedulers": ([("abc", own := {"initial_lr": 0.5, "max_lr": None, "m": [1]})], [("abc", {})], [True], [own]),
+    "another type": ([("abc", {"own": {"a": [1]}})], [("abc", {"own": 3})], [True], [{"own": {"a": [1]}}]),
+    "another dict": ([("abc", {"own": {"a": 1}})], [("abc", {"own": {"b": 2}})], [True], [{"own": {"a": 1}}]),
+    "no dict": ([("abc", {"own": 3})], [("abc", {"own": {"a": 1}})], [True], [{"own": 3}]),
+    "dict of numbers": ([("abc", {"own": {1: "x"}})], [("abc", {})], [True], [{"own": {1: "x"}}]),
+    "lacking": ([("abc", {"lr": 0.5})], [("abc", {"own/x": 3, "lr": 0.2})], [True], "/own~1x is missing"),
+    "kept": ([("abc", {"lr": 0.5})], [("abc", {"own/x": 3, "lr": 0.2})], [False], [{"lr": 0.5, "own/x": 3}]),
+    "not a default": ([("abc", {})], [("abc", {"nesterov": True, "momentum": 0.9})], [True], [{"nesterov": False}]),
+    "new": ([("ab", decay(0.5))], [("ca", decay(0.25)), ("b", decay(0.75))], [True, "missing"], " is missing"),
+    "new, first": ([("ab", decay(0.5))], [("ac", decay(0.25)), ("b", decay(0.75))], [True], " is missing"),
+    "new, kept": ([("ab", decay(0.5))], [("ca", decay(0.25)), ("b", {})], [False], [decay(0.25), decay(0.5)]),
+    "divided": ([("abc", decay(0.5))], [("c", decay(0.25)), ("ba", decay(0.75))], [True], [decay(0.5)] * 2),
+    "joined": ([("ab", decay(0.5)), ("c", decay(0.25))], [("abc", decay(0.75))], [True, "missing"], ""),
+    "rates at other places": ([("a", rate(0.5)), ("bc", rate(0.25))], [("bc", rate(0)), ("a", rate(0))], [True], ""),
+    "rates": (
+        [("a", rate(0.5)), ("bc", rate(0.25))],
+        [("a", rate(0)), ("bc", rate(0))],
+        [True],
+        [rate(0.5), rate(0.25)],
+    ),
+    "no rate": ([("abc", rate(0.5))], [("abc", {"lr": 0.2})], [True], "/lr is unexpected"),
+    "a new rate": ([("abc", {"lr": 0.5})], [("abc", rate(0.2))], [True], "/lr is missing"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "modes", "expected"), GROUPS.values(), ids=GROUPS)
+def test_a_group_has_the_numbers_of_its_parameters_or_is_named(
+    tmp_path: Path, old: Groups, new: Groups, modes: list[Any], expected: Any
+) -> None:
     net = model()
-    return save(folder, net, sgd(net, *groups), iteration=1)
+    path = save(tmp_path, net, sgd(net, *old), iteration=1)
+    for strict in modes:
+        optimizer = sgd(net, *new)
+        before = repr(optimizer.param_groups)
+        if isinstance(expected, str):
+            with refused(MismatchError, f"/optimizer/param_groups/0{expected}"):
+                load(path, net, optimizer, strict=strict)
+            assert repr(optimizer.param_groups) == before
+        else:
+            load(path, net, optimizer, strict=strict)
+            for group, members in zip(optimizer.param_groups, expected, strict=True):
+                assert {key: group[key] for key in members} == members
 
 
-def test_numbers_that_schedulers_add_are_carried(tmp_path: Path) -> None:
-    path = saved(tmp_path, ("abc", {"initial_lr": 0.5, "max_lr": None, "milestones": [1]}))
+def test_an_option_at_its_default_is_not_missing(tmp_path: Path) -> None:
     net = model()
-    optimizer = sgd(net, ("abc", {}))
-    found = load(path, net, optimizer)
-    (group,) = optimizer.param_groups
-    assert (group["initial_lr"], group["max_lr"], group["milestones"]) == (0.5, None, [1])
-    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    optimizer = sgd(net, ("abc", {"lr": 0.5}))
+    del optimizer.param_groups[0]["nesterov"]  # as a version of torch before that option
+    path = save(tmp_path, net, optimizer, iteration=1)
+    found = load(path, net, again := sgd(net, ("abc", {})))
+    assert (again.param_groups[0]["lr"], again.param_groups[0]["nesterov"], found.missing_keys) == (0.5, False, [])
+    with refused(MismatchError, "param_groups/0/nesterov is missing"):
+        load(path, net, sgd(net, ("abc", {"nesterov": True, "momentum": 0.9})))
 
 
 class Notes(nn.Module):
@@ -71,91 +118,9 @@ def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
         load_state_dict(tmp_path, {"metrics": {}})
 
 
-def test_a_number_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    path = saved(tmp_path, ("abc", {"lr": 0.5}))
-    net = model()
-    optimizer = sgd(net, ("abc", {"own/scale": 3, "lr": 0.2}))
-    with refused(MismatchError, "/optimizer/param_groups/0/own~1scale is missing"):
-        load(path, net, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.2
-    found = load(path, net, optimizer, strict=False)
-    assert found.missing_keys == ["/optimizer/param_groups/0/own~1scale"]
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["own/scale"]) == (0.5, 3)
-
-
-def test_an_option_at_its_default_is_not_missing(tmp_path: Path) -> None:
-    net = model()
-    optimizer = sgd(net, ("abc", {"lr": 0.5}))
-    del optimizer.param_groups[0]["nesterov"]  # as a version of torch before that option
-    path = save(tmp_path, net, optimizer, iteration=1)
-    again = sgd(net, ("abc", {}))
-    load(path, net, again)
-    assert (again.param_groups[0]["lr"], again.param_groups[0]["nesterov"]) == (0.5, False)
-    with refused(MismatchError, "param_groups/0/nesterov is missing"):
-        load(path, net, sgd(net, ("abc", {"nesterov": True, "momentum": 0.9})))
-
-
-@pytest.mark.parametrize(("own", "fresh"), [({"a": [1]}, 3), ({"a": 1}, {"b": 2}), (3, {"a": 1}), ({1: "x"}, None)])
-def test_a_value_of_a_group_may_be_of_another_type(tmp_path: Path, own: object, fresh: object) -> None:
-    path = saved(tmp_path, ("abc", {"lr": 0.5, "own": own}))
-    net = model()
-    optimizer = sgd(net, ("abc", {} if fresh is None else {"own": fresh}))
-    load(path, net, optimizer)
-    assert optimizer.param_groups[0]["own"] == own
-
-
-@pytest.mark.parametrize("new", ["ca", "ac"])
-def test_a_group_with_a_new_parameter_keeps_its_numbers(tmp_path: Path, new: str) -> None:
-    path = saved(tmp_path, ("ab", {"weight_decay": 0.5}))
-    net = model()
-    optimizer = sgd(net, (new, {"weight_decay": 0.25}), ("b", {"weight_decay": 0.75}))
-    for strict in (True, "missing"):
-        with refused(MismatchError, "/optimizer/param_groups/0 is missing"):
-            load(path, net, optimizer, strict=strict)
-    found = load(path, net, optimizer, strict=False)
-    assert found.missing_keys == ["/optimizer/param_groups/0"]
-    assert decays(optimizer) == [0.25, 0.5]
-
-
 @pytest.mark.parametrize("strict", ["Missing", 1, None])
 def test_another_value_of_strict_is_refused(tmp_path: Path, strict: Any) -> None:
     net = nn.Linear(2, 2)
     save(tmp_path, net, iteration=1)
     with refused(ConfigError, "`strict`"):
         load(tmp_path, net, strict=strict)
-
-
-def test_one_group_becomes_two_of_its_numbers(tmp_path: Path) -> None:
-    path = saved(tmp_path, ("abc", {"weight_decay": 0.5}))
-    optimizer = sgd(net := model(), ("c", {"weight_decay": 0.25}), ("ba", {"weight_decay": 0.75}))
-    load(path, net, optimizer)
-    assert decays(optimizer) == [0.5, 0.5]
-
-
-def rate(value: float) -> dict[str, Any]:
-    return {"lr": torch.tensor(float(value))}
-
-
-# What was saved, what is loaded into, and what is named: groups that were another, and rates that are tensors.
-OTHERS = [
-    ([("ab", {"weight_decay": 0.5}), ("c", {"weight_decay": 0.25})], [("abc", {"weight_decay": 0.75})], ""),
-    ([("a", rate(0.5)), ("bc", rate(0.25))], [("bc", rate(0)), ("a", rate(0))], ""),
-    ([("abc", rate(0.5))], [("abc", {"lr": 0.2})], "/lr is unexpected"),
-    ([("abc", {"lr": 0.5})], [("abc", rate(0.2))], "/lr is missing"),
-]
-
-
-@pytest.mark.parametrize(("old", "new", "place"), OTHERS)
-def test_two_groups_of_other_numbers_do_not_become_one(tmp_path: Path, old: Any, new: Any, place: str) -> None:
-    path, optimizer = saved(tmp_path, *old), sgd(net := model(), *new)
-    before = repr(optimizer.param_groups)
-    with refused(MismatchError, f"/optimizer/param_groups/0{place}"):
-        load(path, net, optimizer)
-    assert repr(optimizer.param_groups) == before
-
-
-def test_groups_with_tensors_keep_their_places(tmp_path: Path) -> None:
-    path = saved(tmp_path, ("a", rate(0.5)), ("bc", rate(0.25)))
-    optimizer = sgd(net := model(), ("a", rate(0)), ("bc", rate(0)))
-    load(path, net, optimizer)
-    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]

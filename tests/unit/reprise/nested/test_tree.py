@@ -163,23 +163,6 @@ def test_tensors_given_to_a_load_are_filled(tmp_path: Path) -> None:
     assert_same(other, {"list": state["list"]})
 
 
-def test_a_state_dict_takes_objects_too(tmp_path: Path) -> None:
-    model, optimizer = made()
-    schedule = SCHEDULES["one cycle"](optimizer)
-    step(model, optimizer, 0)
-    schedule.step()
-    save_state_dict(tmp_path, {"model": model, "optimizer": optimizer, "schedule": schedule}, iteration=1)
-    other, again = made(1)
-    target = SCHEDULES["one cycle"](again)
-    load_state_dict(tmp_path, {"model": other, "optimizer": again, "schedule": target})
-    assert_same(model.state_dict(), other.state_dict())
-    assert_same_optimizer(optimizer, again)
-    assert_same(schedule.state_dict(), target.state_dict())
-    third, last = made(2)
-    assert load(tmp_path, third, last)["schedule"] == schedule.state_dict()
-    assert_same_optimizer(optimizer, last)
-
-
 def test_a_background_save_has_the_state_of_the_call(tmp_path: Path) -> None:
     model, optimizer = made()
     shadow, loader = Shadow([torch.zeros(4)]), Loader()
@@ -208,20 +191,28 @@ def test_a_first_start_keeps_what_is_given(tmp_path: Path) -> None:
     assert loader.state == {}
 
 
-def test_an_object_and_its_dict_load_each_other(tmp_path: Path) -> None:
-    model, optimizer = made()
-    schedule = SCHEDULES["one cycle"](optimizer)
+@pytest.mark.parametrize("is_by_dict", [False, True])
+def test_an_object_and_its_dict_load_each_other(tmp_path: Path, is_by_dict: bool) -> None:
+    def loop(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model, optimizer = made(seed)
+        return model, optimizer, SCHEDULES["one cycle"](optimizer)
+
+    model, optimizer, schedule = loop(0)
     step(model, optimizer, 0)
     schedule.step()
-    save(tmp_path / "dict", model, optimizer, iteration=1, state={"schedule": schedule.state_dict()})
-    save(tmp_path / "object", model, optimizer, iteration=1, state={"schedule": schedule})
-    other, again = made(1)
-    target = SCHEDULES["one cycle"](again)
-    load(tmp_path / "dict", other, again, state={"schedule": target})
-    assert_same(target.state_dict(), schedule.state_dict())
-    state = SCHEDULES["one cycle"](again).state_dict()
-    load(tmp_path / "object", other, again, state={"schedule": state})
-    assert_same(state, schedule.state_dict())
+    given = {"model": model, "optimizer": optimizer, "schedule": schedule.state_dict() if is_by_dict else schedule}
+    save(tmp_path / "calls", model, optimizer, iteration=1, state={"schedule": given["schedule"]})
+    save_state_dict(tmp_path / "dict", given, iteration=1)
+    for folder in ("calls", "dict"):
+        other, again, target = loop(1)
+        load_state_dict(tmp_path / folder, {"model": other, "optimizer": again, "schedule": target})
+        assert_same(model.state_dict(), other.state_dict())
+        assert_same_optimizer(optimizer, again)
+        state = SCHEDULES["one cycle"](again).state_dict()
+        assert load(tmp_path / folder, *made(2))["schedule"] == schedule.state_dict()
+        load(tmp_path / folder, *made(2), state={"schedule": state})
+        assert_same(schedule.state_dict(), target.state_dict())
+        assert_same(schedule.state_dict(), state)
 
 
 def test_an_object_takes_values_that_were_saved_without_one(tmp_path: Path) -> None:
