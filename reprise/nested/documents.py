@@ -21,14 +21,13 @@ from reprise.storage.json_file import Json
 STATE_DICT = "state_dict"
 _MOST_SHOWN = 200  # characters of a value in a message
 _OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
-_FURTHER = ("classes", "dtypes", "orders")
+_FURTHER = ("dtypes", "orders")
 
 # What a state dict has beside its tensors, as JSON:
 #   values      by JSON Pointer
 #   groups      by an optimizer's JSON Pointer, the `names` and the `numbers` of each parameter group, and its `place`
 #               in the list of its rank, where it has another place here
 #   optimizer   the class of `/optimizer`, under this pointer; None if only its state dict is known
-#   classes     by JSON Pointer, a key of `DICTS` for each dict of a subclass
 #   dtypes      by stored name, the dtype of each tensor with another dtype in the files
 #   orders      by stored name, the dimensions of each tensor of an optimizer from the outermost in memory, where they
 #               are in another order than in the files: products of matrices have other bits then
@@ -179,11 +178,11 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
 def upgraded(state: Json) -> Section:
     """Return the section in a state file of any version.
 
-    Version 0.1 stored the `state` of a save as a nested dict.
+    Version 0.1 stored the `state` of a save as a nested dict, and 0.2 a dict of a subclass by leaf, with its class.
     """
     section = state.get(STATE_DICT, {"values": _by_pointer(state.get("user", {})), "groups": {}})
     groups = {**section["groups"], _OPTIMIZER: state.get("groups", [])}
-    return {**{member: {} for member in _FURTHER}, **section, "groups": groups}
+    return {**{member: {} for member in ("classes", *_FURTHER)}, **section, "groups": groups}
 
 
 def _parsed(section: Section) -> StoredState:

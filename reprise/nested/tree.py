@@ -24,8 +24,6 @@ from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, materialized, resolve
 from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
 
-_CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
-
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
 Place = tuple[_Container, str | int]
 
@@ -59,8 +57,7 @@ class Tree:
         tensors: by keys, in the order of the dict, in the form of the files.
         meta: by keys, the tensors of a load with memory in place of those without, each with its place.
         values: everything else in a save, as JSON by JSON Pointer; a list without tensors is a single value, and so is
-            a dict without tensors but with keys other than text.
-        classes: by JSON Pointer, the class of each dict of a subclass without tensors.
+            a dict without tensors if it is of a subclass, or has keys other than text.
         optimizers: by JSON Pointer.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
         objects: by keys, those with a state of their own.
@@ -81,7 +78,6 @@ class Tree:
     tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
     meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
-    classes: dict[str, type] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     optimizer_class: str | None = None
     objects: dict[Keys, Stateful] = field(default_factory=dict)
@@ -121,9 +117,7 @@ class Tree:
         is_divided = any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value, keys))
         if is_stateful(value):
             self.objects[keys] = value
-        elif isinstance(value, dict) and (is_divided or has_text_keys(value)):
-            if type(value) is not dict and not is_divided:
-                self.classes[pointer(keys)] = type(value)
+        elif isinstance(value, dict) and (is_divided or (has_text_keys(value) and self._is_by_leaf(value))):
             if not value:
                 self._add_value(keys, {}, place)
             self.add_dict(keys, value)
@@ -136,6 +130,10 @@ class Tree:
         elif isinstance(value, (list, tuple)):
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
+
+    def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
+        """Return whether members of a dict without tensors are values: a save stores a dict of a subclass as one."""
+        return type(value) is dict or self.is_load or not (self.refers or type(value) in DICTS.values())
 
     def add_object(self, keys: Keys, member: object) -> None:
         """Add a model or an optimizer under a key of its own, before the other objects.
@@ -213,7 +211,6 @@ class Tree:
                 for where, optimizer in self.optimizers.items()
             },
             "optimizer": {pointer(OPTIMIZER[:1]): self.optimizer_class},
-            "classes": {where: _CLASS_NAMES[kind] for where, kind in self.classes.items() if kind in _CLASS_NAMES},
             "dtypes": self.dtypes(),
             "orders": orders,
         }
@@ -345,7 +342,6 @@ def tree_of(
     if optimizer is not None:
         tree.add_object(OPTIMIZER[:1], optimizer)
     tree.add_dict((), state)
-    _require_classes(tree.classes)
     if per_rank or rng:
         tree.entries += (PER_RANK,)
         values = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
@@ -366,18 +362,6 @@ def _require_free(given: Mapping[str, object], reserved: Collection[str], argume
         raise CheckpointError(
             f"`{argument}` has a key that stands for {meaning}", found=", ".join(keys), fix="Rename it."
         )
-
-
-def _require_classes(classes: Mapping[str, type]) -> None:
-    for where, kind in classes.items():
-        if kind not in _CLASS_NAMES:
-            raise CheckpointError(
-                "`state` holds a dict of a class that a load cannot make",
-                where=f"`state`, {where}",
-                expected=", ".join(DICTS),
-                found=kind.__name__,
-                fix="Give dict(value).",
-            )
 
 
 def tree_of_dict(
