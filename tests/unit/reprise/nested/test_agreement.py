@@ -88,12 +88,13 @@ def test_a_joint_table_has_every_box_with_its_ranks() -> None:
     [
         (table("a", dtype=StoredDtype.I8), ["a is F32 [4, 3]", "rank 0", "I8 [4, 3]", "rank 1"]),
         (table("b", aliases={"a": "b"}), ["a is tied to b", "rank 1", "rank 0"]),
+        (table("a", "b", aliases={"x": "b"}), ["x is tied to a on rank 0", "b on rank 1"]),
     ],
-    ids=["other0-words0", "other1-words1"],
+    ids=["dtype", "own", "tie"],
 )
 def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list[str]) -> None:
     with refused(CheckpointError, *words):
-        join({0: table("a"), 1: other})
+        join({0: table("a", aliases={"x": "a"}), 1: other})
 
 
 def test_a_refusal_reaches_every_rank_and_is_forgotten() -> None:
