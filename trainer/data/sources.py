@@ -68,15 +68,15 @@ def find_files(pattern: str) -> list[Path]:
     _require_listable(expanded)
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if is_file(path)]
-    odd = [path for path in paths if not is_file(path) and not is_dir(path)]
-    if odd or not files:
+    unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
+    if unusable or not files:
         raise DataError(
-            "A match is no file" if odd else "no file matches",
-            where=odd[0] if odd else pattern,
+            "A match is no file" if unusable else "no file matches",
+            where=unusable[0] if unusable else pattern,
             expected="files, and folders, which are passed over",
-            found="a dead link, pipe or device" if odd else count_of(len(paths), "folder"),
+            found="a dead link, pipe or device" if unusable else count_of(len(paths), "folder"),
             fix="Restore the file, or remove the match."
-            if odd
+            if unusable
             else f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
     if empty := [path for path in files if not path.stat().st_size]:

@@ -306,8 +306,8 @@ def _refuse_difference(hosts: Mapping[int, tuple[str, Sequence[_FileReport]]]) -
     first_host, first = hosts[0]
     for rank, (host, reports) in hosts.items():
         for expected, actual in itertools.zip_longest(first, reports):
-            both = [file and (file.key, file.digest, file.documents) for file in (expected, actual)]
-            if both[0] != both[1]:
+            contents = [file and (file.key, file.digest, file.documents) for file in (expected, actual)]
+            if contents[0] != contents[1]:
                 raise DataError(
                     "Hosts do not have the same data",
                     where=f"host {host}, rank {rank}",
