@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,9 +108,11 @@ class CheckpointFolder:
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
-        if not is_dir(self.root):
-            return []
-        iterations = (iteration_of(path) for path in self.root.iterdir() if is_dir(path) and not is_symlink(path))
+        return self._iterations(are_folders=True)
+
+    def _iterations(self, *, are_folders: bool) -> list[int]:
+        paths = self.root.iterdir() if is_dir(self.root) else ()
+        iterations = (iteration_of(path) for path in paths if (is_dir(path) and not is_symlink(path)) is are_folders)
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def stamps(self) -> dict[int, Stamp]:
@@ -126,10 +128,7 @@ class CheckpointFolder:
 
         The target of a link may be written by another run, and may be invisible on another host.
         """
-        if not is_dir(self.root):
-            return []
-        iterations = (iteration_of(path) for path in self.root.iterdir() if is_symlink(path) or not is_dir(path))
-        return sorted(iteration for iteration in iterations if iteration is not None)
+        return self._iterations(are_folders=False)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
         """Return the iterations protected by a hold."""
@@ -199,9 +198,13 @@ class CheckpointFolder:
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
         if aside is not None and replaces and is_durable and not is_held(aside):
-            self._delete_replaced(iteration, attempt, aside)
+            leaving = self.leaving(iteration, attempt)
+            with _logged("the replaced %s could not be deleted", aside):  # the next start sweeps or settles it
+                self.files.rename(aside, leaving)
+                self.files.remove_tree(leaving)
         elif aside is not None:
-            self._keep_replaced(aside, target)
+            with _logged("the replaced %s waits as %s for the next start", target, aside):
+                self.files.rename(aside, self._free_name(target))
         self._mend_tracker()
         return is_durable
 
@@ -285,34 +288,15 @@ class CheckpointFolder:
 
     def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
         """Undo a commit; return whether it is undone."""
-        try:
+        is_undone = False
+        with _logged("%s cannot be taken back", target):
             self.files.rename(target, partial)
-        except OSError as error:
-            _log.error("%s cannot be taken back: %s", target, error)
-            return False
-        try:
-            self.files.remove_file(temporary_of(self.root / TRACKER))
-            if aside is not None:
-                self.files.rename(aside, target)
-        except OSError as error:
-            _log.error("%s waits as %s for the next start: %s", target, aside, error)
-        return True
-
-    def _keep_replaced(self, aside: Path, target: Path) -> None:
-        """Give a replaced checkpoint its own name; after a failure, `_settle` does it at the next start."""
-        try:
-            self.files.rename(aside, self._free_name(target))
-        except OSError as error:
-            _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
-
-    def _delete_replaced(self, iteration: int, attempt: str, aside: Path) -> None:
-        """Delete a replaced checkpoint; after a failure, the next start sweeps it or gives it a name of its own."""
-        leaving = self.leaving(iteration, attempt)
-        try:
-            self.files.rename(aside, leaving)
-            self.files.remove_tree(leaving)
-        except OSError as error:
-            _log.error("the replaced %s could not be deleted: %s", aside, error)
+            is_undone = True
+            with _logged("%s waits as %s for the next start", target, aside):
+                self.files.remove_file(temporary_of(self.root / TRACKER))
+                if aside is not None:
+                    self.files.rename(aside, target)
+        return is_undone
 
     def _settle(self, path: Path) -> Path:
         """Complete the commit whose replaced checkpoint lies at `path`, if any; return its name afterwards.
@@ -339,10 +323,7 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> bool:
         try:
-            if is_dir(path):
-                self.files.remove_tree(path)
-            else:
-                self.files.remove_file(path)
+            (self.files.remove_tree if is_dir(path) else self.files.remove_file)(path)
         except OSError as error:
             _log.error("%s could not be swept: %s", path, error)
             return False
@@ -372,7 +353,7 @@ class CheckpointFolder:
         the folder, reads no tracker for it, and mends this tracker. Its content is durable before it has the name.
         """
         tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
-        try:
+        with _logged("%s names another iteration than the newest", tracker):
             newest, tracked = max(self.committed(), default=None), self.tracker()
             if newest is None and tracked is not None:
                 self.files.remove_file(tracker)
@@ -382,14 +363,21 @@ class CheckpointFolder:
                 self.files.rename(prepared, tracker)
             else:
                 self.files.remove_file(prepared)
-        except OSError as error:
-            _log.error("%s names another iteration than the newest: %s", tracker, error)
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
         while self.files.exists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
+
+
+@contextlib.contextmanager
+def _logged(what: str, *paths: Path | None) -> Iterator[None]:
+    """Log a failure of the file system, which ends the block and nothing else."""
+    try:
+        yield
+    except OSError as error:
+        _log.error(f"{what}: %s", *paths, error)
 
 
 def _tracked(path: Path) -> int | None:

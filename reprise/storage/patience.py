@@ -6,11 +6,11 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reprise.errors import CheckpointError, UnreadableError
-from reprise.storage.files import Files, Result, T
+from reprise.storage.files import Files, T
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ class PatientFiles(Files):
         self._files, self._patience = files, patience
         self.reading_threads = files.reading_threads
         self._paths: dict[int, Path] = {}  # of the files that are open
+        for name in ("expect", "map", "look", "end"):  # as they are
+            setattr(self, name, getattr(files, name))
 
     def size(self, path: Path) -> int:
         return self._patience.retry(lambda: self._files.size(path), where=path)
@@ -159,22 +161,6 @@ class PatientFiles(Files):
         return self._patience.retry(
             lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
         )
-
-    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
-        """Learn of the reads to come; see `Files.expect`."""
-        self._files.expect(reads)
-
-    def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
-        """Return the result of a call for each item; see `Files.map`."""
-        return self._files.map(call, items)
-
-    def look(self, path: Path) -> None:
-        """Raise an OSError at once if there is no such file; see `Files.look`."""
-        self._files.look(path)
-
-    def end(self) -> None:
-        """Let go of what reading needs; see `Files.end`."""
-        self._files.end()
 
     def close(self, descriptor: int) -> None:
         """Close a file opened by this object."""

@@ -98,6 +98,10 @@ def test_the_oldest_ranges_make_room_in_memory(place: str, monkeypatch: pytest.M
         span = number * WINDOW_BYTES, (number + 1) * WINDOW_BYTES
         assert read(ranges, fetched, span, spills=bool(place)) == CONTENT[slice(*span)]
     assert [start // WINDOW_BYTES for start, _ in fetched.spans] == [0, 1, 2] + [0] * (place != "disk")
+    if place == "disk":
+        os.ftruncate(ranges._spill.fileno(), WINDOW_BYTES)
+        with pytest.raises(OSError, match="ends early"):
+            read(ranges, fetched, (2 * WINDOW_BYTES, 3 * WINDOW_BYTES), spills=True)
 
 
 def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
