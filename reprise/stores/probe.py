@@ -66,14 +66,14 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
         return f"{1e3 * statistics.median(times):.1f} ms, at most {1e3 * max(times):.1f} ms"
 
     def create() -> str:
-        both = client.create(once, b"first") and client.create(once, b"second")
-        return _NOT_HONORED if both else "a second creation of an object is refused"
+        is_twice = client.create(once, b"first") and client.create(once, b"second")
+        return _NOT_HONORED if is_twice else "a second creation of an object is refused"
 
     tries = {"objects can be written": write, "and read": read, "latency": wait, "conditional creation": create}
     try:
         for what, attempt in tries.items():
-            found = attempt()
-            yield StoreFinding(what, None if found == _NOT_HONORED else True, found)
+            answer = attempt()
+            yield StoreFinding(what, None if answer == _NOT_HONORED else True, answer)
     except OSError as error:
         yield StoreFinding(what, False, f"{error.strerror}")
     finally:
