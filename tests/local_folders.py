@@ -13,9 +13,9 @@ import torch
 from reprise.format import FORMAT, FRESH, LINEAGE, STATE, Branch, Lineage, StoredDtype, TensorKind, TensorSpec
 from reprise.loading import Checkpoint, LoadSource, Restorer, open_checkpoint, read_places
 from reprise.loading.blocks import blocks_of
-from reprise.local import LocalCheckpointer, LocalPolicy
+from reprise.local import LocalCheckpointer
 from reprise.ranks import StoreChannel
-from reprise.saving import Checkpointer, SavePolicy
+from reprise.saving import Checkpointer, Retention, SavePolicy
 from reprise.storage import Files
 from reprise.tensors import Contents, torch_dtype
 from tests.fakes import Axis, Sharding, all_ranks, tcp_store
@@ -50,11 +50,11 @@ def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0, keep: int
     folders = [folder / f"host{rank}" / "local" for rank in range(2)]
 
     def run(channel: StoreChannel) -> None:
-        policy = LocalPolicy(folders[channel.rank], 1, keep, copies, SavePolicy(None, commit_timeout_s=20.0))
-        local = LocalCheckpointer(policy, channel, nonce="n")
+        policy = SavePolicy(folders[channel.rank], Retention(keep), commit_timeout_s=20.0)
+        local = LocalCheckpointer(policy, channel, nonce="n", copies=copies)
         local.start()
         for iteration in iterations:
-            local.saver.save(iteration, contents(channel.rank, iteration))
+            local.save(iteration, contents(channel.rank, iteration))
             local.await_copies()
         local.close()
 
@@ -87,8 +87,8 @@ def load_on_hosts(
         os.chdir(folders[host].parent)
         folder, nonce = Path("/proc/thread-self/cwd", folders[host].name), f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
-        policy = LocalPolicy(folder, 1, 1, 1, SavePolicy(None, commit_timeout_s=20.0))
-        local = LocalCheckpointer(policy, channel, nonce=nonce, local_ranks=of_host[host])
+        policy = SavePolicy(folder, Retention(1), commit_timeout_s=20.0)
+        local = LocalCheckpointer(policy, channel, nonce=nonce, copies=1, local_ranks=of_host[host])
         local.start(lineage)
         live = contents(channel.rank % 2, 0).live
         restored = Restorer(channel, nonce=nonce, local=local.folders).restore(

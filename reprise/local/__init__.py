@@ -7,11 +7,10 @@ from reprise.lazy import importer
 if TYPE_CHECKING:
     from reprise.local.host_folders import HostFolders as HostFolders
     from reprise.local.local_checkpointer import LocalCheckpointer as LocalCheckpointer
-    from reprise.local.local_checkpointer import LocalPolicy as LocalPolicy
 
 _NAMES = {
     "local.host_folders": "HostFolders",
-    "local.local_checkpointer": "LocalCheckpointer LocalPolicy",
+    "local.local_checkpointer": "LocalCheckpointer",
 }
 
 if not TYPE_CHECKING:

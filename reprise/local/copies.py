@@ -51,7 +51,6 @@ class Copies:
         self._safe: int | None = None  # the newest that every host has all copies of
         self._current: int | None = None
         self._loaded: int | None = None
-        self.sent_bytes = 0
 
     @property
     def pinned(self) -> Collection[int]:
@@ -142,7 +141,6 @@ class Copies:
         for step in range(1, self.count + 1):
             target = (self._host + step) % len(hosts)
             sent_bytes = self._link(self._host, target).send(checkpoint)
-            self.sent_bytes += sent_bytes
             seconds = time.perf_counter() - start
             size = f"{sent_bytes / 1e6:.1f} MB"
             _log.info("copied iteration %d to %s, %s, %.2f s", checkpoint.iteration, hosts[target], size, seconds)

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from reprise.saving.policy import Retention as Retention
     from reprise.saving.policy import SavePolicy as SavePolicy
     from reprise.saving.policy import SaveReport as SaveReport
+    from reprise.saving.policy import SaveResults as SaveResults
     from reprise.saving.weights_checkpointer import WeightsCheckpointer as WeightsCheckpointer
-    from reprise.saving.weights_checkpointer import WeightsPolicy as WeightsPolicy
 
 _NAMES = {
     "saving.checkpointer": "Checkpointer",
     "saving.column_sharing": "SharedMemory",
     "saving.one_process": "write_checkpoint",
     "saving.plan": "Holding pieces_of",
-    "saving.policy": "Retention SavePolicy SaveReport",
-    "saving.weights_checkpointer": "WeightsCheckpointer WeightsPolicy",
+    "saving.policy": "Retention SavePolicy SaveReport SaveResults",
+    "saving.weights_checkpointer": "WeightsCheckpointer",
 }
 
 if not TYPE_CHECKING:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from reprise.commit.attempt import Attempt
 from reprise.commit.messages import stripes_key
-from reprise.errors import CheckpointError, LaunchError
+from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout
 from reprise.ranks.channel import StoreChannel
@@ -141,11 +141,13 @@ class SharedMemory:
         self.address = address
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPES_AT), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+        self.total_bytes = self._memory.nbytes
+        populate(self._memory)
 
     @staticmethod
-    def make() -> SharedMemory:
-        """Create a block with only its name and the counters.
+    def make(total_bytes: int = STRIPES_AT) -> SharedMemory:
+        """Create a block with its name, the counters, and room for stripes.
 
         Raises:
             OSError: if the system refuses the memory.
@@ -154,7 +156,7 @@ class SharedMemory:
         descriptor = os.memfd_create(_NAME)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
-            os.ftruncate(descriptor, STRIPES_AT)
+            allocate(descriptor, total_bytes)
             os.pwrite(descriptor, name, 0)
             memory = SharedMemory(descriptor, f"{os.getpid()} {descriptor} {name.hex()}")
             on_error.pop_all()
@@ -178,17 +180,6 @@ class SharedMemory:
         except OSError:
             return None
         return memory
-
-    def reach(self, total_bytes: int) -> None:
-        """Grow the block to at least `total_bytes` and populate its pages.
-
-        Raises:
-            OSError: if there is not enough memory.
-        """
-        if self._memory.nbytes < total_bytes:
-            allocate(self._descriptor, total_bytes)  # always to the same size, by any rank first
-            self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
-            populate(self._memory)
 
     def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
         """Copy bytes of a packed image, from `lo` on, into their stripe."""
@@ -265,8 +256,8 @@ class LocalRanks:
     """The ranks of one host and their shared memory.
 
     For each save the first rank of the host decides whether columns are assembled. Every other rank sends a
-    report to the first: its pieces, or a refusal to take part. The first rank answers with the pieces of all ranks and
-    the address of the memory. A rank unable to write the save reports this too: no rank is to wait for it.
+    report to the first: its pieces, or None to stay out. The first rank answers with the pieces of all ranks and
+    the address of the memory.
 
     Args:
         channel: the store channel of the worker thread.
@@ -279,14 +270,14 @@ class LocalRanks:
         self._memory: SharedMemory | None = None
         self._stays_out = False
         self._table: tuple[Layout, _Rows, Stripes] | None = None
-        self._lock = threading.Lock()
-        self._answered = ""  # the last attempt on which this rank has sent its message
 
-    def meet(self, channel: StoreChannel, name: str) -> None:
+    @contextlib.contextmanager
+    def met(self, channel: StoreChannel, name: str) -> Iterator[None]:
         """Make sure the ranks are on one host, by an exchange of their hosts. Main thread, all ranks.
 
         Args:
-            name: a key prefix, new on this channel.
+            name: a key prefix, new on this channel. Its messages are deleted after the block, by the end of which all
+                ranks have read them.
 
         Raises:
             LaunchError: if a rank does not answer.
@@ -297,9 +288,7 @@ class LocalRanks:
         if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != identity for rank in peers):
             _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
-
-    def part(self, channel: StoreChannel, name: str) -> None:
-        """Delete the message of `meet`, once all ranks have read it."""
+        yield
         channel.delete([f"{name}/{self._rank}"])
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
@@ -309,37 +298,40 @@ class LocalRanks:
 
         Args:
             pieces: this rank's pieces whose rows are not contiguous in the tensor.
-            may_share: whether this rank has the memory to take part.
+            may_share: whether this rank takes part: it has the memory, and its main thread has not aborted the save.
 
         Raises:
-            TrainerError: if another rank does not answer, this rank has refused, or the memory is not available.
+            TrainerError: if another rank does not answer, or the memory is not available.
         """
         if len(self._ranks) < 2:
             return None
-        with self._lock:
-            self._require_unanswered(attempt.name)
-        takes_part = may_share and not self._stays_out
-        rows = [[p.name, p.box.offset, p.box.shape, p.lo, p.hi] for p in pieces] if takes_part else None
-        if self._rank == self._ranks[0]:
-            decision = json.dumps(self._decide(attempt, rows)).encode()
-            self._send(self._channel, attempt.name, decision)
+        first, *others = self._ranks
+        rows = [[p.name, p.box.offset, p.box.shape, p.lo, p.hi] for p in pieces]
+        report = rows if may_share and not self._stays_out else None
+        key_of_rank = {rank: stripes_key(attempt.name, rank) for rank in self._ranks}
+        if self._rank == first:
+            reports = [json.loads(self._channel.read(key_of_rank[rank], sender=f"rank {rank}")) for rank in others]
+            decision = self._decide([report, *reports], attempt.layout)
+            self._channel.put(key_of_rank[first], json.dumps(decision).encode())
         else:
-            self._send(self._channel, attempt.name, json.dumps(rows).encode())
-            decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
-        plan = json.loads(decision)
-        if plan is None:
+            self._channel.put(key_of_rank[self._rank], json.dumps(report).encode())
+            decision = json.loads(self._channel.read(key_of_rank[first], sender=f"rank {first}"))
+        if decision is None:
             return None
-        return self._share(self._open(plan["address"]), plan["pieces"], attempt.layout)
-
-    def refuse(self, channel: StoreChannel, attempt: str) -> None:
-        """Tell the ranks of the host: this rank writes nothing of an attempt, and none is to wait. Main thread."""
-        if len(self._ranks) > 1:
-            try:
-                self._send(channel, attempt, json.dumps(None).encode())
-            except CheckpointError:  # it has joined already, and its report will fail the attempt
-                return
-            except LaunchError as lost:
-                _log.error("the refusal of %s could not be sent: %s", attempt, lost)
+        address, rows = decision
+        if self._memory is None or self._memory.address != address:
+            self.drop()
+            self._memory = SharedMemory.open(address)
+        if self._memory is None:
+            self._stays_out = True
+            raise CheckpointError(
+                "The ranks of this host cannot share memory to assemble columns",
+                expected=f"the memory of rank {first}",
+                found="it cannot be opened",
+                fix="Later saves write columns row by row, which is slower.",
+            )
+        turn = self._ranks.index(self._rank) / len(self._ranks)
+        return Sharing(self._memory, self._stripes(rows, attempt.layout), attempt.layout, turn=turn)
 
     def drop(self) -> None:
         """Drop the memory. The next save uses a new block: a failed rank may still write to the old block."""
@@ -347,71 +339,27 @@ class LocalRanks:
             self._memory.close()
             self._memory = None
 
-    def _decide(self, attempt: Attempt, rows: _Rows | None) -> dict[str, Any] | None:
-        """Return the memory's address and the pieces of all ranks of the host; None if a rank stays out.
-
-        Args:
-            rows: the pieces of this rank; None if this rank stays out.
-        """
-        keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
-        reports = [json.loads(self._channel.read(key, sender=f"rank {rank}")) for rank, key in keys.items()]
-        reports = [rows, *reports]
-        if None in reports:
+    def _decide(self, reports: Sequence[_Rows | None], layout: Layout) -> tuple[str, _Rows] | None:
+        """Return the address of memory for all stripes, and the pieces of all ranks of the host; None to share none."""
+        rows = [row for report in reports for row in report or ()]
+        if None in reports or not (stripes := self._stripes(rows, layout)):
             return None
-        try:
-            self._memory = self._memory or SharedMemory.make()
-        except OSError as error:
-            _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
-            self._stays_out = True
-            return None
-        return {"address": self._memory.address, "pieces": [row for report in reports for row in report]}
-
-    def _open(self, address: str) -> SharedMemory:
-        if self._memory is not None and self._memory.address != address:
+        if self._memory is None or self._memory.total_bytes < shared_bytes(stripes):
             self.drop()
-        if self._memory is None:
-            self._memory = SharedMemory.open(address)
-        if self._memory is None:
-            raise self._cannot_share(f"the memory of rank {self._ranks[0]}", "it cannot be opened")
-        return self._memory
+            try:
+                self._memory = SharedMemory.make(shared_bytes(stripes))
+            except OSError as error:
+                _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
+                self._stays_out = True
+                return None
+        return self._memory.address, rows
 
-    def _share(self, memory: SharedMemory, rows: _Rows, layout: Layout) -> Sharing | None:
+    def _stripes(self, rows: _Rows, layout: Layout) -> Stripes:
+        """Return the stripes of the pieces of all ranks, which few saves change."""
         if self._table is None or self._table[0] is not layout or self._table[1] != rows:
             pieces = [Piece(name, Box(tuple(offset), tuple(shape)), lo, hi) for name, offset, shape, lo, hi in rows]
             self._table = layout, rows, stripes_of(pieces, layout)
-        stripes = self._table[2]
-        if not stripes:
-            return None
-        try:
-            memory.reach(shared_bytes(stripes))
-        except OSError as error:
-            raise self._cannot_share(f"{shared_bytes(stripes)} B", error.strerror) from error
-        return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
-
-    def _cannot_share(self, expected: str, actual: str | None) -> CheckpointError:
-        """Stay out of later saves, and return the error of this save: the other ranks already count on this rank."""
-        self._stays_out = True
-        return CheckpointError(
-            "The ranks of this host cannot share memory to assemble columns",
-            expected=expected,
-            found=actual,
-            fix="Later saves write columns row by row, which is slower.",
-        )
-
-    def _send(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
-        """Send this rank's one message on an attempt, from the worker or from the main thread in its place.
-
-        Raises:
-            CheckpointError: if the other thread has sent a message.
-        """
-        with self._lock:
-            self._require_unanswered(attempt)
-            self._answered = attempt
-            channel.put(stripes_key(attempt, self._rank), data)
-
-    def _require_unanswered(self, attempt: str) -> None:
-        if self._answered == attempt:
-            raise CheckpointError("This rank has aborted the save")
+        return self._table[2]
 
 
 def _host() -> str:

@@ -45,36 +45,25 @@ def write_checkpoint(
         CheckpointError: if the iteration is there already, does not fit, or cannot be written; no checkpoint is
             changed.
     """
-    nonce = secrets.token_hex(4)
+    nonce, files, target = secrets.token_hex(4), folder.files, folder.iteration(iteration)
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
     try:
-        lock = FolderLock(folder.root, nonce, files=folder.files)
+        lock = FolderLock(folder.root, nonce, files=files)
         with lock, lock:
             folder.sweep()
-            _write(attempt, write, documents=documents, aliases=aliases, lock=lock)
+            if exists(target):
+                raise CheckpointError(
+                    "The iteration is there already", where=target, fix="Move it away, or name another folder."
+                )
+            require_room(attempt, documents, Retention())
+            try:
+                files.make_folder(attempt.partial)
+                tensors = tile(layout, write(attempt.partial))
+                json_files = finish.json_files(attempt, tensors, documents=documents, aliases=aliases)
+                finish.prepare(attempt, json_files, lock=lock)
+                finish.rename(attempt)
+            finally:
+                files.remove_tree(attempt.partial)  # gone, once it has its name
     except OSError as error:
         raise folder.cannot_write(error) from error
-    return folder.iteration(iteration)
-
-
-def _write(
-    attempt: Attempt,
-    write: WriteTensors,
-    *,
-    documents: Mapping[str, Document],
-    aliases: Mapping[str, str],
-    lock: FolderLock,
-) -> None:
-    target, partial, files = attempt.folder.iteration(attempt.iteration), attempt.partial, attempt.folder.files
-    if exists(target):
-        raise CheckpointError(
-            "The iteration is there already", where=target, fix="Move it away, or name another folder."
-        )
-    require_room(attempt, documents, Retention())
-    try:
-        files.make_folder(partial)
-        tensors = tile(attempt.layout, write(partial))
-        finish.prepare(attempt, finish.json_files(attempt, tensors, documents=documents, aliases=aliases), lock=lock)
-        finish.rename(attempt)
-    finally:
-        files.remove_tree(partial)  # gone, once it has its name
+    return target

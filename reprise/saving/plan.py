@@ -13,10 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from reprise.format.box import Box, Image
-from reprise.format.layout import PAGE_BYTES, Layout, TensorSpec, build_layout
+from reprise.format.layout import PAGE_BYTES, Layout, build_layout
 from reprise.tensors.live import Contents, LiveTensor, storages_of
 from reprise.tensors.memory import Sources
 
@@ -162,9 +160,7 @@ class Plan:
         is_overtaken: whether the program changes the tensors while the save is under way.
     """
 
-    specs: tuple[TensorSpec, ...]
-    live: tuple[LiveTensor, ...]
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    contents: Contents
     layout: Layout
     pieces: list[Piece]
     chunks: dict[str, list[list[Chunk]]]
@@ -174,13 +170,13 @@ class Plan:
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
-        is_same = self.specs is contents.specs and self.live is contents.live
-        return is_same and self.optimizers == contents.optimizers
+        is_same = self.contents.specs is contents.specs and self.contents.live is contents.live
+        return is_same and self.contents.optimizers == contents.optimizers
 
     @property
     def saved(self) -> tuple[LiveTensor, ...]:
         """Return the live tensors without the copies of tensors saved by other ranks."""
-        return tuple(tensor for tensor in self.live if not tensor.is_copy)
+        return tuple(tensor for tensor in self.contents.live if not tensor.is_copy)
 
     @property
     def order(self) -> list[Chunk]:
@@ -209,11 +205,11 @@ def make_plan(
     names = {piece.name for piece in pieces}
     is_steady = copies_at_call or not is_overtaken
     steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
-    chunks = _rotated(cut(pieces, layout), rank)
+    chunks = cut(pieces, layout)
+    turn = rank % max(1, len(chunks))
+    chunks = dict([*chunks.items()][turn:] + [*chunks.items()][:turn])
     return Plan(
-        specs=contents.specs,
-        live=contents.live,
-        optimizers=contents.optimizers,
+        contents=contents,
         layout=layout,
         pieces=pieces,
         chunks=chunks,
@@ -229,24 +225,15 @@ def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
     return list({chunk.parts[0].piece: None for chunk in itertools.chain(*extents) if chunk.strided is not None})
 
 
-def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[list[Chunk]]]:
-    names = list(chunks)
-    turn = rank % max(1, len(names))
-    return {name: chunks[name] for name in names[turn:] + names[:turn]}
-
-
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
     """Return the pieces to be written by `rank`."""
-    return pieces_of(_holdings(live, layout), rank)
-
-
-def _holdings(live: Sequence[LiveTensor], layout: Layout) -> list[Holding]:
-    return [
+    holdings = [
         Holding(spec.name, spec.image(tensor.box), layout.places[spec.name].offset, tensor.replicas)
         for tensor in live
         if not tensor.is_copy
         for spec in (tensor.spec,)
     ]
+    return pieces_of(holdings, rank)
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:

@@ -66,12 +66,10 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When to save, where to, and which checkpoints to keep.
+    """Where to and how to save, and which checkpoints to keep.
 
     Args:
-        folder: the run's checkpoint folder; None turns saving off.
-        save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
-        save_steps: save at these iterations too.
+        folder: the run's checkpoint folder; that of each host's own, at the same path on all, for local checkpoints.
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which an uncommitted save is aborted.
         async_save: write in the background while training continues.
@@ -86,8 +84,7 @@ class SavePolicy:
         terms: how messages name the folder.
     """
 
-    folder: Path | None
-    save_interval: int = 0
+    folder: Path
     retention: Retention = field(default_factory=Retention)
     file_bytes: int = DEFAULT_FILE_BYTES
     commit_timeout_s: float = 1800.0
@@ -96,7 +93,6 @@ class SavePolicy:
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
-    save_steps: frozenset[int] = frozenset()
     terms: FolderTerms = FolderTerms()  # noqa: RUF009 - frozen
 
 
@@ -119,3 +115,33 @@ class SaveReport:
     waited_s: float = 0.0
     copied_bytes: int = 0
     error: TrainerError | None = None
+
+
+@dataclass(slots=True)
+class SaveResults:
+    """The results of the saves of one rank.
+
+    Args:
+        reports: of background saves ended and not returned yet.
+        blocked_s: for how long saving kept the main thread since `take_blocked_s`.
+        last_error: why the last save to end became no checkpoint, or None if it did.
+        failed_saves: how many saves in a row have failed.
+    """
+
+    reports: list[SaveReport] = field(default_factory=list)
+    blocked_s: float = 0.0
+    last_error: TrainerError | None = None
+    failed_saves: int = 0
+
+    def add(self, report: SaveReport) -> None:
+        """Add the report of an ended save."""
+        if report.error is not None:
+            report.error.__traceback__ = None  # its frames hold the save, and the error is kept
+        self.last_error = report.error
+        self.failed_saves = 0 if report.error is None else self.failed_saves + 1
+        self.reports.append(report)
+
+    def take_blocked_s(self) -> float:
+        """Return for how long saving kept the main thread since the last call."""
+        blocked_s, self.blocked_s = self.blocked_s, 0.0
+        return blocked_s

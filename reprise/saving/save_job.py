@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -22,16 +21,17 @@ from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
 from reprise.ranks.channel import StoreChannel
-from reprise.saving.column_sharing import LocalRanks, Sharing
+from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
-from reprise.saving.policy import Retention
+from reprise.saving.policy import Retention, SaveReport
 from reprise.saving.snapshot import Snapshot
-from reprise.saving.writer import THREADS, Writer, writing_failed
+from reprise.saving.writer import Writer, writing_failed
 from reprise.storage.holds import is_held
 from reprise.storage.lock import FolderLock
 from reprise.storage.progress_line import ProgressLine
 from reprise.storage.shared_folder import leave_sign, require_signs, require_view, view_of
+from reprise.storage.worker import Job
 from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
@@ -45,14 +45,21 @@ class SaveJob:
         replicas: digests of the tensors that are compared with other ranks.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
-        local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory; None for one rank.
+        local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory.
         may_share: whether this rank has the memory to assemble columns.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
         earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them, each rank its own messages, once this attempt is committed: by then every rank is past
             the earlier attempts or has aborted them.
         plans: those of earlier attempts.
-        committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
+
+    Attributes:
+        job: this save on the worker.
+        hooks: hold back the steps of the optimizers.
+        start: when the save before had ended, on the clock of `time.perf_counter`.
+        waited_s: time for which the call waited before, in seconds.
+        blocked_s: time for which the call took this save up, in seconds.
+        committed_at: set by `run`: when the commit ended.
     """
 
     attempt: Attempt
@@ -64,30 +71,29 @@ class SaveJob:
     shared: SharedCommitState
     lock: FolderLock | None
     retention: Retention
-    local_ranks: LocalRanks | None
+    local_ranks: LocalRanks
     may_share: bool = False
     local: LocalSaves | None = None
     earlier: Sequence[tuple[int, str]] = ()
     plans: KnownPlans = field(default_factory=KnownPlans)
-    committed_at: float | None = None
+    job: Job = field(init=False)
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(init=False, default_factory=list)
+    start: float = field(init=False, default=0.0)
+    waited_s: float = field(init=False, default=0.0)
+    blocked_s: float = field(init=False, default=0.0)
+    committed_at: float | None = field(init=False, default=None)
     _is_durable: bool = field(init=False, default=False)
     _view: int = field(init=False, default=0)
 
     @property
-    def blocked_s(self) -> float:
-        """Return for how long the optimizer's step was held back."""
-        return self.snapshot.blocked_s
+    def is_over(self) -> bool:
+        """Return whether there is nothing to wait for."""
+        return self.job.is_done or self.snapshot.is_aborted
 
-    def release(self) -> None:
-        """Copy the rest of live memory, which may change then. Main thread.
-
-        An exception, such as KeyboardInterrupt, aborts the save: the program may go on, and change what is not copied.
-        """
-        try:
-            self.snapshot.release()
-        except BaseException:
-            self.snapshot.abort()
-            raise
+    @property
+    def target(self) -> Path:
+        """Return the path of the checkpoint."""
+        return self.attempt.folder.iteration(self.attempt.iteration)
 
     @property
     def has_optimizer(self) -> bool:
@@ -96,6 +102,19 @@ class SaveJob:
     @property
     def written_bytes(self) -> int:
         return sum(piece.hi - piece.lo for piece in self.plan.pieces)
+
+    def report(self, error: TrainerError | None) -> SaveReport:
+        """Return the report of this save, which has ended. Main thread."""
+        return SaveReport(
+            self.attempt.iteration,
+            self.target,
+            written_bytes=self.written_bytes,
+            seconds=(self.committed_at or time.perf_counter()) - self.start,
+            blocked_s=self.blocked_s + self.snapshot.blocked_s,
+            waited_s=self.waited_s,
+            copied_bytes=self.snapshot.copied_bytes,
+            error=error,
+        )
 
     def run(self) -> None:
         """Make the checkpoint, or learn of the failed attempt.
@@ -111,13 +130,9 @@ class SaveJob:
             commit.run()
             self.committed_at = time.perf_counter()
         except BaseException as error:
-            if self.local_ranks is not None:
-                self.local_ranks.drop()
+            self.local_ranks.drop()
             if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
-                self._remove(attempt.partial)
-                if not self._leads:  # it may have written into a folder of its own
-                    with contextlib.suppress(OSError):
-                        attempt.folder.files.remove_tree(attempt.partial)
+                self._remove(attempt.partial)  # any rank may have written into a folder of its own
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
@@ -128,10 +143,10 @@ class SaveJob:
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
-            if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
-                for path in attempt.folder.superseded():
-                    if not is_held(path):
-                        self._remove(path)
+            # The memory or the small disk of a host holds what a restart needs, and no more.
+            for path in () if local is None else attempt.folder.superseded():
+                if not is_held(path):
+                    self._remove(path)
 
     def table(self) -> bytes:
         """Return the table of the pieces that this rank writes."""
@@ -148,34 +163,34 @@ class SaveJob:
         require_room(self.attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
 
     def write(self) -> Written:
-        """Write this rank's part durably, and leave the sign that it lies in the folder of its host's leader."""
-        attempt, partial = self.attempt, self.attempt.partial
-        line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+        """Write this rank's part durably, and leave the sign that it lies in the folder of its host's leader.
+
+        The other ranks of the host wait for the answer of `join`: nothing that may hang comes before it.
+        """
+        attempt, snapshot = self.attempt, self.snapshot
         try:
-            self.snapshot.check()  # a thread that hung before sends nothing on an attempt aborted meanwhile
-            sharing: Sharing | None = None
-            if self.local_ranks is not None:
-                sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+            may_share = self.may_share and not snapshot.is_aborted
+            sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=may_share)
             if self._leads and not self.channel.coordinates:
                 self.begin()
             writer = Writer(
-                partial,
+                attempt.partial,
                 attempt.folder.files,
                 attempt.layout,
-                threads=THREADS,
-                progress=line.add,
+                snapshot,
+                progress=ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes).add,
                 leads=self._leads,
                 is_sparse=self.local is not None,
                 sharing=sharing,
             )
-            result = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
-            self.snapshot.check()
+            result = writer.write(self.plan)
+            snapshot.check()
         finally:
-            self.snapshot.close()
+            snapshot.close()
         if not self._leads:
             require_view(attempt.folder, self._view, leader=self.channel.coordinator)
             if self.local is None:  # else the opening has compared the views of the host's ranks
-                leave_sign(partial, self._view, attempt.folder.files)
+                leave_sign(attempt.partial, self._view, attempt.folder.files)
         return result
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
@@ -186,11 +201,13 @@ class SaveJob:
 
     def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
         """Make all files of this host's folder durable, once the signs of all views are there."""
+        folder, partial = self.attempt.folder, self.attempt.partial
         try:
-            self.attempt.folder.files.make_folder(self.attempt.partial)
-            require_signs(self.attempt.partial, views, self.attempt.folder, leader=self.channel.rank)
+            folder.files.make_folder(partial)
+            require_signs(partial, views, folder, leader=self.channel.rank)
         except OSError as error:
-            raise _writing_failed(self.attempt, error) from error
+            total_bytes = self.attempt.layout.total_bytes
+            raise writing_failed(partial, error, folder.files, root=folder.root, total_bytes=total_bytes) from error
         finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
@@ -208,33 +225,26 @@ class SaveJob:
         A leader other than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
         is_committed = self.shared.current.made_checkpoint
-        if self.channel.coordinates or is_committed:
+        if self._leads and (self.channel.coordinates or is_committed):
             for iteration, name in self.earlier:
                 self._remove(self.attempt.folder.partial(iteration, name))
-        if is_committed and self.channel.world_size > 1:
-            try:
+        if not is_committed:
+            return
+        try:
+            if self.channel.world_size > 1:
                 messages.delete_reports(self.channel, self.attempt)
                 for _, name in self.earlier:
                     messages.delete_messages(self.channel, name)
-            except LaunchError as error:
-                _log.error("messages of earlier saves stay in the store: %s", error)
-                return
-        self.earlier = () if is_committed else self.earlier
+            self.earlier = ()
+        except LaunchError as error:
+            _log.error("messages of earlier saves stay in the store: %s", error)
 
-    def _remove(self, partial: Path) -> None:
-        if not self._leads:
-            return
+    def _remove(self, path: Path) -> None:
         try:
-            self.attempt.folder.files.remove_tree(partial)
+            self.attempt.folder.files.remove_tree(path)
         except OSError as error:
-            _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
-
-
-def _writing_failed(attempt: Attempt, error: OSError) -> CheckpointError:
-    folder = attempt.folder
-    return writing_failed(
-        attempt.partial, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes
-    )
+            if self._leads:
+                _log.error("%s could not be removed, the next start sweeps it: %s", path, error)
 
 
 def stalled(attempt: Attempt) -> CheckpointError:

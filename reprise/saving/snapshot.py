@@ -98,25 +98,23 @@ class Snapshot:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_aborted or self._states[id(chunk)] is not _State.STAGING)
-            self._require()
+            self.check()
             is_staged = self._states[id(chunk)] is _State.STAGED
             if not is_staged:
                 self._states[id(chunk)] = _State.READ_IN_PLACE
         if is_staged:
             memory, event = self._staged[id(chunk)]
-            if event is not None:
-                event.synchronize()
-            return memoryview(memory)  # type: ignore[arg-type]
-        in_place = self._in_place(chunk)
-        if in_place is not None:
+        elif (in_place := self._in_place(chunk)) is not None:
             return in_place
-        start = chunk.offset % PAGE_BYTES
-        copy = bounce[start : start + chunk.size]
-        event = self._gather(chunk, copy)
+        else:
+            start = chunk.offset % PAGE_BYTES
+            memory = bounce[start : start + chunk.size]
+            event = self._gather(chunk, memory)
         if event is not None:
             event.synchronize()
-        self._set(chunk, _State.READ)
-        return memoryview(copy)  # type: ignore[arg-type]
+        if not is_staged:
+            self._set(chunk, _State.READ)
+        return memoryview(memory)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
         """Mark a chunk as written or as never to be written: its live memory may change."""
@@ -164,10 +162,6 @@ class Snapshot:
         Raises:
             CheckpointError: after `abort`.
         """
-        with self._changed:
-            self._require()
-
-    def _require(self) -> None:
         if self._is_aborted:
             raise CheckpointError(
                 "A save was aborted while it was being written: the disk hangs, or an exception has ended the copying",
@@ -278,30 +272,36 @@ class Staging:
         self._policy, self._rank, self._worker = policy, rank, worker
         self._plan: Plan | None = None
         self.arena = Arena(0, is_pinned=False)
-        self._is_settled = False  # the arena, for that plan
         self._is_touched = True
 
     def plan(self, contents: Contents) -> Plan:
-        """Return the plan of a save of `contents`, the last plan where they are the very same tensors."""
+        """Return the plan of a save of `contents`, the last plan where they are the very same tensors.
+
+        A new plan may get a larger arena: no save may be under way. Where there is no memory for it, steps wait for the
+        disk instead; a plan not overtaken by steps needs none.
+        """
         if self._plan is None or not self._plan.suits(contents):
-            self._plan = make_plan(
+            plan = self._plan = make_plan(
                 contents,
                 rank=self._rank,
                 file_bytes=self._policy.file_bytes,
                 is_overtaken=self._policy.async_save and not contents.is_own,
                 copies_at_call=self._policy.copies_at_call,
             )
-            self._is_settled = False
+            limit = self._policy.staging_bytes
+            total_bytes = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
+            if plan.is_overtaken and total_bytes > self.arena.total_bytes:
+                try:
+                    larger = Arena(total_bytes, is_pinned=plan.sources.can_pin)
+                except (CheckpointError, OSError) as error:
+                    _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", total_bytes, error)
+                else:
+                    self.arena.close()
+                    self.arena, self._is_touched = larger, False
         return self._plan
-
-    def prepare(self, contents: Contents) -> None:
-        """Have the arena of saves of `contents`, its pages too, before the first of them."""
-        self._settle(self.plan(contents))
-        self.populate()
 
     def begin(self, plan: Plan) -> Snapshot:
         """Take the state as it is now. No other save may use the arena."""
-        self._settle(plan)
         return Snapshot(
             plan.sources.begin(),
             plan.order,
@@ -330,24 +330,3 @@ class Staging:
         """Free the arena and the plan; no thread may be using them."""
         self.arena.close()
         self._plan = None
-
-    def _settle(self, plan: Plan) -> None:
-        """Have an arena to suit a plan; a plan not overtaken by steps needs none."""
-        if self._is_settled:
-            return
-        self._is_settled = True
-        limit = self._policy.staging_bytes
-        total_bytes = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
-        if plan.is_overtaken and total_bytes > self.arena.total_bytes:
-            self._replace_arena(total_bytes, is_pinned=plan.sources.can_pin)
-
-    def _replace_arena(self, total_bytes: int, *, is_pinned: bool) -> None:
-        """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""
-        try:
-            larger = Arena(total_bytes, is_pinned=is_pinned)
-        except (CheckpointError, OSError) as error:
-            _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", total_bytes, error)
-            return
-        self.arena.close()
-        self.arena = larger
-        self._is_touched = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout, Layout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenPiece
 from reprise.saving.column_sharing import Sharing, cut_by_stripes
-from reprise.saving.plan import Chunk, ChunkPart, Piece
+from reprise.saving.plan import Chunk, ChunkPart, Plan
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
 from reprise.storage.files import MOST_OPEN, Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
@@ -28,155 +28,164 @@ from reprise.tensors.memory import Bytes, map_memory
 # Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
 # a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
 # threads gain nothing on a local disk, and each holds a chunk that an optimizer step may wait for.
-THREADS = 2
+_THREADS = 2
 _THREAD = "checkpoint-writer"
 
 
-@dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes one rank's chunks into a folder not committed yet.
+    """Writes one rank's chunks into a folder not committed yet. Used for one save.
 
     Args:
-        threads: number of extents written concurrently.
         progress: called from any writer thread with the number of bytes just written.
         leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
         is_sparse: whether the files keep holes where other hosts write.
         sharing: assembles columns into whole rows; None writes them row by row.
     """
 
-    folder: Path
-    files: Files
-    layout: Layout
-    threads: int
-    progress: Callable[[int], None]
-    leads: bool = True
-    is_sparse: bool = False
-    sharing: Sharing | None = None
-
-    def write(
+    def __init__(
         self,
-        pieces: Sequence[Piece],
-        chunks: Mapping[str, Sequence[Sequence[Chunk]]],
+        folder: Path,
+        files: Files,
+        layout: Layout,
         snapshot: Snapshot,
-    ) -> Written:
+        *,
+        progress: Callable[[int], None],
+        leads: bool,
+        is_sparse: bool,
+        sharing: Sharing | None,
+    ) -> None:
+        self._folder, self._files, self._layout, self._snapshot = folder, files, layout, snapshot
+        self._progress, self._leads, self._sharing = progress, leads, sharing
+        self._prepare = files.extend if is_sparse else files.reserve
+        self._targets: dict[str, _Target] = {}
+        self._digests: dict[str, bytearray] = {}
+        self._has_failed = threading.Event()
+
+    def write(self, plan: Plan) -> Written:
         """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
         All writes precede the first sync: an optimizer step waits for a chunk, and never for a sync.
 
-        Args:
-            chunks: the extents of each file, in the order of writing.
-
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
         """
-        files = {file.name: file for file in self.layout.files}
-        order = [files[name] for name in dict.fromkeys([*chunks, *files])]
-        digests, has_failed = dict[str, bytes](), threading.Event()
+        files = {file.name: file for file in self._layout.files}
+        names = list(dict.fromkeys([*plan.chunks, *files]))  # in the order of writing
+        self._digests = {piece.name: bytearray() for piece in plan.pieces}
         with ExitStack() as ending:
-            calls, targets = list[Callable[[], None]](), dict[str, _Target]()
-            shared = set() if self.sharing is None else self.sharing.files
-            for file in order:
-                if not self.leads and file.name not in chunks and file.name not in shared:
-                    continue
-                target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
-                ending.callback(target.close)
-                calls += [
-                    partial(self._write_extent, target, extent, snapshot, digests, has_failed)
-                    for extent in chunks.get(file.name, ()) or ((),)
-                ]
-            run_together(calls, name=_THREAD, threads=self.threads)
-            if self.sharing is not None:
-                stripes = partial(self._write_stripes, self.sharing, targets, snapshot, has_failed)
-                run_together([stripes] * self.threads, name=_THREAD, threads=self.threads)
-            self.files.sync_together([partial(self._sync, target) for target in targets.values()])
+            calls = list[Callable[[], None]]()
+            for name in names:
+                if self._leads or name in plan.chunks or (self._sharing is not None and name in self._sharing.files):
+                    target = self._targets[name] = _Target(
+                        self._folder / name,
+                        self._files,
+                        partial(self._begin, files[name]),
+                        stays_open=len(names) <= MOST_OPEN,
+                    )
+                    ending.callback(target.close)
+                    calls += [partial(self._write_extent, target, extent) for extent in plan.chunks.get(name) or [[]]]
+            # Never the folder's parent: if that is gone, the save must fail.
+            for path in dict.fromkeys([self._folder, *(target.path.parent for target in self._targets.values())]):
+                with self._failing(path):
+                    self._files.make_folder(path)
+            run_together(calls, name=_THREAD, threads=_THREADS)
+            if self._sharing is not None:
+                calls = [partial(self._write_stripes, self._sharing)] * _THREADS
+                run_together(calls, name=_THREAD, threads=_THREADS)
+            self._files.sync_together([partial(self._sync, target) for target in self._targets.values()])
         return Written(
-            [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
-            sum(target.written_bytes for target in targets.values()),
+            [WrittenPiece(p.name, p.box, p.lo, p.hi, bytes(self._digests[p.name])) for p in plan.pieces],
+            sum(target.written_bytes for target in self._targets.values()),
         )
 
-    def _write_extent(
-        self,
-        target: _Target,
-        chunks: Sequence[Chunk],
-        snapshot: Snapshot,
-        digests: dict[str, bytes],
-        has_failed: threading.Event,
-    ) -> None:
-        computed = PieceDigests()
+    def _begin(self, file: FileLayout, descriptor: int) -> None:
+        """Reserve the blocks of a new file and, on the leader, write its header."""
+        self._prepare(descriptor, file.total_bytes)
+        if self._leads:
+            self._files.write(descriptor, [memoryview(file.header)], offset=0)
+
+    @contextlib.contextmanager
+    def _failing(self, path: Path) -> Iterator[None]:
+        """Stop the other threads if the block fails, and name the file."""
         try:
-            bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
-            self._go_on(snapshot, has_failed)
-            with target:
-                for chunk in chunks:
-                    self._go_on(snapshot, has_failed)
-                    self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=computed)
-            digests.update(computed.all())
+            yield
         except OSError as error:
-            has_failed.set()
-            raise self._failure(target.path, error) from error
+            self._has_failed.set()
+            total_bytes, root = self._layout.total_bytes, self._folder.parent
+            raise writing_failed(path, error, self._files, root=root, total_bytes=total_bytes) from error
         except BaseException:
-            has_failed.set()
+            self._has_failed.set()
             raise
 
-    def _write_stripes(
-        self, sharing: Sharing, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event
-    ) -> None:
-        """Write full stripes, filled by any rank of the host."""
-        for tensor, stripe, data in sharing.full():
-            self._go_on(snapshot, has_failed)
-            place = self.layout.places[tensor]
-            target = targets[place.file]
-            try:
-                with target:
-                    target.write(data, offset=place.offset + stripe.lo)
-            except OSError as error:
-                has_failed.set()
-                raise self._failure(target.path, error) from error
-
-    def _sync(self, target: _Target) -> None:
-        try:
-            target.sync()
-        except OSError as error:
-            raise self._failure(target.path, error) from error
-
-    def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
+    def _go_on(self) -> None:
         """Stop if the save has failed: a late write would recreate the folder during its removal."""
-        snapshot.check()
-        if has_failed.is_set():
+        self._snapshot.check()
+        if self._has_failed.is_set():
             raise Stopped
 
-    def _write_chunk(
-        self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
-    ) -> None:
+    def _write_extent(self, target: _Target, chunks: Sequence[Chunk]) -> None:
+        with self._failing(target.path):
+            bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
+            digest = xxhash.xxh3_64()  # of the block that is not full
+            self._go_on()
+            with target:
+                for chunk in chunks:
+                    self._go_on()
+                    self._write_chunk(target, chunk, bounce, digest)
+
+    def _write_stripes(self, sharing: Sharing) -> None:
+        """Write full stripes, filled by any rank of the host."""
+        for tensor, stripe, data in sharing.full():
+            place = self._layout.places[tensor]
+            target = self._targets[place.file]
+            with self._failing(target.path):
+                self._go_on()
+                with target:
+                    target.write(data, offset=place.offset + stripe.lo)
+
+    def _sync(self, target: _Target) -> None:
+        with self._failing(target.path):
+            target.sync()
+
+    def _write_chunk(self, target: _Target, chunk: Chunk, bounce: Bytes, digest: xxhash.xxh3_64) -> None:
         try:
-            data = snapshot.take(chunk, bounce)
+            data = self._snapshot.take(chunk, bounce)
             at = 0
             for part in chunk.parts:
-                digests.add(part, data[at : at + part.hi - part.lo])
+                self._digest(part, data[at : at + part.hi - part.lo], digest)
                 at += part.hi - part.lo
             if chunk.strided is None:
                 target.write(data, offset=chunk.offset)
             else:
                 self._place_rows(target, chunk, chunk.strided, data)
         finally:
-            snapshot.done(chunk)
-        self.progress(chunk.size)
+            self._snapshot.done(chunk)
+        self._progress(chunk.size)
+
+    def _digest(self, part: ChunkPart, data: memoryview, digest: xxhash.xxh3_64) -> None:
+        """Digest the next bytes of a piece, all of which one thread adds in order."""
+        at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
+        while data.nbytes:
+            room = BLOCK_BYTES - at % BLOCK_BYTES
+            block, data = data[:room], data[room:]
+            digest.update(block)
+            at += block.nbytes
+            if at % BLOCK_BYTES == 0 or at == end:
+                self._digests[part.piece.name] += digest.intdigest().to_bytes(DIGEST_BYTES, "big")
+                digest.reset()
 
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
         """Copy strided rows into the stripes of the host; write rows outside any stripe to the file, row by row."""
         (part,) = chunk.parts
-        stripes = () if self.sharing is None else self.sharing.stripes(part.piece.name)
+        stripes = () if self._sharing is None else self._sharing.stripes(part.piece.name)
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
             rows = data[lo - part.lo : hi - part.lo]
-            if stripe is not None and self.sharing is not None:
-                self.sharing.put(stripe, packed, lo, rows)
+            if stripe is not None and self._sharing is not None:
+                self._sharing.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 row = rows[in_image - lo : in_image - lo + length]
                 target.write(row, offset=chunk.offset + in_tensor, is_direct=False)
-
-    def _failure(self, path: Path, error: OSError) -> CheckpointError:
-        return writing_failed(path, error, self.files, root=self.folder.parent, total_bytes=self.layout.total_bytes)
 
 
 def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
@@ -206,25 +215,23 @@ class _Target:
     through the cache, because the rest of the page may belong to another rank.
 
     Args:
+        begin: called with the descriptor when the file is opened for the first time.
         stays_open: keep the file open until `close`, for `sync` to report every write-back error of the page cache.
             False where a save has more files than a process may keep open.
     """
 
-    def __init__(self, writer: Writer, file: FileLayout, *, stays_open: bool) -> None:
-        self._stays_open = stays_open
-        self.path = writer.folder / file.name
-        self._folder, self._files, self._file = writer.folder, writer.files, file
-        self._writes_header, self._is_sparse = writer.leads, writer.is_sparse
+    def __init__(self, path: Path, files: Files, begin: Callable[[int], None], *, stays_open: bool) -> None:
+        self.path, self._files, self._begin, self._stays_open = path, files, begin, stays_open
         self._lock = threading.Lock()
         self._users = 0
         self._cached: int | None = None
         self._direct: int | None = None
         self._refuses_direct = False  # set if the first direct write fails with EINVAL
-        self._is_begun = self._is_reserved = False
+        self._is_begun = False
         self.written_bytes = 0  # without the header
 
     def __enter__(self) -> None:
-        """Open the file. The first time, also reserve its blocks and, on the leader, write its header."""
+        """Open the file, unless another thread has."""
         with self._lock:
             if self._cached is None:
                 try:
@@ -249,23 +256,11 @@ class _Target:
         self.close()
 
     def _open(self) -> None:
-        if self._is_begun and not self._is_reserved:
-            raise Stopped
-        if not self._is_begun:
-            self._is_begun = True
-            self._files.make_folder(self._folder)  # never its parent: if that is gone, the save must fail
-            if self.path.parent != self._folder:
-                self._files.make_folder(self.path.parent)
         self._cached = self._files.open_for_writing(self.path)
         self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
-        if not self._is_reserved:
-            if self._is_sparse:
-                self._files.extend(self._cached, self._file.total_bytes)
-            else:
-                self._files.reserve(self._cached, self._file.total_bytes)
-            if self._writes_header:
-                self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
-            self._is_reserved = True
+        if not self._is_begun:
+            self._begin(self._cached)
+            self._is_begun = True
 
     def close(self) -> None:
         """Close the open descriptors."""
@@ -284,10 +279,10 @@ class _Target:
         """
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
-        direct, cached = self._direct if is_direct else None, self._cached
+        direct, cached = None if self._refuses_direct else self._direct, self._cached
         assert cached is not None
         parts = [(0, data)]  # through the page cache, each behind its offset in `data`
-        if lo < hi and direct is not None and not self._refuses_direct and _is_aligned(data[lo:hi]):
+        if is_direct and lo < hi and direct is not None and _is_aligned(data[lo:hi]):
             try:
                 self._files.write(direct, [data[lo:hi]], offset=offset + lo)
                 parts = [(0, data[:lo]), (hi, data[hi:])]
@@ -305,28 +300,3 @@ class _Target:
 def _is_aligned(pages: memoryview) -> bool:
     """Return whether O_DIRECT may write from this memory."""
     return np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0
-
-
-class PieceDigests:
-    """Computes the digests of pieces whose bytes are added in order, one piece after the other."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, list[bytes]] = {}
-        self._open = xxhash.xxh3_64()
-
-    def add(self, part: ChunkPart, data: memoryview) -> None:
-        """Digest the bytes of the next part."""
-        at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
-        digests = self._found.setdefault(part.piece.name, [])
-        while data.nbytes:
-            room = BLOCK_BYTES - at % BLOCK_BYTES
-            block, data = data[:room], data[room:]
-            self._open.update(block)
-            at += block.nbytes
-            if at % BLOCK_BYTES == 0 or at == end:
-                digests.append(self._open.intdigest().to_bytes(DIGEST_BYTES, "big"))
-                self._open.reset()
-
-    def all(self) -> dict[str, bytes]:
-        """Return the digests of each piece's blocks, packed, by name."""
-        return {name: b"".join(digests) for name, digests in self._found.items()}

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from reprise import AsyncSaver, load_state_dict
 from reprise.format import FORMAT, STATE, build_layout
 from reprise.loading import LoadSource, Restorer
-from reprise.local import LocalCheckpointer, LocalPolicy
+from reprise.local import LocalCheckpointer
 from reprise.ranks import StoreChannel, single_rank_channel
-from reprise.saving import Checkpointer, Retention, SavePolicy, WeightsCheckpointer, WeightsPolicy
+from reprise.saving import Checkpointer, Retention, SavePolicy, WeightsCheckpointer
 from reprise.storage import CheckpointFolder, Document, Files
 from reprise.tensors import Contents, Grid, live_tensors, zeros_like_files
 from reprise.tensors.live import canonical_name, parameter_names
@@ -112,15 +112,14 @@ def main(arguments: list[str]) -> None:
         killer.install_for_messages()
     nonce = channel.broadcast("nonce", os.urandom(4).hex().encode()).decode()
     retention = Retention(plan.keep, named=frozenset(() if plan.rewind_to is None else (plan.rewind_to,)))
-    policy = SavePolicy(plan.checkpoints, 1, retention, async_save=True, commit_timeout_s=TIMEOUT_S)
-    checkpointer: Checkpointer | LocalCheckpointer
+    policy = SavePolicy(plan.checkpoints, retention, async_save=True, commit_timeout_s=TIMEOUT_S)
     if plan.copies is None:
         checkpointer = Checkpointer(policy, channel, nonce=nonce)
     else:
-        local = LocalPolicy(plan.local, 1, plan.keep, plan.copies, policy)
-        checkpointer = LocalCheckpointer(local, channel, nonce=nonce, local_ranks=[rank])
-    weights = WeightsPolicy(1, frozenset({0}), torch.bfloat16, 0, policy)
-    alone = WeightsCheckpointer(weights, channel, nonce=nonce) if plan.weights else None
+        policy = replace(policy, folder=plan.local)
+        checkpointer = LocalCheckpointer(policy, channel, nonce=nonce, copies=plan.copies, local_ranks=[rank])
+    weights = replace(policy, folder=plan.checkpoints / "weights", retention=Retention(always=frozenset({0})))
+    alone = WeightsCheckpointer(weights, channel, nonce=nonce, dtype=torch.bfloat16) if plan.weights else None
     try:
         _train(plan, channel, checkpointer, alone, nonce)
     except BaseException:
@@ -195,15 +194,15 @@ def _await_host(port: int) -> None:
 def _train(
     plan: Plan,
     channel: StoreChannel,
-    owner: Checkpointer | LocalCheckpointer,
+    checkpointer: Checkpointer,
     alone: WeightsCheckpointer | None,
     nonce: str,
 ) -> None:
     run, log = _Training(plan), _log_of(plan)
-    owner.start()
+    checkpointer.start()
     if alone is not None:
         alone.start()
-    local, checkpointer = (owner, owner.saver) if isinstance(owner, LocalCheckpointer) else (None, owner)
+    local = checkpointer if isinstance(checkpointer, LocalCheckpointer) else None
     committed = CheckpointFolder(plan.checkpoints, Files()).committed() if channel.rank == 0 else []
     if local is not None and channel.rank == 0:
         committed = local.folders.iterations
@@ -213,7 +212,7 @@ def _train(
         restored = restorer.restore(
             source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None
         )
-        owner.loaded(restored)
+        checkpointer.loaded(restored)
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
@@ -236,7 +235,7 @@ def _train(
         checkpointer.save(run.iteration, run.contents())
         if alone is not None:
             alone.save(run.iteration, run.weights())
-        for report in [*checkpointer.reports(), *([] if alone is None else alone.saver.reports())]:
+        for report in [*checkpointer.reports(), *([] if alone is None else alone.reports())]:
             if report.error is not None:
                 raise report.error
     checkpointer.wait()
@@ -244,7 +243,7 @@ def _train(
         raise checkpointer.results.last_error
     if alone is not None:
         alone.close()
-    owner.close()
+    checkpointer.close()
     if channel.rank == 0:
         log.close()
 

@@ -1,25 +1,24 @@
 """The folders of a run's saves, as a list: the shared folder, each host's folder, and the folder of weights alone.
 
-Each target has its rule of when it is due. A target absent from the configuration is not in the list.
+A target absent from the configuration is not in the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from models import families
-from reprise.errors import TrainerError
 from reprise.format import Lineage
-from reprise.loading import LoadSource, Restored
-from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport
-from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, FolderTerms, is_dir, iteration_of
+from reprise.loading import LoadSource
+from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport, SaveResults
+from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, is_dir, iteration_of
 from reprise.storage import named_iteration as folder_iteration
 from reprise.stores import is_stored, location
 from trainer.config import terms
@@ -32,7 +31,6 @@ from trainer.run.state import TrainerState
 if TYPE_CHECKING:
     from reprise.format import MirrorRule
     from reprise.local import HostFolders, LocalCheckpointer
-    from reprise.saving import WeightsCheckpointer
 
 
 class Moment(Enum):
@@ -46,177 +44,49 @@ class Moment(Enum):
     finished = auto()
 
 
-Syncs = tuple[Callable[[], None], ...]
-
-_ALWAYS = (Moment.requested, Moment.stopped, Moment.finished)
+_AT_ANY_ITERATION = {Moment.requested: True, Moment.stopped: True, Moment.finished: True}
 
 
+@dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """A folder for saves of a run's state.
+    """A folder for saves of a run, and the rule when a save is due.
 
     Args:
-        saver: saves there.
-
-    Attributes:
         event: the name of its saves in `metrics.jsonl`.
+        interval: save at every multiple of this iteration count; 0 for none.
+        steps: save at these iterations too.
+        moments: whether a save is due at a moment whatever the iteration; at any other the schedule decides.
+        has_optimizer: whether the save of an iteration has optimizer state.
         has_state: whether a run can go on from its checkpoints.
-        is_quick: whether it saves before the others.
-        is_main: whether its checkpoints outlive the run.
+        files: further files of its saves.
     """
 
-    event: ClassVar[str]
-    has_state: ClassVar[bool] = True
-    is_quick: ClassVar[bool] = False
-    is_main: bool = False
+    event: str
+    saver: Checkpointer
+    interval: int
+    steps: frozenset[int] = frozenset()
+    moments: Mapping[Moment, bool] = field(default_factory=lambda: _AT_ANY_ITERATION)
+    has_optimizer: Callable[[int], bool] = lambda _: True
+    has_state: bool = True
+    files: Mapping[str, Document] = field(default_factory=dict)
 
-    def __init__(self, saver: Checkpointer) -> None:
-        self.saver = saver
+    def is_scheduled(self, iteration: int) -> bool:
+        """Return whether the configuration asks for a save after `iteration`."""
+        is_multiple = self.interval > 0 and iteration > 0 and iteration % self.interval == 0
+        return is_multiple or iteration in self.steps
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
         """Return whether the state after `iteration` is to be saved."""
-        return moment in _ALWAYS or self.saver.is_due(iteration)
+        return self.moments.get(moment, self.is_scheduled(iteration))
 
-    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
+    def save(
+        self, state: TrainerState, documents: Mapping[str, Document], syncs: tuple[Callable[[], None], ...] = ()
+    ) -> SaveReport | None:
         """Save the current state with these files; see `Checkpointer.save` and `Contents.syncs`."""
-        return self.saver.save(state.progress.iteration, state.contents(documents, with_optimizer=True, syncs=syncs))
-
-    def iterations(self) -> list[int]:
-        """Return the iterations a start of the run could resume from. Rank 0 only."""
-        return []
-
-    def superseded(self) -> set[int | None]:
-        """Return the iterations the run has given up. Rank 0 only."""
-        return set()
-
-    def start(self, lineage: Lineage) -> None:
-        """Take the lock, and settle what dead attempts left.
-
-        Raises:
-            TrainerError: as `Checkpointer.start`.
-        """
-        self.saver.start()
-
-    def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint at the start of the run."""
-
-    def rewind(self, iteration: int, *, is_own: bool) -> None:
-        """Rename checkpoints newer than `iteration` out of the way.
-
-        Args:
-            is_own: whether the run goes on from a checkpoint of its own.
-        """
-        self.saver.rewind(iteration)
-
-    def await_copies(self) -> None:
-        """Wait for copies that would block a copy of the next save."""
-
-    def close(self) -> None:
-        """Wait for the running save, and release the lock."""
-        self.saver.close()
-
-
-class SharedTarget(SaveTarget):
-    """The checkpoints in the folder shared by all hosts.
-
-    Args:
-        has_local: whether the run saves local checkpoints too, which may be newer than the shared.
-    """
-
-    event = "save"
-    is_main = True
-
-    def __init__(
-        self, saver: Checkpointer, folder: CheckpointFolder, section: CheckpointSection, *, has_local: bool
-    ) -> None:
-        super().__init__(saver)
-        self.folder = folder
-        self._section, self._has_local = section, has_local
-
-    def is_due(self, iteration: int, moment: Moment) -> bool:
-        if moment is Moment.loaded and not self._has_local:
-            return False
-        if moment is Moment.stopped and self._has_local:
-            return self._section.local.flush_on_exit
-        return super().is_due(iteration, moment)
-
-    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
         iteration = state.progress.iteration
-        with_optimizer = not self._section.no_save_optim or iteration in self._section.full_steps
-        return self.saver.save(iteration, state.contents(documents, with_optimizer=with_optimizer, syncs=syncs))
-
-    def iterations(self) -> list[int]:
-        return [*self.folder.committed(), *self.folder.non_folders()]  # no load accepts the latter
-
-    def superseded(self) -> set[int | None]:
-        return {folder_iteration(path.name) for path in self.folder.superseded()}
-
-    def loaded(self, restored: Restored) -> None:
-        self.saver.loaded(restored)
-
-
-class LocalTarget(SaveTarget):
-    """The checkpoints in a folder of each host.
-
-    Args:
-        is_main: whether there is no shared folder.
-    """
-
-    event = "local_save"
-    is_quick = True
-
-    def __init__(self, owner: LocalCheckpointer, *, is_main: bool) -> None:
-        super().__init__(owner.saver)
-        self._owner, self.is_main = owner, is_main
-        self.folders = owner.folders
-
-    def iterations(self) -> list[int]:
-        return self.folders.iterations
-
-    def superseded(self) -> set[int | None]:
-        return {
-            *map(folder_iteration, (path.name for path in self.folders.folder.superseded())),
-            *self.folders.given_up,
-        }
-
-    def start(self, lineage: Lineage) -> None:
-        self._owner.start(lineage)
-
-    def loaded(self, restored: Restored) -> None:
-        self._owner.loaded(restored)
-
-    def rewind(self, iteration: int, *, is_own: bool) -> None:
-        self._owner.rewind(iteration)
-
-    def await_copies(self) -> None:
-        self._owner.await_copies()
-
-    def close(self) -> None:
-        self._owner.close()
-
-
-class WeightsTarget(SaveTarget):
-    """The weights alone, with the dtype in `config.json`."""
-
-    event = "weights_save"
-    has_state = False
-
-    def __init__(self, owner: WeightsCheckpointer, config: Config) -> None:
-        super().__init__(owner.saver)
-        self._owner = owner
-        self._files: dict[str, Document] = {}
-        if not config.model.is_adapted:  # PEFT's configuration of adapters has no dtype
-            dtype = config.checkpoint.weights_dtype.value
-            self._files["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
-
-    def is_due(self, iteration: int, moment: Moment) -> bool:
-        return self._owner.is_due(iteration)
-
-    def save(self, state: TrainerState, documents: Mapping[str, Document], syncs: Syncs = ()) -> SaveReport | None:
-        contents = state.contents({**documents, **self._files}, with_optimizer=False, syncs=syncs)
-        return self._owner.save(state.progress.iteration, contents)
-
-    def rewind(self, iteration: int, *, is_own: bool) -> None:
-        self._owner.rewind(iteration if is_own else -1)
+        with_optimizer = self.has_optimizer(iteration)
+        contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs)
+        return self.saver.save(iteration, contents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +94,25 @@ class Saves:
     """The targets of a run; none where it saves nothing.
 
     Args:
+        targets: the shared folder, the local ones, the weights.
         files: the store in which they lie, and those that the run loads from.
+        shared: the folder shared by all hosts; None without it.
+        local: saves local checkpoints; None without them.
     """
 
     targets: tuple[SaveTarget, ...]
     files: Files
+    shared: CheckpointFolder | None = None
+    local: LocalCheckpointer | None = None
 
     def __iter__(self) -> Iterator[SaveTarget]:
-        """Yield the targets: the shared folder, the local ones, the weights."""
+        """Yield the targets."""
         return iter(self.targets)
 
     def due(self, iteration: int, moment: Moment) -> list[SaveTarget]:
         """Return the due targets, in the order of their saves: local saves take less time."""
         due = [target for target in self.targets if target.is_due(iteration, moment)]
-        return sorted(due, key=lambda target: not target.is_quick)
+        return sorted(due, key=lambda target: target.saver is not self.local)
 
     def outlasting(self, saved: Sequence[SaveTarget]) -> list[SaveTarget]:
         """Return the targets whose last save decides whether the end of a run is on disk.
@@ -253,37 +128,34 @@ class Saves:
     @property
     def host_folders(self) -> HostFolders | None:
         """Return the folders of local checkpoints; None without them."""
-        return next((target.folders for target in self.targets if isinstance(target, LocalTarget)), None)
+        return None if self.local is None else self.local.folders
 
     @property
     def folders(self) -> list[CheckpointFolder]:
         """Return the folders of checkpoints with state, the shared one first; on a host, its own of local ones."""
-        shared = [] if self.shared is None else [self.shared]
-        return shared if self.host_folders is None else [*shared, self.host_folders.folder]
+        local = None if self.local is None else self.local.folders.folder
+        return [folder for folder in (self.shared, local) if folder is not None]
 
     @property
     def leads(self) -> bool:
         """Return whether this rank leads a host with local checkpoints."""
-        return self.host_folders is not None and self.host_folders.leads
-
-    @property
-    def shared(self) -> CheckpointFolder | None:
-        """Return the folder shared by all hosts; None without it."""
-        return next((target.folder for target in self.targets if isinstance(target, SharedTarget)), None)
+        return self.local is not None and self.local.folders.leads
 
     def iterations(self) -> list[int]:
         """Return the iterations a start of the run could resume from. Rank 0 only."""
-        return [iteration for target in self.targets for iteration in target.iterations()]
+        # No load accepts what is no folder.
+        shared = [] if self.shared is None else [*self.shared.committed(), *self.shared.non_folders()]
+        return shared if self.local is None else [*shared, *self.local.folders.iterations]
+
+    def superseded(self) -> set[int | None]:
+        """Return the iterations the run has given up. Rank 0 only."""
+        given_up = set() if self.local is None else self.local.folders.given_up
+        return {*given_up, *(folder_iteration(path.name) for folder in self.folders for path in folder.superseded())}
 
     @property
-    def failed_saves(self) -> int:
-        """Return the number of failed saves in a row in the main target."""
-        return sum(target.saver.results.failed_saves for target in self.targets if target.is_main)
-
-    @property
-    def last_error(self) -> TrainerError | None:
-        """Return the error of the main target's last save; None if it did not fail."""
-        return next((target.saver.results.last_error for target in self.targets if target.is_main), None)
+    def main(self) -> SaveResults:
+        """Return the results of the target whose checkpoints outlive the run: the first."""
+        return self.targets[0].saver.results if self.targets else SaveResults()
 
     @property
     def is_saving(self) -> bool:
@@ -304,35 +176,36 @@ class Saves:
             LockError: on every rank, if another job writes to a folder.
             TrainerError: on every rank, if a folder cannot be written, or from `find_lineage`.
         """
-        shared = [target for target in self.targets if isinstance(target, SharedTarget)]
-        for first in shared:
-            first.saver.start()
+        savers = [target.saver for target in self.targets]
+        if self.shared is not None:
+            savers.pop(0).start()
         lineage = find_lineage()
-        for target in self.targets[len(shared) :]:
-            target.start(lineage)
+        for saver in savers:
+            saver.start() if self.local is not saver else self.local.start(lineage)
         return lineage
+
+    def rewind(self, iteration: int, *, keeps_weights: bool) -> None:
+        """Rename checkpoints newer than `iteration` out of the way.
+
+        Args:
+            keeps_weights: whether the run goes on from a checkpoint of its own.
+        """
+        for target in self.targets:
+            target.saver.rewind(iteration if target.has_state or keeps_weights else -1)
 
     def __enter__(self) -> Saves:
         """Return the targets."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close all targets; if the process is about to end with an error, let go of their locks soon."""
-        if kind is None:
-            self.close()
-        else:
-            _call_all([target.saver.abandon for target in self.targets])
+        """Close all targets; if the process is about to end with an error, release their locks soon."""
+        with ExitStack() as stack:
+            for target in reversed(self.targets):
+                stack.callback(target.saver.close if kind is None else target.saver.abandon)
 
     def close(self) -> None:
         """Wait for all running saves, and release the locks."""
-        _call_all([target.close for target in self.targets])
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, also after an error, which is then raised."""
-    with ExitStack() as stack:
-        for call in reversed(calls):
-            stack.callback(call)
+        self.__exit__(None)
 
 
 def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
@@ -340,23 +213,96 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
 
     Weights alone are among them also where they are no longer saved but some are there, to sweep and to rewind.
     """
-    section, targets = config.checkpoint, list[SaveTarget]()
-    has_local = section.local.dir is not None
+    section, local = config.checkpoint, config.checkpoint.local
+    targets, shared, host_saver = list[SaveTarget](), None, None
+    channel, iteration = cluster.channel, named_iteration(section)
+    sources = frozenset(() if iteration is None else (iteration,))
+    policy = SavePolicy(
+        folder=Path(section.save or local.dir or ""),
+        file_bytes=section.file_bytes,
+        commit_timeout_s=section.commit_timeout_s,
+        async_save=section.async_save,
+        staging_bytes=section.staging_bytes,
+        stall_timeout_s=section.stall_timeout_s,
+        check_replicas=section.check_replicas,
+        terms=terms.SAVE,
+    )
     if section.save is not None:
-        policy, steps = _save_policy(section, terms.SAVE), frozenset(section.full_steps)
-        policy = replace(policy, save_steps=steps, retention=replace(policy.retention, always=steps))
-        ranks = cluster.local_ranks
-        saver = Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks)
-        folder = CheckpointFolder(Path(section.save), files)
-        targets.append(SharedTarget(saver, folder, section, has_local=has_local))
-    if section.local.dir is not None:
-        targets.append(_local_target(section, Path(section.local.dir), cluster, files))
-    if section.save is not None:
-        is_asked = bool(section.save_weights_interval or section.save_steps)
-        weights = Path(section.save) / WEIGHTS
-        if cluster.channel.from_first("weights/there", lambda: _is_readable_folder(weights)) or is_asked:
-            targets.append(_weights_target(config, cluster, files))
-    return Saves(tuple(targets), files)
+        shared = CheckpointFolder(Path(section.save), files)
+        targets.append(_shared_target(section, cluster, policy, files, sources))
+    if local.dir is not None:
+        from reprise.local import LocalCheckpointer
+
+        if sources and shared is not None:  # what the shared folder has needs no memory of the hosts
+            sources -= frozenset(shared.committed())
+        host_policy = replace(
+            policy, folder=Path(local.dir), retention=Retention(local.keep, named=sources), terms=terms.LOCAL
+        )
+        host_saver = LocalCheckpointer(
+            host_policy, channel, nonce=cluster.nonce, copies=local.copies, local_ranks=cluster.local_ranks, files=files
+        )
+        targets.append(SaveTarget("local_save", host_saver, local.save_interval))
+    if shared is not None:
+        folder, steps = shared.root / WEIGHTS, frozenset(section.save_steps)
+        if channel.from_first("weights/there", lambda: _is_readable_folder(folder)) or (
+            section.save_weights_interval or steps
+        ):
+            targets.append(_weights_target(config, cluster, replace(policy, folder=folder), files))
+    return Saves(tuple(targets), files, shared, host_saver)
+
+
+def _shared_target(
+    section: CheckpointSection, cluster: Cluster, policy: SavePolicy, files: Files, sources: frozenset[int]
+) -> SaveTarget:
+    """Return the target of the folder shared by all hosts, which spares what the hosts save when the run stops."""
+    steps, local = frozenset(section.full_steps), section.local
+    retention = Retention(
+        section.max_checkpoint_keep,
+        section.save_retain_interval,
+        section.keep_best,
+        always=steps,
+        named=sources,
+        mirror=_mirror_rule(section),
+    )
+    policy, ranks = replace(policy, retention=retention), cluster.local_ranks
+    return SaveTarget(
+        "save",
+        Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks),
+        section.save_interval,
+        steps,
+        _AT_ANY_ITERATION | ({Moment.loaded: False} if local.dir is None else {Moment.stopped: local.flush_on_exit}),
+        has_optimizer=lambda iteration: not section.no_save_optim or iteration in steps,
+    )
+
+
+def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files: Files) -> SaveTarget:
+    """Return the target of the weights alone, with the dtype in `config.json`."""
+    from reprise.saving import WeightsCheckpointer
+
+    section, documents = config.checkpoint, dict[str, Document]()
+    steps, mirror, dtype = frozenset(section.save_steps), _mirror_rule(section), section.weights_dtype.value
+    if mirror is not None:
+        mirror = replace(mirror, prefix=f"{WEIGHTS}/")
+    if not config.model.is_adapted:  # PEFT's configuration of adapters has no dtype
+        documents["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
+    saver = WeightsCheckpointer(
+        replace(policy, retention=Retention(section.weights_keep, always=steps, mirror=mirror), terms=terms.WEIGHTS),
+        cluster.channel,
+        nonce=cluster.nonce,
+        dtype=getattr(torch, dtype),
+        local_ranks=cluster.local_ranks,
+        files=files,
+    )
+    return SaveTarget(
+        "weights_save",
+        saver,
+        section.save_weights_interval,
+        steps,
+        {},
+        has_optimizer=lambda _: False,
+        has_state=False,
+        files=documents,
+    )
 
 
 def _is_readable_folder(path: Path) -> bool:
@@ -364,38 +310,6 @@ def _is_readable_folder(path: Path) -> bool:
         return is_dir(path)
     except PermissionError:
         return False
-
-
-def _local_target(section: CheckpointSection, folder: Path, cluster: Cluster, files: Files) -> LocalTarget:
-    from reprise.local import LocalCheckpointer, LocalPolicy
-
-    local, saving = section.local, _save_policy(section, terms.LOCAL)
-    shared, names = None if section.save is None else Path(section.save), saving.retention.named
-    if names and shared is not None:  # what the shared folder has needs no memory of the hosts
-        names -= frozenset(CheckpointFolder(shared, files).committed())
-        saving = replace(saving, retention=Retention(named=names))
-    policy = LocalPolicy(folder, local.save_interval, local.keep, local.copies, saving)
-    owner = LocalCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, files=files
-    )
-    return LocalTarget(owner, is_main=shared is None)
-
-
-def _weights_target(config: Config, cluster: Cluster, files: Files) -> WeightsTarget:
-    from reprise.saving import WeightsCheckpointer, WeightsPolicy
-
-    section = config.checkpoint
-    policy = WeightsPolicy(
-        section.save_weights_interval,
-        frozenset(section.save_steps),
-        getattr(torch, section.weights_dtype.value),
-        section.weights_keep,
-        _save_policy(section, terms.WEIGHTS),
-    )
-    owner = WeightsCheckpointer(
-        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, files=files
-    )
-    return WeightsTarget(owner, config)
 
 
 def named_iteration(section: CheckpointSection) -> int | None:
@@ -412,28 +326,6 @@ def named_iteration(section: CheckpointSection) -> int | None:
         return None
     path, run_folder = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
     return section.ckpt_step if path == run_folder else iteration_of(path) if path.parent == run_folder else None
-
-
-def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
-    iteration = named_iteration(section)
-    return SavePolicy(
-        folder=None if section.save is None else Path(section.save),
-        save_interval=section.save_interval,
-        retention=Retention(
-            section.max_checkpoint_keep,
-            section.save_retain_interval,
-            section.keep_best,
-            named=frozenset(() if iteration is None else (iteration,)),
-            mirror=_mirror_rule(section),
-        ),
-        terms=folder_terms,
-        file_bytes=section.file_bytes,
-        commit_timeout_s=section.commit_timeout_s,
-        async_save=section.async_save,
-        staging_bytes=section.staging_bytes,
-        stall_timeout_s=section.stall_timeout_s,
-        check_replicas=section.check_replicas,
-    )
 
 
 def _mirror_rule(section: CheckpointSection) -> MirrorRule | None:

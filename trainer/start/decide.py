@@ -233,7 +233,7 @@ def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Col
         return sorted(committed) == sorted(given_up)
     if shared is not None and shared.tracker() is not None:  # a fresh start removes it first
         return False
-    abandoned = {iteration for target in saves for iteration in target.superseded()}
+    abandoned = saves.superseded()
     last_saved = last_saved_iteration(Path(config.run.dir) / "metrics.jsonl")
     return last_saved is not None and last_saved in abandoned  # else its lines are those of the fresh start
 

@@ -24,7 +24,6 @@ from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
 from trainer.record.resume_rules import Difference, differences, flattened, in_samples_of, settle
 from trainer.run.build import Run
-from trainer.run.saves import SharedTarget
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.base import with_base
@@ -50,7 +49,8 @@ def fill(run: Run, start: Start) -> Run:
     if restored is not None:
         checkpoint = restored.checkpoint
         for target in run.saves:
-            target.loaded(restored)
+            if target.has_state:
+                target.saver.loaded(restored)
         if restored.loaded_from:
             _find_in_shared(run, checkpoint)
         if not start.section.finetune:
@@ -61,8 +61,7 @@ def fill(run: Run, start: Start) -> Run:
     is_first = isinstance(start.source, InitialValues) and not start.section.finetune
     began_at = -1 if is_first else run.state.progress.iteration
     run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.source.is_own)
-    for target in run.saves:
-        target.rewind(began_at, is_own=start.keeps_weights)
+    run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
     return run
 
 
@@ -138,7 +137,9 @@ def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
     """Note whether the shared folder has the iteration of a local checkpoint too. A call of all ranks."""
-    iteration = checkpoint.iteration
+    iteration, folder = checkpoint.iteration, run.saves.shared
+    if folder is None:
+        return
 
     def has_optimizer() -> bool | None:
         try:
@@ -148,12 +149,9 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
             return None
         return shared.has_optimizer if shared.state == checkpoint.state else None
 
-    for target in run.saves:
-        if isinstance(target, SharedTarget):
-            folder = target.folder
-            has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
-            if has_it is not None:
-                target.saver.has_already(iteration, has_optimizer=has_it)
+    has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
+    if has_it is not None:
+        run.saves.targets[0].saver.has_already(iteration, has_optimizer=has_it)
 
 
 def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:

@@ -94,8 +94,8 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
         TrainerError: if no checkpoint that outlives the run has the last state.
     """
     is_at_end = run.state.progress.iteration >= run.train_iters
-    for target in () if is_stopped else run.saves:
-        target.await_copies()
+    if run.saves.local is not None and not is_stopped:
+        run.saves.local.await_copies()
     due = _save_due(run, Moment.finished if is_at_end else Moment.stopped, slowdown)
     _await_saves(run, slowdown)
     for target in run.saves.outlasting(due):
@@ -169,7 +169,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.control.now(failed_saves=run.saves.failed_saves).flags(),
+        flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves).flags(),
         skips_nonfinite=_skips(settings.on_nonfinite) or settings.on_spike is OnSpike.rewind,
         own_time=run.own_time,
         is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
@@ -294,11 +294,11 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     if run.context.embedding_group is not None:
         check_tied_copies(run.state, run.context.embedding_group)
     syncs: tuple[Callable[[], None], ...] = ()
-    if any(target.is_main for target in due):
+    if run.saves.targets[0] in due:
         run.control.saving()
         syncs = tuple(log.sync for log in run.logs)
     for target in due:
-        is_interim = moment is Moment.stopped and not target.saver.is_due(iteration)
+        is_interim = moment is Moment.stopped and not target.is_scheduled(iteration)
         report = target.save(run.state, _documents(run, is_interim=is_interim), syncs)
         if report is not None:
             _record_saves(run, target, [report], slowdown)
@@ -340,7 +340,7 @@ def _too_many_failed_saves(run: Run) -> TrainerError:
         "Saving failed too often in a row",
         where=save_folder(run.config.checkpoint),
         expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
-        found=f"{run.saves.failed_saves} failed saves, the last: {str(run.saves.last_error).rstrip('.')}",
+        found=f"{run.saves.main.failed_saves} failed saves, the last: {str(run.saves.main.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
 

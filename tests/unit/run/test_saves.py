@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 
 from reprise.errors import CheckpointError
 from reprise.ranks import single_rank_channel
-from reprise.saving import Checkpointer, SavePolicy, SaveReport
-from reprise.storage import FILE_SYSTEM, CheckpointFolder
+from reprise.saving import SaveReport
+from reprise.storage import FILE_SYSTEM
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, LocalSection
-from trainer.run.saves import LocalTarget, Moment, Saves, SaveTarget, SharedTarget, WeightsTarget, named_iteration
+from trainer.run.saves import Moment, Saves, SaveTarget, build_saves, named_iteration
 
 # A policy of every second iteration: is iteration 4, and is iteration 3, due in the shared, local and weights folder?
 _DUE = {
@@ -27,25 +28,20 @@ _DUE = {
 }
 
 
-def _saver(folder: Path) -> Checkpointer:
-    return Checkpointer(SavePolicy(folder, save_interval=2), single_rank_channel(), nonce="n")
-
-
 def _saves(tmp_path: Path, kinds: str) -> Saves:
     """Return saves of the kinds `s`, `l` and `w`: the shared folder, local ones, the weights."""
-    config = compose(["model=gpt2_tiny"])
-    section = CheckpointSection(local=LocalSection(flush_on_exit=False))
-    saver = _saver(tmp_path)
-    owner: Any = SimpleNamespace(saver=saver, folders=None, is_due=saver.is_due)
-    targets: dict[str, SaveTarget] = {
-        "s": SharedTarget(saver, CheckpointFolder(tmp_path, FILE_SYSTEM), section, has_local="l" in kinds),
-        "l": LocalTarget(owner, is_main="s" not in kinds),
-        "w": WeightsTarget(owner, config),
-    }
-    return Saves(tuple(targets[kind] for kind in kinds), FILE_SYSTEM)
+    overrides = ["model=gpt2_tiny", "checkpoint.local.flush_on_exit=false"]
+    overrides += [
+        f"checkpoint.save={tmp_path}" if "s" in kinds else "checkpoint.save=null",
+        "checkpoint.save_interval=2",
+    ]
+    overrides += [f"checkpoint.local.dir={tmp_path / 'local'}", "checkpoint.local.save_interval=2"] * ("l" in kinds)
+    overrides += ["checkpoint.save_weights_interval=2"] * ("w" in kinds)
+    cluster: Any = SimpleNamespace(channel=single_rank_channel(), nonce="n", local_ranks=())
+    return build_saves(compose(overrides), cluster, FILE_SYSTEM)
 
 
-def _letters(targets: list[SaveTarget]) -> list[str]:
+def _letters(targets: Iterable[SaveTarget]) -> list[str]:
     letters = {"save": "s", "local_save": "l", "weights_save": "w"}
     return [letters[target.event] for target in targets]
 
@@ -65,31 +61,27 @@ def test_shared_checkpoints_alone_are_saved_at_every_end(tmp_path: Path, moment:
     assert _letters(saves.due(4, moment)) == ([] if moment is Moment.loaded else ["s"])
 
 
-@pytest.mark.parametrize(("kinds", "main"), [("s", "s"), ("sl", "s"), ("slw", "s"), ("l", "l"), ("sw", "s")])
-def test_failures_count_where_checkpoints_outlive_the_run(tmp_path: Path, kinds: str, main: str) -> None:
+@pytest.mark.parametrize("kinds", ["s", "sl", "slw", "l", "sw"])
+def test_failures_count_where_checkpoints_outlive_the_run(tmp_path: Path, kinds: str) -> None:
     saves = _saves(tmp_path, kinds)
+    assert "".join(_letters(saves)) == kinds
     for target in saves:
-        target.saver = _saver(tmp_path)
-        error = CheckpointError(target.event)
-        target.saver.results.add(SaveReport(1, tmp_path, 0, 0.0, error=error))
-    assert saves.failed_saves == 1
-    assert str(saves.last_error) == {"s": "save.", "l": "local_save."}[main]
+        target.saver.results.add(SaveReport(1, tmp_path, 0, 0.0, error=CheckpointError(target.event)))
+    assert saves.main.failed_saves == 1
+    assert str(saves.main.last_error) == ("save." if "s" in kinds else "local_save.")
 
 
 def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
     closed: list[str] = []
 
-    class Target(SaveTarget):
-        event = "save"
+    def close() -> None:
+        closed.append("close")
+        raise CheckpointError("The disk is gone")
 
-        def close(self) -> None:
-            closed.append("close")
-            raise CheckpointError("The disk is gone")
-
-    targets = [Target(_saver(tmp_path)) for _ in range(3)]
-    for target in targets:
+    saves = _saves(tmp_path, "slw")
+    for target in saves:
+        target.saver.close = close  # type: ignore[method-assign]
         target.saver.abandon = lambda: closed.append("abandon")  # type: ignore[method-assign]
-    saves = Saves(tuple(targets), FILE_SYSTEM)
     with pytest.raises(CheckpointError, match="The disk is gone"), saves:
         pass
     assert closed == ["close"] * 3
@@ -101,8 +93,7 @@ def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
 def test_a_run_that_saves_nothing_has_no_target() -> None:
     saves = Saves((), FILE_SYSTEM)
     assert saves.due(4, Moment.finished) == []
-    assert saves.failed_saves == 0
-    assert saves.last_error is None
+    assert (saves.main.failed_saves, saves.main.last_error) == (0, None)
     assert saves.host_folders is None
     assert not saves.is_saving
 

@@ -30,6 +30,7 @@ from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.ranks import channel as channel_module
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.file_exchange import FileExchange
+from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
 from reprise.saving.policy import Retention
@@ -343,7 +344,7 @@ class SimulatedJob(SaveJob):
         attempt, is_local = attempted.attempt(rank.number), attempted.told.is_local
         layout = build_layout([ODD]) if rank.number in attempted.told.odd else attempt.layout
         nothing = Sources([], None)
-        plan = Plan((), (), (), layout, [], {}, [], nothing)
+        plan = Plan(Contents((), ()), layout, [], {}, [], nothing)
         channel = attempted.channel(rank)
         return SimulatedJob(
             attempt=attempt,
@@ -355,7 +356,7 @@ class SimulatedJob(SaveJob):
             shared=rank.shared,
             lock=None,
             retention=Retention(1 if is_local else 0),
-            local_ranks=None,
+            local_ranks=LocalRanks(channel, ()),
             local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
             number=rank.number,
             attempted=attempted,

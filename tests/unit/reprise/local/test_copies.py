@@ -15,7 +15,7 @@ from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import Bytes, Checkpoint, open_checkpoint
 from reprise.local import link
 from reprise.local.copies import Copies
-from reprise.local.local_checkpointer import LocalCheckpointer, LocalPolicy
+from reprise.local.local_checkpointer import LocalCheckpointer
 from reprise.local.pieces import damaged_pieces, read_blocks
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.policy import SavePolicy
@@ -94,8 +94,8 @@ def test_an_iteration_saved_again_is_no_copied_one(tmp_path: Path, monkeypatch: 
     folders = local_folders.save_on_two_hosts(tmp_path, 3, 4, copies=1, keep=1)
 
     def save_again(local: LocalCheckpointer, rank: int) -> None:
-        local.saver.outdated(4)
-        local.saver.save(4, local_folders.contents(rank, 4))
+        local.outdated(4)
+        local.save(4, local_folders.contents(rank, 4))
 
     with monkeypatch.context() as patch:
         patch.setattr(Copies, "_copy", lambda *_: None)
@@ -147,12 +147,11 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
 
     def call(channel: StoreChannel) -> None:
         files = SpoilingFiles() if channel.rank == 1 and deed is None else Files()
-        saving = SavePolicy(None, commit_timeout_s=timeout_s)
-        local = LocalPolicy(tmp_path / str(channel.rank), 1, keep=0, copies=1, saving=saving)
-        checkpointer = LocalCheckpointer(local, channel, nonce="n", local_ranks=[channel.rank], files=files)
+        policy = SavePolicy(tmp_path / str(channel.rank), commit_timeout_s=timeout_s)
+        checkpointer = LocalCheckpointer(policy, channel, nonce="n", copies=1, local_ranks=[channel.rank], files=files)
         checkpointer.start()
         for iteration in (1, 2):
-            report = checkpointer.saver.save(iteration, contents(channel.rank, iteration))
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
             assert report is not None
             assert report.error is None, str(report.error)
             checkpointer.await_copies()

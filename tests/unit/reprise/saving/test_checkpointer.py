@@ -7,9 +7,6 @@ import json
 import logging
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +15,16 @@ import pytest
 import torch
 
 from reprise.errors import CheckpointError, LockError
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.ranks.channel import single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import TRACKER, FolderTerms
 from reprise.tensors.live import Contents
-from tests.fakes import Axis as Cut
-from tests.fakes import FailingFiles, Sharding, StuckFiles, all_ranks, lone_contents, run_ranks
+from tests.fakes import FailingFiles, StuckFiles, lone_contents, run_ranks
 
 
 def contents(iteration: int, *, with_optimizer: bool = False) -> Contents:
@@ -112,42 +106,45 @@ def test_retention_counts_past_seven_digits_and_a_loaded_one_too(tmp_path: Path)
     assert folders_in(tmp_path) == ["iter_10000000", "iter_10000001"]
 
 
-def resumed(root: Path, retention: Retention, iteration: int | None = None) -> list[str]:
-    """Start, load and rewind as the trainer does; return the folders that are left."""
-    with started(SavePolicy(root, retention=retention)) as checkpointer:
-        checkpointer.rewind(restore(checkpointer, LoadSource(root, iteration)))
-    return folders_in(root)
-
-
-@pytest.fixture
-def five(tmp_path: Path) -> Path:
-    """Return a folder with iterations 1 to 5."""
+@pytest.mark.parametrize(
+    ("named", "checks", "left"),
+    [
+        (None, {}, ["iter_0000001", "iter_0000003"]),
+        (2, {}, ["iter_0000002", "iter_0000003.superseded-1"]),
+        (None, None, ["iter_0000001", "iter_0000002", "iter_0000003"]),
+        (None, {"verify": False}, ["iter_0000001", "iter_0000002", "iter_0000003"]),
+        (None, {"with_optimizer": False}, ["iter_0000001", "iter_0000002", "iter_0000003"]),
+    ],
+    ids=["newest", "older", "not loaded", "not verified", "not whole"],
+)
+def test_a_start_deletes_once_all_of_the_newest_is_checked(
+    tmp_path: Path, named: int | None, checks: dict[str, bool] | None, left: list[str]
+) -> None:
+    """It deletes what retention does not keep, but nothing held or abandoned."""
     with started(SavePolicy(tmp_path)) as checkpointer:
-        for iteration in range(1, 6):
-            saved(checkpointer, iteration)
-    return tmp_path
+        for iteration in (1, 2, 3):
+            checkpointer.save(iteration, contents(iteration, with_optimizer=True))
+    if named is None:
+        (tmp_path / "iter_0000001" / "hold").touch()
+    with started(SavePolicy(tmp_path, retention=Retention(1))) as checkpointer:
+        iteration = 3
+        if checks is not None:
+            iteration = restore(checkpointer, LoadSource(tmp_path, named), **{"with_optimizer": True, **checks})
+        checkpointer.rewind(iteration)
+    assert folders_in(tmp_path) == left
 
 
-def test_a_start_deletes_what_retention_does_not_keep(five: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_keeps_a_damaged_newest_as_superseded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    (five / "iter_0000002" / "hold").touch()
-    assert resumed(five, Retention(2)) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    with started(SavePolicy(tmp_path)) as checkpointer:
+        for iteration in (1, 2, 3, 4):
+            saved(checkpointer, iteration)
+    (tmp_path / "iter_0000004" / STATE).unlink()
+    with started(SavePolicy(tmp_path, retention=Retention(2))) as checkpointer:
+        checkpointer.rewind(restore(checkpointer, LoadSource(tmp_path)))
+    assert folders_in(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004.superseded-1"]
+    assert "a damaged checkpoint is kept as iter_0000004.superseded-1" in caplog.text
     assert "deleted iteration 1," in caplog.text
-    assert load(five) == 5.0
-
-
-def test_a_start_deletes_no_abandoned_and_no_loaded_checkpoint(five: Path) -> None:
-    kept = ["iter_0000003", "iter_0000004.superseded-1", "iter_0000005.superseded-1"]
-    assert resumed(five, Retention(1), 3) == kept
-
-
-def test_a_start_deletes_nothing_before_it_has_loaded_the_newest(five: Path) -> None:
-    before = folders_in(five)
-    with started(SavePolicy(five, retention=Retention(1))) as checkpointer:
-        checkpointer.rewind(5)
-    assert folders_in(five) == before
-    (five / "iter_0000005" / STATE).unlink()
-    assert resumed(five, Retention(2)) == ["iter_0000003", "iter_0000004", "iter_0000005.superseded-1"]
 
 
 def test_a_rewind_renames_newer_checkpoints_and_saves_them_anew(tmp_path: Path) -> None:
@@ -169,36 +166,6 @@ def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> No
     assert (tmp_path / ".iter_0000001.n-1.partial").exists()
     first.close()
     started(SavePolicy(tmp_path)).close()
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from reprise.ranks.channel import single_rank_channel
-from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.policy import SavePolicy
-checkpointer = Checkpointer(SavePolicy(Path(sys.argv[1])), single_rank_channel(), nonce="dead")
-checkpointer.start()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_killed_run_is_taken_over(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(LockError, match=f"pid {holder.pid}"):
-            started(SavePolicy(tmp_path))
-    finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.communicate()
-    with started(SavePolicy(tmp_path)) as checkpointer:
-        saved(checkpointer, 5)
 
 
 def failure(checkpointer: Checkpointer, iteration: int) -> str:
@@ -267,18 +234,6 @@ def test_loading_a_superseded_folder_is_not_its_iteration(tmp_path: Path) -> Non
     with started(SavePolicy(tmp_path)) as second:
         restore(second, LoadSource(path))
         saved(second, 5)
-
-
-@pytest.mark.parametrize(("verify", "with_optimizer"), [(False, True), (True, False), (True, True)])
-def test_a_start_deletes_nothing_for_an_unchecked_newest(tmp_path: Path, verify: bool, with_optimizer: bool) -> None:
-    with started(SavePolicy(tmp_path)) as checkpointer:
-        for iteration in (1, 2):
-            checkpointer.save(iteration, contents(iteration, with_optimizer=True))
-    with started(SavePolicy(tmp_path, retention=Retention(1))) as checkpointer:
-        restore(checkpointer, LoadSource(tmp_path), verify=verify, with_optimizer=with_optimizer)
-        checkpointer.rewind(2)
-    is_checked = verify and with_optimizer
-    assert folders_in(tmp_path) == (["iter_0000002"] if is_checked else ["iter_0000001", "iter_0000002"])
 
 
 KINDS = [
@@ -435,39 +390,3 @@ def test_a_save_is_refused_after_the_lock_was_taken_over(tmp_path: Path) -> None
         (tmp_path / "lock").write_text(json.dumps(thief))
         assert "node-7" in failure(checkpointer, 10)
     assert folders_in(tmp_path) == ["iter_0000005"]
-
-
-def test_saves_are_due_at_the_interval_and_off_without_a_folder(tmp_path: Path) -> None:
-    every, never, off = (
-        Checkpointer(policy, single_rank_channel(), nonce="n")
-        for policy in (SavePolicy(tmp_path, save_interval=5), SavePolicy(tmp_path), SavePolicy(None, save_interval=5))
-    )
-    assert [i for i in range(1, 21) if every.is_due(i)] == [5, 10, 15, 20]
-    assert not any(saver.is_due(i) for saver in (never, off) for i in range(1, 21))
-    with off:
-        off.start()
-        assert off.save(5, contents(5)) is None
-        off.rewind(0)
-
-
-@pytest.mark.parametrize(("culprit", "kind"), [(1, "open_for_writing"), (0, "write"), (1, "sync")])
-def test_a_failure_of_one_rank_fails_the_save_the_next_works(tmp_path: Path, culprit: int, kind: str) -> None:
-    spec = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
-    rows = Sharding("rows over 2", (Cut("row", 2),))
-
-    def call(channel: StoreChannel) -> list[str]:
-        files = FailingFiles(kind if channel.rank == culprit else "none")
-        with Checkpointer(SavePolicy(tmp_path), channel, nonce="n", files=files) as checkpointer:
-            checkpointer.start()
-            reports = []
-            for iteration in (1, 2):
-                live = tuple(rows.live(channel.rank, [spec], {"w": torch.full(spec.shape, float(iteration))}))
-                document = {STATE: {"format": FORMAT, "iteration": iteration}}
-                reports.append(checkpointer.save(iteration, Contents((spec,), live, {}, document)))
-                files.is_armed = False
-        return [str(report and report.error) for report in reports]
-
-    for first, second in all_ranks(2, call):
-        assert ("Input/output error" in first, second) == (True, "None")
-    assert folders_in(tmp_path) == ["iter_0000002"]
-    assert load(tmp_path) == 2.0

@@ -8,7 +8,8 @@ import re
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from reprise.commit.attempt import Attempt
 from reprise.commit.messages import stripes_key
-from reprise.errors import CheckpointError, TrainerError
+from reprise.errors import TrainerError
 from reprise.format.layout import build_layout
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
@@ -156,22 +157,18 @@ def load(folder: Path, sharding: Sharding, channel: StoreChannel) -> None:
         assert torch.equal(tensor.local, original.local), tensor.spec.name
 
 
-def test_no_row_is_written_by_itself(tmp_path: Path) -> None:
-    counted, by_row = CountingFiles(), CountingFiles()
-    assert_saved(save(tmp_path / "a", COLUMNS, hosts=[[0, 1]], files=lambda _: counted))
-    assert_saved(save(tmp_path / "b", COLUMNS, files=lambda _: by_row))
-    # 2402 rows of the embedding and 2402 of its moment; in stripes of 64 KiB, at most three writes for each.
-    assert by_row.writes.total() > 4800
-    assert counted.writes.total() < 3 * (4_804_000 + 480_400) // (1 << 16) + 60
-
-
-def test_a_rank_without_the_memory_for_it_has_all_write_rows(tmp_path: Path, expected: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "rank_1_bytes", "is_by_row"), [([[0, 1]], None, False), ([], None, True), ([[0, 1]], 1000, True)]
+)
+def test_ranks_with_memory_for_it_write_no_row_by_itself(
+    tmp_path: Path, expected: dict[str, bytes], hosts: list[list[int]], rank_1_bytes: int | None, is_by_row: bool
+) -> None:
     counted = CountingFiles()
-    saved = save(
-        tmp_path, COLUMNS, hosts=[[0, 1]], files=lambda _: counted, staging_bytes=lambda rank: 1000 if rank else None
-    )
-    assert_saved(saved)
-    assert counted.writes.total() > 4800
+    limits = (None, rank_1_bytes)
+    assert_saved(save(tmp_path, COLUMNS, hosts=hosts, files=lambda _: counted, staging_bytes=limits.__getitem__))
+    # 2402 rows of the embedding and 2402 of its moment; in stripes of 64 KiB, at most three writes for each.
+    assert (counted.writes.total() > 4800) == is_by_row
+    assert is_by_row or counted.writes.total() < 3 * (4_804_000 + 480_400) // (1 << 16) + 60
     assert tensor_files(tmp_path / "iter_0000001") == expected
 
 
@@ -219,7 +216,7 @@ def losing_one() -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "words"),
     [
-        (SharedMemory, "reach", raising(errno.ENOMEM), "cannot share memory"),
+        (sharing_module, "allocate", raising(errno.ENOMEM), None),
         (SharedMemory, "open", staticmethod(lambda _: None), "the memory of rank 0"),
         (SharedMemory, "claim", losing_one(), "every byte once"),
         (os, "memfd_create", raising(errno.ENOSYS), None),
@@ -258,45 +255,15 @@ def test_saves_leave_no_descriptor_and_no_key_behind(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def attempt(folder: Path, number: int = 1) -> Attempt:
-    return Attempt(1, f"n-{number}", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
+def attempt(folder: Path) -> Attempt:
+    return Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
 
 
 def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
     found = LocalRanks(channel, ranks)
-    found.meet(channel, "hosts")
-    channel.agree("all have met", None)
-    found.part(channel, "hosts")
+    with found.met(channel, "hosts"):
+        channel.agree("all have met", None)
     return found
-
-
-@pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit: int) -> None:
-    def run(channel: StoreChannel) -> Sharing | None:
-        local_ranks = met(channel, [0, 1, 2])
-        pieces = columns_of(GRID, channel.rank)
-        if channel.rank == culprit:
-            local_ranks.refuse(channel, "n-1")
-            return None
-        return local_ranks.join(attempt(tmp_path), pieces, may_share=True)
-
-    assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
-
-
-def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
-    def run(channel: StoreChannel) -> bool:
-        local_ranks = met(channel, [0, 1])
-        pieces = columns_of(COLUMNS, channel.rank)
-        assert local_ranks.join(attempt(tmp_path), pieces, may_share=True) is not None
-        local_ranks.refuse(channel, "n-1")  # too late
-        if channel.rank == 1:
-            local_ranks.refuse(channel, "n-2")
-        try:
-            return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
-        except CheckpointError as error:
-            return "has aborted the save" in str(error)
-
-    assert run_ranks(2, run) == [True, True]
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -325,28 +292,36 @@ def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
     assert "are not all on one host" in caplog.text
 
 
-def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
-    for ranks in ([], [0]):
-        assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
-
-
-def test_one_rank_without_columns_lets_the_others_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("with_columns", "may_share", "shares"),
+    [((0, 1), (0, 1, 2), True), ((), (0, 1, 2), False), *(((0, 1), {0, 1, 2} - {rank}, False) for rank in range(3))],
+)
+def test_ranks_share_all_columns_or_none(
+    tmp_path: Path, with_columns: Collection[int], may_share: Collection[int], shares: bool
+) -> None:
     def run(channel: StoreChannel) -> int:
-        pieces = columns_of(COLUMNS, channel.rank) if channel.rank < 2 else []
-        sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
-        assert sharing is not None
-        return len(sharing.stripes("embedding"))
+        pieces = columns_of(COLUMNS, channel.rank) if channel.rank in with_columns else []
+        sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=channel.rank in may_share)
+        return 0 if sharing is None else len(sharing.stripes("embedding"))
 
-    found = all_ranks(3, run)
-    assert found == [found[0]] * 3
-    assert found[0] > 50
+    counts = all_ranks(3, run)
+    assert counts == [counts[0]] * 3
+    assert (counts[0] > 50) == shares
+    assert met(single_rank_channel(), [0]).join(attempt(tmp_path), [], may_share=True) is None  # alone on its host
 
 
-def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
-    assert all_ranks(2, lambda channel: met(channel, [0, 1]).join(attempt(tmp_path), [], may_share=True)) == [
-        None,
-        None,
-    ]
+def test_the_memory_grows_with_the_columns(tmp_path: Path) -> None:
+    def run(channel: StoreChannel) -> list[int]:
+        local_ranks, pieces, sizes = met(channel, [0, 1]), columns_of(COLUMNS, channel.rank), []
+        for number, part in enumerate((pieces[:1], pieces)):
+            sharing = local_ranks.join(replace(attempt(tmp_path), name=f"n-{number}"), part, may_share=True)
+            assert sharing is not None
+            assert sharing._memory.total_bytes == sharing_module.shared_bytes(sharing._stripes)
+            sizes.append(sharing._memory.total_bytes)
+        return sizes
+
+    for small, large in all_ranks(2, run):
+        assert small < large
 
 
 def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
@@ -371,9 +346,8 @@ def test_memory_is_taken_by_address_only_while_unchanged() -> None:
 
 
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
-    memory = SharedMemory.make()
+    memory = SharedMemory.make(STRIPES_AT + 4096)
     stripe = Stripe(3, 0, 4096, STRIPES_AT)
-    memory.reach(STRIPES_AT + 4096)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
@@ -381,7 +355,6 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     def claim(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
-        mine.reach(STRIPES_AT + 4096)
         start.wait()
         for _ in range(200):
             if (found := mine.claim(stripe)) is not None:

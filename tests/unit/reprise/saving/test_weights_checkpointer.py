@@ -15,18 +15,16 @@ from reprise.errors import LockError
 from reprise.format.names import FORMAT, STATE
 from reprise.ranks.channel import single_rank_channel
 from reprise.saving.policy import SavePolicy
-from reprise.saving.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.saving.weights_checkpointer import WeightsCheckpointer
 from reprise.tensors.live import Contents
 from tests.fakes import lone_contents
 
 VALUES = torch.linspace(-3.0, 5.0, 2000).reshape(50, 40)
 
 
-def started(root: Path, files: Files = FILE_SYSTEM, nonce: str = "n") -> WeightsCheckpointer:
-    saving = SavePolicy(root, async_save=True)
-    policy = WeightsPolicy(2, frozenset({0, 5}), torch.bfloat16, 0, saving)
-    found = WeightsCheckpointer(policy, single_rank_channel(), nonce=nonce, files=files)
+def started(root: Path, nonce: str = "n") -> WeightsCheckpointer:
+    policy = SavePolicy(root / "weights", async_save=True)
+    found = WeightsCheckpointer(policy, single_rank_channel(), nonce=nonce, dtype=torch.bfloat16)
     found.start()
     return found
 
@@ -39,12 +37,6 @@ def saved(root: Path, iteration: int) -> torch.Tensor:
     return load_file(root / "weights" / f"iter_{iteration:07d}" / "model.safetensors")["w"]
 
 
-def test_the_interval_and_the_steps_are_due(tmp_path: Path) -> None:
-    weights = started(tmp_path)
-    assert [iteration for iteration in range(8) if weights.is_due(iteration)] == [0, 2, 4, 5, 6]
-    weights.close()
-
-
 def test_later_changes_reach_neither_this_save_nor_the_next(tmp_path: Path) -> None:
     weights, values = started(tmp_path), VALUES.clone()
     given = contents(values, 2)
@@ -53,7 +45,7 @@ def test_later_changes_reach_neither_this_save_nor_the_next(tmp_path: Path) -> N
     assert weights.save(4, given) is None
     values.zero_()
     weights.close()
-    assert weights.saver.results.last_error is None
+    assert weights.results.last_error is None
     assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
     assert torch.equal(saved(tmp_path, 4), (VALUES + 1.0).to(torch.bfloat16))
 
@@ -88,7 +80,7 @@ def test_a_save_in_a_mode_is_followed_by_one_outside(
         weights.save(2, given)
     weights.save(4, given)
     weights.close()
-    assert weights.saver.results.last_error is None
+    assert weights.results.last_error is None
     assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
     assert torch.equal(saved(tmp_path, 4), VALUES.to(torch.bfloat16))
 
