@@ -70,20 +70,20 @@ def agree_on_state(
         with call.preparing():
             exchange = _Exchange(channel, rows, cache)
             exchange.documents |= {digests[kind]: data for kind, data in documents.items()}
-            wanted = {kind: exchange.lacking(kind) for kind in documents}
-            answer = [wanted, exchange.is_same, ""]
-            if not any(wanted.values()):
+            requests = {kind: exchange.lacking(kind) for kind in documents}
+            answer = [requests, exchange.is_same, ""]
+            if not any(requests.values()):
                 joined = exchange.join()
                 answer[2] = exchange.joint if len(exchange.joint) <= SMALL_TABLE_BYTES else ""
             before_decision()
-    wanted, is_same, joint = json.loads(call.decide(json.dumps(answer)))
-    if any(wanted.values()):
+    requests, is_same, joint = json.loads(call.decide(json.dumps(answer)))
+    if any(requests.values()):
         for kind in documents:
-            if channel.rank in wanted[kind]:
+            if channel.rank in requests[kind]:
                 channel.put(f"{call.key}/{kind}/{channel.rank}", documents[kind])
         with channel.agreed(f"{call.key}/joined"):
             if channel.coordinates:
-                exchange.receive(call.key, wanted)
+                exchange.receive(call.key, requests)
                 joined = exchange.join()
     if not is_same:
         if not joint:
@@ -111,8 +111,8 @@ class _Exchange:
         self._digests = {rank: digests for rank, (_, digests, _) in zip(channel.ranks, offers, strict=True)}
         self.documents = {digest: text.encode() for *_, small in offers for digest, text in small.items()}
         self.documents |= cache.tables
-        held = {digest for digest, *_ in offers}
-        is_known = cache.joint is not None and held == {cache.joint.digest}
+        joint_digests = {digest for digest, *_ in offers}
+        is_known = cache.joint is not None and joint_digests == {cache.joint.digest}
         self.is_same, self.joint = is_known and cache.digests == self._tables(), ""
 
     def _tables(self) -> tuple[str, ...]:
@@ -123,9 +123,9 @@ class _Exchange:
         first = {digests[kind]: rank for rank, digests in reversed(self._digests.items())}
         return sorted(rank for digest, rank in first.items() if digest not in self.documents)
 
-    def receive(self, key: str, wanted: dict[str, list[int]]) -> None:
+    def receive(self, key: str, requests: dict[str, list[int]]) -> None:
         """Wait for what the ranks were asked for."""
-        for kind, ranks in wanted.items():
+        for kind, ranks in requests.items():
             for rank in ranks:
                 data = self._channel.take(f"{key}/{kind}/{rank}", sender=f"rank {rank}")
                 self.documents[self._digests[rank][kind]] = data

@@ -330,7 +330,9 @@ def saved_numbers(
         MismatchError: for parameters from different groups, and for tensors from another place.
     """
     sources = [(name, *saved[name]) for name in group.names if name in saved]
-    odd_name, odd_numbers = next(((name, own) for name, _, own in sources if own != sources[0][2]), ("", None))
+    odd_name, odd_numbers = next(
+        ((name, numbers) for name, _, numbers in sources if numbers != sources[0][2]), ("", None)
+    )
     if odd_name and is_strict:
         raise MismatchError(
             "The parameters of a group were in groups of different numbers",

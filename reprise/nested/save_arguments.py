@@ -45,11 +45,11 @@ def check_options(
     Raises:
         ConfigError: naming the first.
     """
-    others: list[object] = [from_rank0]
+    mistakes: list[object] = [from_rank0]
     if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
-        others = [part for part in from_rank0 if not isinstance(part, str)]
+        mistakes = [part for part in from_rank0 if not isinstance(part, str)]
     for name, is_valid, expected, value in (
-        ("from_rank0", not others, 'texts in a list, such as ["*.running_*"]', next(iter(others), None)),
+        ("from_rank0", not mistakes, 'texts in a list, such as ["*.running_*"]', next(iter(mistakes), None)),
         (
             "max_checkpoint_keep",
             _is_int(max_checkpoint_keep, 0),

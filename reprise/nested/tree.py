@@ -356,8 +356,8 @@ def tree_of(
     return tree
 
 
-def _require_free(given: Mapping[str, object], reserved: Collection[str], argument: str, meaning: str) -> None:
-    keys = [key for key in reserved if key in given]
+def _require_free(values: Mapping[str, object], reserved: Collection[str], argument: str, meaning: str) -> None:
+    keys = [key for key in reserved if key in values]
     if keys:
         raise CheckpointError(
             f"`{argument}` has a key that stands for {meaning}", found=", ".join(keys), fix="Rename it."

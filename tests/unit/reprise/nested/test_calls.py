@@ -284,3 +284,9 @@ def test_a_value_in_a_tuple_cannot_be_filled(tmp_path: Path) -> None:
     with refused(CheckpointError, "/pair/1"):
         load_state_dict(path, {"pair": (torch.ones(1), 3)})
     load_state_dict(path, {"pair": [torch.ones(1), 0]})
+
+
+def test_a_tensor_of_another_dtype_and_the_same_bytes_is_refused(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"a": torch.ones(3, dtype=torch.complex64)}, iteration=1)
+    with refused(MismatchError, "/a", "complex64", "float32"):
+        load_state_dict(path, {"a": torch.ones(3, 2)}, strict=False)
