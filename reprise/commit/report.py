@@ -96,9 +96,9 @@ def require_readiness(offers: Mapping[int, Offer]) -> None:
     Raises:
         CheckpointError: with the first rank's reason, or the iterations and the ranks.
     """
-    for rank, offer in offers.items():
-        if offer.problem is not None:
-            raise CheckpointError(f"Rank {rank}: {offer.problem}".rstrip("."))
+    for rank in sorted(offers):
+        if (problem := offers[rank].problem) is not None:
+            raise CheckpointError(f"Rank {rank}: {problem}".rstrip("."))
     sides = sides_of({rank: offer.iteration for rank, offer in offers.items()})
     if len(sides) > 1:
         raise CheckpointError(
@@ -110,10 +110,10 @@ def require_readiness(offers: Mapping[int, Offer]) -> None:
 
 
 def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
-    """Group ranks by equal answers, in the order in which the answers first appear."""
+    """Group ascending ranks by equal answers, the side of the lowest rank first."""
     sides = defaultdict[object, list[int]](list)
-    for rank, answer in answers.items():
-        sides[answer].append(rank)
+    for rank in sorted(answers):
+        sides[answers[rank]].append(rank)
     return list(sides.values())
 
 

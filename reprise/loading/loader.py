@@ -347,11 +347,11 @@ class BlockReader:
                         direct = None if part is None else part.direct(block)
                         data = buffer[: block.hi - block.lo] if direct is None else direct
                         block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
-                        done = data.size if part is None or direct is not None else part.move(block.lo, data)
+                        size = data.size if part is None or direct is not None else part.move(block.lo, data)
                         with self._lock:
-                            self.done_bytes += done
+                            self.done_bytes += size
                             if part is not None:
-                                part.target.filled_bytes += done
+                                part.target.filled_bytes += size
                     with self._lock:
                         self.read_bytes += file.read_bytes
         finally:
