@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +15,11 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
+from reprise.loading.block_reader import BlockReader, Progress, host_memory
 from reprise.loading.blocks import PieceBlock, blocks_in
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, not_held, open_tensor_file
-from reprise.storage.worker import Worker
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, not_held
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
-
-MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
-PROGRESS_S = 1.0
-Progress = Callable[[int], object]
-# Seconds that an aborted load waits for threads that hang in a read.
-_LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +108,8 @@ def fill(
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # the filling threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
-    reader = BlockReader(checkpoint, _reads_of(checkpoint, places, targets), verify=verify, is_pinned=bool(devices))
+    reads = _reads_of(checkpoint, places, targets)
+    reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
     reader.run(threads, progress)
     for target in targets:
         if target.filled_bytes != target.box.numel:
@@ -151,6 +142,12 @@ def verify_blocks(
     """
     reads = _reads_of(checkpoint, places, _targets_of(checkpoint, places, live))
     BlockReader(checkpoint, ((block, None) for block, _ in reads)).run(threads, progress)
+
+
+def _pinned_memory() -> Bytes:
+    """Return memory for a block, from which a device copies."""
+    memory: Bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
 
 
 def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]) -> list[Target]:
@@ -245,6 +242,10 @@ class _Part:
             filled += common.numel
         return filled
 
+    def count(self, filled_bytes: int) -> None:
+        """Add to the bytes filled."""
+        self.target.filled_bytes += filled_bytes
+
 
 _Read = tuple[PieceBlock, _Part]
 
@@ -279,92 +280,6 @@ def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Pa
         gatherer.gather(note, block.packed, block.lo, buffer[: block.hi - block.lo], offset=block.place.offset)
         yield from ((checkpoint.path / block.place.file, start, end) for start, end in spans)
         spans.clear()
-
-
-class BlockReader:
-    """Reads and verifies blocks on several threads, which take them in the order of the files.
-
-    Args:
-        reads: the blocks, each with the part that takes its bytes; None for a block that is verified alone.
-        is_pinned: whether the bytes go on to a device.
-
-    Attributes:
-        read_bytes: read from the files: blocks are read completely, and narrow gaps along with them.
-        done_bytes: copied to parts, or verified.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        reads: Iterable[tuple[PieceBlock, _Part | None]],
-        *,
-        verify: bool = True,
-        is_pinned: bool = False,
-    ) -> None:
-        self._checkpoint, self._reads, self._verify, self._is_pinned = checkpoint, iter(reads), verify, is_pinned
-        self._lock, self._is_closed = threading.Lock(), False
-        self._taken = itertools.count()
-        self.read_bytes = self.done_bytes = 0
-
-    def run(self, threads: int | None, progress: Progress) -> None:
-        """Read until all is done, or a thread fails, which stops the others at their next block.
-
-        Blocks are taken in order and finished, so the failure with the lowest number is the first in the files,
-        regardless of thread timing.
-
-        Args:
-            threads: their number; by default the available cores, at most `MOST_THREADS`.
-            progress: called by the calling thread about once a second, and at the end, with the bytes done so far.
-        """
-        count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-        numbers = [0] * count  # by thread, that of its last block
-        pool = Worker("checkpoint-reader", threads=count)
-        jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]
-        try:
-            for job in jobs:
-                while not job.ends(PROGRESS_S):
-                    progress(self.done_bytes)
-        finally:
-            self.close()
-            pool.close(_LEAVE_S)
-        for _, job in sorted(zip(numbers, jobs, strict=True), key=operator.itemgetter(0)):
-            job.wait()
-        progress(self.done_bytes)
-
-    def close(self) -> None:
-        """Let no thread take another block."""
-        self._is_closed = True
-
-    def _work(self, numbers: list[int], thread: int) -> None:
-        """Read blocks in turn."""
-        gatherer = Gatherer()
-        memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
-        buffer: Bytes = memory.numpy()
-        try:
-            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):
-                with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
-                    for block, part in reads:
-                        direct = None if part is None else part.direct(block)
-                        data = buffer[: block.hi - block.lo] if direct is None else direct
-                        block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
-                        size = data.size if part is None or direct is not None else part.move(block.lo, data)
-                        with self._lock:
-                            self.done_bytes += size
-                            if part is not None:
-                                part.target.filled_bytes += size
-                    with self._lock:
-                        self.read_bytes += file.read_bytes
-        finally:
-            self.close()
-
-    def _take(self, numbers: list[int], thread: int) -> Iterator[tuple[PieceBlock, _Part | None]]:
-        while True:
-            with self._lock:
-                numbers[thread] = next(self._taken)
-                read = None if self._is_closed else next(self._reads, None)
-            if read is None:
-                return
-            yield read
 
 
 class Target:

@@ -13,8 +13,9 @@ from reprise.errors import LaunchError, MismatchError, PartialLoadError, Trainer
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
 from reprise.format.names import MANIFEST
+from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
-from reprise.loading.loader import LoadReport, Progress, fill, touched_pieces, verify_blocks
+from reprise.loading.loader import LoadReport, fill, touched_pieces, verify_blocks
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share

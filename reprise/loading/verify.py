@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping
 
 from reprise.format.layout import Place
+from reprise.loading.block_reader import BlockReader, Progress
 from reprise.loading.blocks import blocks_of
-from reprise.loading.loader import BlockReader, Progress
 from reprise.loading.reader import Checkpoint
 
 

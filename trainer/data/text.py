@@ -77,7 +77,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
     """
     if name is None or str(name) == BYTES:
         return bytes_encoder()
-    path = Path(name).expanduser()
+    path = name if isinstance(name, Path) else Path(name).expanduser()  # that of a store stays one
     raw = read_tokenizer(path)
     if raw == bytes_tokenizer():
         return bytes_encoder()

@@ -28,7 +28,7 @@ from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
-from reprise.loading import blocks, loader
+from reprise.loading import block_reader, blocks
 from reprise.loading.choose import LoadSource
 from reprise.loading.loader import LoadReport, check_tensors, fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
@@ -120,7 +120,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK_BYTES", 16)
         patch.setattr(blocks, "BLOCK_BYTES", 16)
-        patch.setattr(loader, "BLOCK_BYTES", 16)
+        patch.setattr(block_reader, "BLOCK_BYTES", 16)
         patch.setattr(joint_plan, "BLOCK_BYTES", 16)
         written = []
         for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
@@ -276,10 +276,10 @@ def test_a_failing_read_ends_the_load_and_names_the_file(
 
 
 def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, close = threading.Event(), loader.BlockReader.close
+    closed, close = threading.Event(), block_reader.BlockReader.close
     told, reads = list[bool](), itertools.count()
 
-    def close_and_tell(reader: loader.BlockReader) -> None:
+    def close_and_tell(reader: block_reader.BlockReader) -> None:
         close(reader)
         closed.set()
 
@@ -289,15 +289,15 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
         told.append(closed.wait(JOIN_S))
         return 0
 
-    monkeypatch.setattr(loader.BlockReader, "close", close_and_tell)
+    monkeypatch.setattr(block_reader.BlockReader, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
         Opened(large, Troubled(fail_once)).fill(threads=2)
     assert told in ([], [True])
 
 
 def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PROGRESS_S", 0.01)
-    monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(block_reader, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(block_reader, "_LEAVE_S", 0.01)
     released, reached = threading.Event(), list[int]()
 
     def hang() -> int:
@@ -321,7 +321,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
 
 
 def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(block_reader, "PROGRESS_S", 0.0)
     told, called, go_on = list[int](), set[int](), threading.Event()
 
     def progress(done: int) -> None:

@@ -1,0 +1,126 @@
+"""Reads and verifies the blocks of a checkpoint on several threads, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from reprise.format.manifest import BLOCK_BYTES
+from reprise.loading.blocks import PieceBlock
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, open_tensor_file
+from reprise.storage.worker import Worker
+
+MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
+PROGRESS_S = 1.0
+Progress = Callable[[int], object]
+# Seconds that an aborted load waits for threads that hang in a read.
+_LEAVE_S = 5.0
+
+
+def host_memory() -> Bytes:
+    """Return memory for a block."""
+    return np.empty(BLOCK_BYTES, np.uint8)
+
+
+class BlockPart(Protocol):
+    """The part of a block that goes to a live tensor."""
+
+    def direct(self, block: PieceBlock) -> Bytes | None:
+        """Return the memory that takes the bytes of a block as they are; None without."""
+
+    def move(self, lo: int, data: Bytes) -> int:
+        """Copy what belongs to the part of the packed piece's bytes from `lo` on; return the number of bytes."""
+
+    def count(self, filled_bytes: int) -> None:
+        """Add to the bytes filled."""
+
+
+class BlockReader:
+    """Reads and verifies blocks on several threads, which take them in the order of the files.
+
+    Args:
+        reads: the blocks, each with the part that takes its bytes; None for a block that is verified alone.
+        memory: makes the memory of a thread for a block.
+
+    Attributes:
+        read_bytes: read from the files: blocks are read completely, and narrow gaps along with them.
+        done_bytes: copied to parts, or verified.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        reads: Iterable[tuple[PieceBlock, BlockPart | None]],
+        *,
+        verify: bool = True,
+        memory: Callable[[], Bytes] = host_memory,
+    ) -> None:
+        self._checkpoint, self._reads, self._verify, self._memory = checkpoint, iter(reads), verify, memory
+        self._lock, self._is_closed = threading.Lock(), False
+        self._taken = itertools.count()
+        self.read_bytes = self.done_bytes = 0
+
+    def run(self, threads: int | None, progress: Progress) -> None:
+        """Read until all is done, or a thread fails, which stops the others at their next block.
+
+        Blocks are taken in order and finished, so the failure with the lowest number is the first in the files,
+        regardless of thread timing.
+
+        Args:
+            threads: their number; by default the available cores, at most `MOST_THREADS`.
+            progress: called by the calling thread about once a second, and at the end, with the bytes done so far.
+        """
+        count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+        numbers = [0] * count  # by thread, that of its last block
+        pool = Worker("checkpoint-reader", threads=count)
+        jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]
+        try:
+            for job in jobs:
+                while not job.ends(PROGRESS_S):
+                    progress(self.done_bytes)
+        finally:
+            self.close()
+            pool.close(_LEAVE_S)
+        for _, job in sorted(zip(numbers, jobs, strict=True), key=operator.itemgetter(0)):
+            job.wait()
+        progress(self.done_bytes)
+
+    def close(self) -> None:
+        """Let no thread take another block."""
+        self._is_closed = True
+
+    def _work(self, numbers: list[int], thread: int) -> None:
+        """Read blocks in turn."""
+        gatherer, buffer = Gatherer(), self._memory()
+        try:
+            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):
+                with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
+                    for block, part in reads:
+                        direct = None if part is None else part.direct(block)
+                        data = buffer[: block.hi - block.lo] if direct is None else direct
+                        block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
+                        size = data.size if part is None or direct is not None else part.move(block.lo, data)
+                        with self._lock:
+                            self.done_bytes += size
+                            if part is not None:
+                                part.count(size)
+                    with self._lock:
+                        self.read_bytes += file.read_bytes
+        finally:
+            self.close()
+
+    def _take(self, numbers: list[int], thread: int) -> Iterator[tuple[PieceBlock, BlockPart | None]]:
+        while True:
+            with self._lock:
+                numbers[thread] = next(self._taken)
+                read = None if self._is_closed else next(self._reads, None)
+            if read is None:
+                return
+            yield read
