@@ -98,8 +98,8 @@ class BlockReader:
 
     def _work(self, numbers: list[int], thread: int) -> None:
         """Read blocks in turn."""
-        gatherer, buffer = Gatherer(), self._memory()
         try:
+            gatherer, buffer = Gatherer(), self._memory()
             for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
                     for block, part in reads:

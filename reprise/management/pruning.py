@@ -168,12 +168,9 @@ def drop_optimizer(
             fix="Drop it in the folder of the run.",
         )
     with _owned(place, terms, dry_run=dry_run) as (checkpoints, lock):
-        try:
-            if lock is not None:
-                checkpoints.sweep()
-            return _drop(checkpoints, before, lock)
-        except OSError as error:
-            raise checkpoints.cannot_write(error) from error
+        if lock is not None:
+            checkpoints.sweep()
+        return _drop(checkpoints, before, lock)
 
 
 def _drop(folder: CheckpointFolder, before: int, lock: FolderLock | None) -> tuple[LightenedCheckpoint, ...]:
@@ -245,12 +242,19 @@ def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock
 
 @contextlib.contextmanager
 def _owned(place: Path, terms: FolderTerms, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, FolderLock | None]]:
-    """Yield the checkpoint folder at a place, and its lock, held meanwhile; no lock for a dry run."""
+    """Yield the checkpoint folder at a place, and its lock, held meanwhile; no lock for a dry run.
+
+    Raises:
+        CheckpointError: if the folder cannot be written, also by the block.
+    """
     folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
     lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     hold = contextlib.nullcontext() if lock is None else lock
-    with hold, hold:
-        yield folder, lock
+    try:
+        with hold, hold:
+            yield folder, lock
+    except OSError as error:
+        raise folder.cannot_write(error) from error
 
 
 def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_optimizer: bool = False) -> None:

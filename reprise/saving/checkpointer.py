@@ -158,6 +158,7 @@ class Checkpointer:
         self.wait()
         if self._newest[0] > iteration:
             self._newest = _NONE
+        self._in_doubt = [(attempt, full) for attempt, full in self._in_doubt if attempt.iteration <= iteration]
         retention, damaged, verified = self._policy.retention, self._damaged, self._verified
         self._owned.rewind(iteration, given_up, retention, damaged=damaged, verified=verified)
 

@@ -104,7 +104,7 @@ class OwnedFolder:
                 _log.info("swept %s, left by an interrupted save or deletion", path.name)
 
     def _take_lock(self) -> None:
-        self.lock = FolderLock(
+        self.lock = lock = FolderLock(
             self.folder.root,
             self._nonce,
             another=self.folder.terms.another,
@@ -112,7 +112,11 @@ class OwnedFolder:
             files=self.folder.files,
             owner=self,
         )
-        self.lock.acquire()
+        try:
+            lock.acquire()
+        except (LockError, OSError):
+            self.lock = None  # the next call asks again
+            raise
 
     def _committed_elsewhere(self) -> frozenset[str]:
         """Return the attempts committed by any host: what is prepared here of them is good. All ranks."""

@@ -84,6 +84,7 @@ class Writer:
                     )
                     ending.callback(target.close)
                     calls += [partial(self._write_extent, target, extent) for extent in plan.chunks.get(name) or [[]]]
+            self._go_on()  # a thread that hung makes no folder of an attempt aborted meanwhile
             # Never the folder's parent: if that is gone, the save must fail.
             for path in dict.fromkeys([self._folder, *(target.path.parent for target in self._targets.values())]):
                 with self._failing(path):

@@ -98,12 +98,12 @@ class RangeCache:
     def _fetch(self, ranges: list[_Range], part: _Range, fetch: Fetch, *, spills: bool) -> None:
         try:
             body = fetch(part.start, part.end - part.start)
+            place = self._spilled(body) if spills else None
         except Exception as error:
             with self._lock:
                 ranges.remove(part)
             part.body.set_exception(error)
             raise
-        place = self._spilled(body) if spills else None
         part.body.set_result(body if place is None else place)
         with self._lock:
             self.fetched_bytes += body.nbytes
@@ -117,10 +117,11 @@ class RangeCache:
 
     def _spilled(self, body: memoryview) -> int | None:
         """Write a range to disk and return its place there; None if there is no room."""
-        with self._lock:
-            place, self._spill_bytes = self._spill_bytes, self._spill_bytes + body.nbytes
         try:
-            FILE_SYSTEM.write(self._spill.fileno(), [body], offset=place)
+            with self._lock:  # which makes one file of all threads
+                descriptor = self._spill.fileno()
+                place, self._spill_bytes = self._spill_bytes, self._spill_bytes + body.nbytes
+            FILE_SYSTEM.write(descriptor, [body], offset=place)
         except OSError:
             return None
         return place

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,23 +143,28 @@ class CommandLine:
         return raw
 
     def _problems(self) -> list[str]:
-        """Return the problem of each override by itself, beside the groups of the command."""
-        groups = [word for word in self.overrides if is_dir(self.folder / word.partition("=")[0])]
-        problems = list[str]()
-        for word in self.overrides:
+        """Return the problem of each override by itself, beside the groups of the command that compose."""
+        names, problems, groups = {name for name, _ in self._groups()}, list[str](), list[str]()
+        for word in sorted(self.overrides, key=lambda word: word.partition("=")[0] not in names):
             try:
-                self._composed([*(group for group in groups if group != word), word])
-            except (HydraException, OmegaConfBaseException) as error:
-                problems.append(f"{_error_text(error)} {_suggestion(error) or ''}".rstrip())
+                _reported(partial(self._composed, [*groups, word]), [word])
+            except ConfigError as error:
+                problems.append(f"{error.found} {error.fix or ''}".rstrip())
+            else:
+                groups += [word] if word.partition("=")[0] in names else []
         return list(dict.fromkeys(problems))
 
-    def help(self) -> str:
-        """Return the text of `--help`."""
+    def _groups(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield the groups of all folders and their choices."""
         groups: dict[str, list[str]] = {}
         for folder in (self.folder, *self.folders):
             for group in filter(is_dir, sorted(folder.iterdir())):
                 groups.setdefault(group.name, []).extend(sorted(path.stem for path in matching(group, "*.yaml")))
-        lines = "\n".join(f"{name}: {', '.join(choices)}" for name, choices in groups.items())
+        yield from ((name, choices) for name, choices in groups.items() if choices)
+
+    def help(self) -> str:
+        """Return the text of `--help`."""
+        lines = "\n".join(f"{name}: {', '.join(choices)}" for name, choices in self._groups())
         return _HELP.format(groups=lines, config=OmegaConf.to_yaml(self.compose()))
 
 

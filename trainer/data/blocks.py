@@ -254,15 +254,16 @@ def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
 
 def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
     """Return the text of a line and its hash."""
-    key = part.options.key
+    key, value = part.options.key, None
     try:
-        text = json.loads(line)[key]
+        value = json.loads(line)
+        text = value[key]
         return text, xxhash.xxh3_64_intdigest(text.encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             "A line holds no document",
             where=f"{part.source.path}, line {number}",
             expected=f"a JSON object with a text under {key!r}",
-            found=f"{error!r:.99} in {line[:60].decode(errors='replace')}",
+            found=f"the keys {[*value]}" if isinstance(value, dict) and key not in value else f"{error!r:.99}",
             fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",
         ) from error

@@ -77,8 +77,8 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
 
     The file is read from its end, back to a line of training that stays: no line before it is of a later iteration.
     Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
-    both, and the next cut rewrites the side file. The file is replaced by a new one, so an older, suspended process
-    appends to the old, unlinked file when it continues.
+    both, and the next cut rewrites the side file. A file that is cut is replaced by a new one, so an older, suspended
+    process appends to the old, unlinked file when it continues.
 
     Args:
         owes_evaluation: also move the evaluation of `iteration`, because it will run again.

@@ -21,7 +21,11 @@ _NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 
 
 class TensorboardSink(MetricSink):
-    """Event files. TensorBoard drops points of abandoned iterations. After a disk error it starts a new file."""
+    """Event files. After a disk error it starts a new file.
+
+    A resume marks its first iteration, at which TensorBoard drops the points of abandoned ones: of each curve at its
+    next point. Other readers of the files see them.
+    """
 
     def __init__(self) -> None:
         self._folder = Path(_EVENTS)

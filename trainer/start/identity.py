@@ -271,7 +271,15 @@ def _launch_of(folder: CheckpointFolder) -> Sequence[str]:
     if lineage.launch or not is_file(path := folder.root / "launch.json"):
         return lineage.launch
     record = json_file.read(path)
-    return record.get("launches", ()) if iteration > record.get("began_at", FRESH) else ()
+    names, began_at = record.get("launches"), record.get("began_at")
+    if type(began_at) is not int or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            "The record of a launch is malformed",
+            where=path,
+            expected="names and an iteration",
+            fix="Delete it; the next start then follows checkpoint.load and checkpoint.ckpt_step.",
+        )
+    return names if iteration > began_at else ()
 
 
 def _write(folder: Path, lineage: Lineage, files: Files, another: str = RUN.another) -> None:

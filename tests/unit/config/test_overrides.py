@@ -197,3 +197,9 @@ def test_help_names_groups_and_missing_folders_are_refused(tmp_path: Path, capsy
     assert "seed: 7" in text
     with refused(ConfigError, f"{tmp_path}/none"):
         read_command(["--config-dir", f"{tmp_path}/none"])
+
+
+def test_every_problem_is_found_beside_a_group_that_is_wrong() -> None:
+    words = ["experiment=dmo", "train.train_itres=1", "optimizer.lr=fast", "x" * 300]
+    with refused(ConfigError, "experiment=demo", "train.train_iters", "optimizer.lr", "x" * 99):
+        compose(words)

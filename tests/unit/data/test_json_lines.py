@@ -51,7 +51,7 @@ def test_the_key_tells_documents_too(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_bytes(LINES.replace(b'"text"', b'"content"'))
     assert prepared(tmp_path / "out", path, "--key", "content") == of_texts(*DOCUMENTS)
-    with refused(DataError, '"content"', "--key"):
+    with refused(DataError, "'content'", "--key"):
         trained(tmp_path, path)
     assert prepared(tmp_path / "out", path, "--form", "text") == of_texts(path.read_text())
 

@@ -203,6 +203,15 @@ def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
     assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
 
 
+def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
+    folder = full_run(tmp_path)
+    (folder / "lock").unlink(missing_ok=True)
+    (folder / "lock").mkdir()
+    for call in CALLS:
+        with refused(CheckpointError, str(folder)):
+            call(folder)
+
+
 CALLS = [partial(reprise.prune, keep=1), partial(reprise.drop_optimizer, before=30)]
 
 

@@ -6,9 +6,11 @@ import errno
 import itertools
 import os
 import random
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,6 +71,34 @@ def test_threads_fetch_each_byte_once(size: int) -> None:
     assert [start for start, _ in fetches] == [0, *(end for _, end in fetches[:-1])]
     assert len(fetches) <= 2 + len(CONTENT) // size + 1
     assert ranges.fetched_bytes == len(CONTENT)
+
+
+def test_threads_that_spill_together_read_their_bytes() -> None:
+    fetched, ranges, ready = Fetched(), RangeCache(), threading.Barrier(8)
+    spans = list(itertools.pairwise(range(0, 9000, 1000)))
+
+    def fetch(offset: int, size: int) -> memoryview:
+        ready.wait()
+        return fetched(offset, size)
+
+    def read_spilled(span: Span) -> bytes:
+        buffer = bytearray(span[1] - span[0])
+        ranges.fill("x", memoryview(buffer), span[0], span, fetch, spills=True)
+        return bytes(buffer)
+
+    with ThreadPoolExecutor(8) as threads:
+        bodies = list(threads.map(read_spilled, spans))
+    assert bodies == [CONTENT[start:end] for start, end in spans]
+
+
+def test_a_range_that_cannot_be_kept_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched, ranges = Fetched(), RangeCache()
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            read(ranges, fetched, (0, 100), spills=True)
+    assert read(ranges, fetched, (0, 100), spills=True) == CONTENT[:100]  # it would wait forever for the first
+    assert fetched.spans == [(0, 100)] * 2
 
 
 def test_neighbors_share_a_request_and_gaps_are_not_read() -> None:
