@@ -2,7 +2,7 @@
 
 While torch builds an extension, a file `lock` lies in the extension's folder, and other processes wait for its end. A
 process that is killed leaves it there. In the user's cache that stops every later DeepSpeed process. Here the kernel's
-own lock, which ends with its process, says whether a session uses the folder.
+own lock, which ends with its process, says whether another run of the tests uses the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Kept from one session to the next, and removed with the virtual environment.
+# Kept from one run of the tests to the next, and removed with the virtual environment.
 FOLDER = Path(sys.prefix) / "build" / "torch_extensions"
 COMMAND = (sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()")
 

@@ -19,7 +19,6 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -131,15 +130,17 @@ class CommandLine:
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
         """Return the configuration. Values below a mapping that is null are set at last, as Hydra merges none there."""
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        later = [override for override in parsed if _is_below_null(override)]
-        words = [override.input_line or "" for override in parsed if override not in later]
+        null_keys = tuple(f"{name}." for name, _ in null_mappings())
+        below = [word for word in overrides if f"{word.lstrip('+').partition('=')[0]}.".startswith(null_keys)]
+        later = [parsed for parsed in OverridesParser.create().parse_overrides(below) if not parsed.is_sweep_override()]
+        lines = [parsed.input_line for parsed in later]
+        words = [word for word in overrides if word not in lines]
         if self.folders:
             words.append(f"hydra.searchpath=[{','.join(quote(f'{_scheme()}://{path}') for path in self.folders)}]")
         with hydra.initialize_config_dir(str(self.folder), version_base="1.3"):
             raw = hydra.compose(self.name, overrides=words)
-        for override in later:
-            _set(raw, override.key_or_group, override.value())
+        for parsed in later:
+            _set(raw, parsed.key_or_group, parsed.value())
         return raw
 
     def _problems(self) -> list[str]:
@@ -336,13 +337,6 @@ def _set(raw: DictConfig, key: str, value: object) -> None:
     # A nested section of the schema takes members only; a dict in its place would be of another type.
     is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
     OmegaConf.update(raw, key, value, merge=is_section)
-
-
-def _is_below_null(override: Override) -> bool:
-    """Return whether an override sets a mapping that is null by default, or a key of it."""
-    names = tuple(name for name, _ in null_mappings())
-    is_plain = not (override.is_delete() or override.is_sweep_override())
-    return is_plain and f"{override.key_or_group}.".startswith(tuple(f"{name}." for name in names))
 
 
 def _is_named(key: str, names: Collection[str]) -> bool:
