@@ -101,6 +101,11 @@ class Attempt:
         """Return the folder in which this host's ranks write."""
         return self.folder.partial(self.iteration, self.name)
 
+    @property
+    def target(self) -> Path:
+        """Return the path of the checkpoint that it becomes."""
+        return self.folder.iteration(self.iteration)
+
 
 def key_of(name: str) -> str:
     """Return the prefix of the keys of all messages on attempt `name`."""

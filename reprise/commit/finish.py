@@ -91,7 +91,7 @@ def rename(attempt: Attempt) -> bool:
 def _commit_failed(attempt: Attempt, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
-        where=error.filename or attempt.folder.partial(attempt.iteration, attempt.name),
+        where=error.filename or attempt.partial,
         expected=f"room for {attempt.layout.total_bytes} B",
         found=describe_free_space(attempt.folder.files, attempt.folder.root),
         fix="Committed checkpoints are untouched; make room or repair the disk.",

@@ -173,7 +173,7 @@ def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> Non
 
 def is_committed(attempt: Attempt) -> bool:
     """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
-    path = attempt.folder.iteration(attempt.iteration) / MANIFEST
+    path = attempt.target / MANIFEST
     try:
         return manifest.from_bytes(attempt.folder.files.read_whole(path), where=path).attempt == attempt.name
     except (OSError, TrainerError):

@@ -110,7 +110,7 @@ def fill(
         torch.accelerator.synchronize(device)
     reads = _reads_of(checkpoint, places, targets)
     reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
-    reader.run(threads, progress)
+    reader.run(threads if targets else 0, progress)
     for target in targets:
         if target.filled_bytes != target.box.numel:
             raise CheckpointError(
@@ -131,8 +131,8 @@ def verify_blocks(
     places: Mapping[str, Place],
     live: Sequence[LiveTensor],
     *,
-    threads: int | None = None,
-    progress: Progress = lambda _: None,
+    threads: int | None,
+    progress: Progress,
 ) -> None:
     """Verify each block that `fill` would read; no live memory changes.
 
@@ -140,8 +140,9 @@ def verify_blocks(
         CheckpointError: as `fill`.
         MismatchError: as `fill`.
     """
-    reads = _reads_of(checkpoint, places, _targets_of(checkpoint, places, live))
-    BlockReader(checkpoint, ((block, None) for block, _ in reads)).run(threads, progress)
+    targets = _targets_of(checkpoint, places, live)
+    reads = ((block, None) for block, _ in _reads_of(checkpoint, places, targets))
+    BlockReader(checkpoint, reads).run(threads if targets else 0, progress)
 
 
 def _pinned_memory() -> Bytes:

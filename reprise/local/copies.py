@@ -126,7 +126,7 @@ class Copies:
         """Send or receive, and close the links of this direction if that fails: a later save opens new ones."""
         is_done = False
         try:
-            call(open_checkpoint(attempt.folder.iteration(attempt.iteration), attempt.folder.files))
+            call(open_checkpoint(attempt.target, attempt.folder.files))
             is_done = True
         except (TrainerError, OSError) as error:
             problem = str(error).rstrip(".")

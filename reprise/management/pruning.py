@@ -22,9 +22,8 @@ from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, read_regular
 from reprise.stores.locations import is_stored, location
-from reprise.stores.path import StorePath, store_path
+from reprise.stores.path import StorePath
 from reprise.stores.store import ask
-from reprise.stores.url import StoreUrl
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,8 @@ def prune(
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
     place = location(folder)
-    if is_stored(place):
-        return _prune_stored(store_path(str(place)), Retention(keep, retain_interval), dry_run=dry_run)
+    if isinstance(place, StorePath):
+        return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
     with _owned(place, terms, dry_run=dry_run) as (checkpoints, lock):
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
@@ -123,15 +122,16 @@ def prune(
 
 
 def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> PruneReport:
-    url = StoreUrl.parse(str(path))
     folders = dict[int, tuple[str, int]]()
-    for name in ask(url, "names")[0]:
-        iteration, sizes = iteration_of(Path(name)), {file: status.st_size for file, status in (path / name).objects()}
-        if iteration is not None and MANIFEST in sizes:
+    for name in ask(path.url, "names")[0]:
+        if (iteration := iteration_of(Path(name))) is None:
+            continue
+        sizes = {file: status.st_size for file, status in (path / name).objects()}
+        if MANIFEST in sizes:
             folders[iteration] = name, sum(sizes.values())
     iterations = retention.expired(folders)
     for iteration in () if dry_run else iterations:
-        ask(url.child(folders[iteration][0]), "remove")
+        ask((path / folders[iteration][0]).url, "remove")
     expired = tuple(ExpiredCheckpoint(path / folders[n][0], n, folders[n][1]) for n in iterations)
     return PruneReport(expired, tuple(sorted(folders.keys() - set(iterations))), dry_run)
 

@@ -120,8 +120,11 @@ class _Exchange:
 
     def lacking(self, kind: str) -> list[int]:
         """Return the first rank with each table, or values, that has not come."""
-        first = {digests[kind]: rank for rank, digests in reversed(self._digests.items())}
-        return sorted(rank for digest, rank in first.items() if digest not in self.documents)
+        return sorted(rank for digest, rank in self._first_with(kind).items() if digest not in self.documents)
+
+    def _first_with(self, kind: str) -> dict[str, int]:
+        """Return by digest the first rank with each table, or values; the coordinator comes before all others."""
+        return {digests[kind]: rank for rank, digests in reversed(self._digests.items())}
 
     def receive(self, key: str, requests: dict[str, list[int]]) -> None:
         """Wait for what the ranks were asked for."""
@@ -136,15 +139,13 @@ class _Exchange:
         Raises:
             CheckpointError: if they do not fit together.
         """
-        cache, tables = self._cache, {rank: digests[_TABLE] for rank, digests in self._digests.items()}
+        cache = self._cache
         if not self.is_same:
             cache.joint, cache.digests = None, self._tables()
             cache.tables = {digest: self.documents[digest] for digest in cache.digests}
-            self.joint = join({rank: cache.tables[digest] for rank, digest in tables.items()})
+            self.joint = join({rank: cache.tables[digests[_TABLE]] for rank, digests in self._digests.items()})
             cache.joint = JointTable.from_text(self.joint)
-        first = {digests[_VALUES]: rank for rank, digests in reversed(self._digests.items())}
-        own_digest = self._digests[self._channel.rank][_VALUES]
-        ranks = {**first, own_digest: self._channel.rank}
+        ranks = self._first_with(_VALUES)
         if len(ranks) < 2:
             return None
         return join_sections(

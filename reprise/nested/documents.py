@@ -158,12 +158,12 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
 
 
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
-    """Refuse what each rank had of its own, if other numbers of ranks save and load.
+    """Refuse what each rank had of its own, if other numbers of ranks save and load; `read_values` has taken the state.
 
     Raises:
         MismatchError: naming the numbers.
     """
-    keys = map(keys_of_pointer, read_values(checkpoint).values)
+    keys = map(keys_of_pointer, upgraded(checkpoint.state)["values"])
     saved = {inner[1] for inner in keys if inner[0] == PER_RANK}
     if saved and len(saved) != world_size:
         raise MismatchError(

@@ -61,6 +61,7 @@ class Filling:
         self._stored, self._places = read_state(checkpoint), read_places(checkpoint)
         self._aliases = checkpoint.manifest.aliases
         names = {*self._places, *self._aliases}
+        self._modules = ((MODEL,), *(at for at, member in tree.objects.items() if isinstance(member, nn.Module)))
         self._other_names = {
             name: alias for alias, name in joint.aliases.items() if alias in names and name not in names
         }
@@ -156,8 +157,7 @@ class Filling:
 
     def _is_refused(self, keys: Keys) -> bool:
         """Return whether the load refuses a name that one side alone has."""
-        modules = (at for at, member in self._tree.objects.items() if isinstance(member, nn.Module))
-        is_of_model = any(keys[: len(module)] == module for module in ((MODEL,), *modules))
+        is_of_model = any(keys[: len(module)] == module for module in self._modules)
         return self._strict is not False and (self._strict != "model" or is_of_model)
 
     def _target(self, name: str) -> str:

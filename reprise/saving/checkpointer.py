@@ -18,7 +18,7 @@ from reprise.commit.hosts_commit import LocalSaves
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import TrainerError
-from reprise.format.layout import Layout, TensorKind
+from reprise.format.layout import Layout
 from reprise.loading.restorer import Restored
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
@@ -189,7 +189,7 @@ class Checkpointer:
             self._attempts.begin()  # all ranks count alike, wherever one of them fails
             self.wait()
             start = time.perf_counter()
-            has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
+            has_optimizer = contents.has_optimizer
             if not again and self._has(iteration, with_optimizer=has_optimizer):
                 _log.info("iteration %d is saved already, nothing to do", iteration)
                 if self._channel.coordinates:
@@ -215,7 +215,7 @@ class Checkpointer:
                 self.drain(_LINGER_S)  # what it has written is removed, and the next save finds an idle thread
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
-            self._ended(SaveReport(iteration, attempt.folder.iteration(iteration), 0, 0.0, error=problem))
+            self._ended(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
         self.results.blocked_s += time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
@@ -239,8 +239,8 @@ class Checkpointer:
         try:
             if snapshot.is_aborted and not job.is_done:
                 raise stalled(attempt)
-            job.wait(self._policy.commit_timeout_s, where=save_job.target)
-            self._newest = attempt.iteration, save_job.has_optimizer
+            job.wait(self._policy.commit_timeout_s, where=attempt.target)
+            self._newest = attempt.iteration, save_job.contents.has_optimizer
             self._in_doubt.clear()  # rank 0 makes its attempts in sequence, so all before it are decided
         except TrainerError as failure:
             error = failure
@@ -249,7 +249,7 @@ class Checkpointer:
                 if not messages.abort(self._channel, attempt, failure, save_job.shared):
                     error = in_doubt_error(attempt)
             if save_job.shared.current.outcome is not Outcome.FAILED:
-                self._in_doubt.append((attempt, save_job.has_optimizer))
+                self._in_doubt.append((attempt, save_job.contents.has_optimizer))
         except BaseException as interrupt:
             goes_on = self._policy.async_save and interrupt is not job.error
             raise
@@ -266,12 +266,11 @@ class Checkpointer:
         Only the newest saved or loaded is asked about: a run ends with a save of it. An older iteration is saved again,
         whether retention has deleted it or not. An attempt in doubt counts if it was committed all the same.
         """
-        attempts = [(attempt, full) for attempt, full in self._in_doubt if attempt.iteration == iteration]
-        candidates = [
-            self._newest,
-            *((iteration, full) for attempt, full in attempts if messages.is_committed(attempt)),
-        ]
-        return any(number == iteration and full >= with_optimizer for number, full in candidates)
+        newest, is_full = self._newest
+        return (newest == iteration and is_full >= with_optimizer) or any(
+            attempt.iteration == iteration and full >= with_optimizer and messages.is_committed(attempt)
+            for attempt, full in self._in_doubt
+        )
 
     def _let_go(self, save_job: SaveJob) -> None:
         """Release live memory, as nothing waits for this save any more."""

@@ -18,7 +18,6 @@ from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
 from reprise.errors import CheckpointError, LaunchError, TrainerError
-from reprise.format.layout import TensorKind
 from reprise.format.manifest import TensorEntry, Written
 from reprise.ranks.channel import StoreChannel
 from reprise.saving.column_sharing import LocalRanks
@@ -91,15 +90,6 @@ class SaveJob:
         return self.job.is_done or self.snapshot.is_aborted
 
     @property
-    def target(self) -> Path:
-        """Return the path of the checkpoint."""
-        return self.attempt.folder.iteration(self.attempt.iteration)
-
-    @property
-    def has_optimizer(self) -> bool:
-        return any(spec.kind is TensorKind.OPTIMIZER for spec in self.contents.specs)
-
-    @property
     def written_bytes(self) -> int:
         return sum(piece.hi - piece.lo for piece in self.plan.pieces)
 
@@ -107,7 +97,7 @@ class SaveJob:
         """Return the report of this save, which has ended. Main thread."""
         return SaveReport(
             self.attempt.iteration,
-            self.target,
+            self.attempt.target,
             written_bytes=self.written_bytes,
             seconds=(self.committed_at or time.perf_counter()) - self.start,
             blocked_s=self.blocked_s + self.snapshot.blocked_s,
@@ -251,7 +241,7 @@ def stalled(attempt: Attempt) -> CheckpointError:
     """Return the error of a save aborted while live memory had to stay unchanged."""
     return CheckpointError(
         "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
-        where=attempt.folder.iteration(attempt.iteration),
+        where=attempt.target,
         expected="a chunk within the time in which a training step may wait for it",
         fix="Training continues and committed checkpoints are untouched; look at the file system.",
     )
@@ -261,7 +251,7 @@ def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointErro
     """Return the error of a save without room on the device for its copies."""
     return CheckpointError(
         "A save found no memory on the device for copies of tensors that may change at any time",
-        where=attempt.folder.iteration(attempt.iteration),
+        where=attempt.target,
         found=str(error).splitlines()[0],
         fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
     )
@@ -271,7 +261,7 @@ def in_doubt_error(attempt: Attempt) -> CheckpointError:
     """Return the error of a save in doubt: no rank waits any longer, and it may have become a checkpoint."""
     return CheckpointError(
         "A save did not end in time, and may still be committed",
-        where=attempt.folder.iteration(attempt.iteration),
+        where=attempt.target,
         expected="an end within commit_timeout_s",
         fix="The disk or a peer hangs; the next save looks for it.",
     )

@@ -116,7 +116,7 @@ class MirrorPass:
         self._lineage = _lineage_at(newest, _digest(newest))
         if self._record is None:
             self._write(self._surveyed())
-        for name, entry in dict(self._committed).items():
+        for name, entry in self._committed.items():
             if self._lineage.branches and not self._lineage.admits(entry.lineage, iteration_in(name)):
                 self._remove(name)
                 _log.info("%s is deleted in %s: the run has given it up", name, self._url)

@@ -87,6 +87,10 @@ class Contents:
     is_own: bool = False
     syncs: tuple[Callable[[], None], ...] = ()
 
+    @property
+    def has_optimizer(self) -> bool:
+        return any(spec.kind is TensorKind.OPTIMIZER for spec in self.specs)
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
