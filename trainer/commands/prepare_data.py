@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,7 +31,7 @@ from trainer.config.overrides import text_value
 from trainer.data.blocks import RAW_FORMS, TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.section import DataKind
-from trainer.data.sources import TextSource, find_files, text_sources
+from trainer.data.sources import TextSource, text_sources
 from trainer.data.text import BYTES
 
 FINE, IMPOSSIBLE = 0, 2
@@ -135,8 +136,8 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
 
 def _sources(patterns: Sequence[str], *, is_raw: bool) -> list[TextSource]:
     """Return the files of patterns, in their order; arrays of tokens in the order of their paths."""
-    names = [str(path) for pattern in patterns for path in find_files(pattern)] if is_raw else patterns
-    return [source for name in names for source in text_sources(name)]
+    groups = [text_sources(pattern) for pattern in patterns]
+    return [source for group in groups for source in (sorted(group, key=attrgetter("path")) if is_raw else group)]
 
 
 def _parser() -> argparse.ArgumentParser:

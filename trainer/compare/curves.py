@@ -101,6 +101,11 @@ class Sides:
         iterations: Integers = self.base.iterations[self.unequal.any(axis=0)]
         return iterations
 
+    @property
+    def sizes(self) -> Floats:
+        """The absolute differences of the losses."""
+        return absolute_differences(self.base.values[0], self.test.values[0])
+
     def differences(self, most: int) -> list[CurveDifference]:
         """Return the differences of the first iterations, in order."""
         places = numpy.flatnonzero(self.unequal.any(axis=0))[:most]
@@ -212,10 +217,13 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     start = of_test.iterations.min() if len(of_test) else 0
     prefix = int((missing < start).sum()) if allow_missing_prefix else 0
     is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT)
-    is_equal &= ~certainly_differ(points.base, points.test).any(axis=0)
-    unequal_losses = certainly_differ(evaluations.base, evaluations.test)[0]
-    is_equal &= ~numpy.isin(common, evaluations.base.iterations[unequal_losses])
-    sizes = absolute_differences(points.base.values[0], points.test.values[0])
+    other_bits, other_losses = (
+        sides.unequal if tolerance is None else certainly_differ(sides.base, sides.test)
+        for sides in (points, evaluations)
+    )
+    is_equal &= ~other_bits.any(axis=0)
+    is_equal &= ~numpy.isin(common, evaluations.base.iterations[other_losses[0]])
+    sizes = points.sizes
     largest = points.difference(int(sizes.argmax()), 0) if sizes.size else None
     return Comparison(
         base=base,

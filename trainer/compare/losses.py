@@ -12,12 +12,11 @@ from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import evaluation_table, read_evaluations, with_losses
 from trainer.compare.plot import plot_comparisons
-from trainer.compare.read import LLMC_LOG, read_curves
+from trainer.compare.read import DTYPES, LLMC_LOG, read_curves
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
 from trainer.metrics.json_lines import METRICS
 
 _SUFFIXES = (".log", ".txt", ".jsonl")
-_DTYPES = {"bfloat16": ("bfloat16", "bf16"), "float32": ("float32", "fp32")}
 
 
 def compare_losses(options: Namespace) -> tuple[str, bool]:
@@ -100,7 +99,7 @@ def _is_log_folder(path: str) -> bool:
 def _dtype_in_name(path: str) -> str | None:
     """Return the dtype in the name of a log such as `gpt2_1_bfloat16.log`; None if there is none."""
     name = Path(path).stem.lower()
-    return next((dtype for dtype, words in _DTYPES.items() if any(word in name for word in words)), None)
+    return next((dtype for word, dtype in DTYPES.items() if word in name), None)
 
 
 def _logs(folder: str) -> dict[str, str]:

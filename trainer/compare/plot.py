@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from trainer.compare.curves import Comparison, Curve, absolute_differences
+from trainer.compare.curves import Comparison, Curve
 from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
 from trainer.compare.table import short_verdict
@@ -60,16 +60,16 @@ def draw_comparisons(
     figure.suptitle(title, fontsize=13)
     styles = [_BASE_STYLE, *(_style(number, len(comparisons)) for number in range(len(comparisons)))]
     _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", styles[0])
-    sizes = [_sizes(comparison) for comparison in comparisons]
+    sizes = [comparison.points.sizes for comparison in comparisons]
     for comparison, name, style, differences in zip(comparisons, names[1:], styles[1:], sizes, strict=True):
         _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
-        _draw_sizes(lower, *differences, style)
+        _draw_sizes(lower, comparison.points.base.iterations, differences, style)
     for axes, metric in zip(panels, metrics, strict=True):
         _draw_metric(axes, metric, evaluations, styles)
     limit = single.tolerance.absolute if single and single.tolerance else 0.0
     if limit > 0:
         lower.axhline(limit, color=_DIFFERENCE_COLOUR, linestyle="--", linewidth=1)
-    _scale_differences(lower, numpy.concatenate([differences for _, differences in sizes]), limit)
+    _scale_differences(lower, numpy.concatenate(sizes), limit)
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
     lower.set_xlabel("iteration")
@@ -108,12 +108,6 @@ def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> N
     marker = "o" if len(iterations) == 1 else None
     axes.plot(iterations, numpy.where(is_finite, losses, math.nan), label=label, marker=marker, **style)
     _mark(axes, iterations[~is_finite], f"nan or inf in {label.partition(':')[0]}", style["color"], 0.04)
-
-
-def _sizes(comparison: Comparison) -> tuple[Integers, Floats]:
-    """Return the common iterations, and the differences of their losses."""
-    base, test = comparison.points.base, comparison.points.test
-    return base.iterations, absolute_differences(base.values[0], test.values[0])
 
 
 def _draw_sizes(axes: Any, iterations: Integers, sizes: Floats, style: dict[str, Any]) -> None:

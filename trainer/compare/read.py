@@ -24,7 +24,7 @@ from trainer.workers import spawned_pool
 
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
-_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by their names
 _HEAD_BYTES = 1 << 16
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _MOST_BYTES = 4 << 30  # of a text log, which is held in memory
@@ -141,4 +141,4 @@ def read_dtype(config: Path) -> str | None:
     section = re.search(r"^train:[^\S\n]*\n((?:[^\S\n]+.*\n?|[^\S\n]*\n)*)", text, re.MULTILINE)
     child = section and re.match(r"(?:[^\S\n]*(?:#.*)?\n)*([^\S\n]+)", section[1])
     dtype = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
-    return _DTYPES.get(dtype[1].lower()) if dtype else None
+    return DTYPES.get(dtype[1].lower()) if dtype else None

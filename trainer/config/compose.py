@@ -27,10 +27,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from reprise.errors import ConfigError
-from reprise.storage import SMALL_BYTES, Files, is_dir, matching, read_regular
+from reprise.storage import SMALL_BYTES, Files, is_dir, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
-from trainer.config.options import CONFIGS, keys, null_mappings
+from trainer.config.options import CONFIGS, choices_in, keys, null_mappings
 from trainer.config.overrides import escape, is_other_text, quote, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
@@ -159,8 +159,8 @@ class CommandLine:
         """Yield the groups of all folders and their choices."""
         groups: dict[str, list[str]] = {}
         for folder in (self.folder, *self.folders):
-            for group in filter(is_dir, sorted(folder.iterdir())):
-                groups.setdefault(group.name, []).extend(sorted(path.stem for path in matching(group, "*.yaml")))
+            for group, names in choices_in(folder).items():
+                groups.setdefault(group, []).extend(names)
         yield from ((name, choices) for name, choices in groups.items() if choices)
 
     def help(self) -> str:

@@ -68,13 +68,18 @@ def null_mappings(section: Any = Config, prefix: str = "") -> Iterator[tuple[str
             yield from null_mappings(kind, f"{key}.")
 
 
+def choices_in(folder: Path) -> dict[str, list[str]]:
+    """Return the choices of each group in a folder of configurations."""
+    groups_there = sorted(path for path in folder.iterdir() if is_dir(path))
+    return {group.name: sorted(path.stem for path in matching(group, "*.yaml")) for group in groups_there}
+
+
 def groups() -> Iterator[tuple[str, list[str]]]:
     """Yield the groups of the configuration and their choices, the default in bold."""
     top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
-    for folder in sorted(path for path in CONFIGS.iterdir() if is_dir(path)):
-        default = re.search(rf"^  - {folder.name}: (\w+)", top, flags=re.M)
-        names = sorted(path.stem for path in matching(folder, "*.yaml"))
-        yield folder.name, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
+    for group, names in choices_in(CONFIGS).items():
+        default = re.search(rf"^  - {group}: (\w+)", top, flags=re.M)
+        yield group, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
 
 
 def _rows(section: Any, prefix: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from reprise.errors import DataError, count_of
 from trainer.data.blend import Blend
 from trainer.data.document_table import table_of
-from trainer.data.documents import PADDED, DocumentMarks
+from trainer.data.documents import PADDED, DocumentMarks, uses_index
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile, listed
@@ -65,8 +65,8 @@ class Samples:
         self._files, self._marks = tuple(files), marks
         self.seq_length = seq_length
         self._cuts_documents = per_document
-        uses_index = per_document or (marks is not None and marks.end_of_text is None)
-        self._tables = [table_of(file, seq_length=seq_length, cache=cache) if uses_index else None for file in files]
+        has_tables = uses_index(marks, per_document=per_document)
+        self._tables = [table_of(file, seq_length=seq_length, cache=cache) if has_tables else None for file in files]
         sizes, lengths = [max(file.count - 1, 0) // seq_length for file in files], [file.count for file in files]
         if per_document:
             tables = [table for table in self._tables if table is not None]

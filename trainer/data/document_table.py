@@ -87,7 +87,7 @@ class DocumentTable:
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.begins[block], self.begins[block + 1]):
             raise damaged(self.documents.path, "the documents of the start", "others: it was overwritten")
-        return np.pad(borders, (0, STRIDE + 1 - borders.size), mode="edge")
+        return np.append(borders, np.repeat(borders[-1:], STRIDE + 1 - borders.size))
 
 
 def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again: bool = False) -> DocumentTable:

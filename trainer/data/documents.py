@@ -70,6 +70,11 @@ def window_form(section: DataSection) -> WindowForm:
     return WindowForm(section.document_mask, is_padded=section.samples is SampleCut.per_document)
 
 
+def uses_index(marks: DocumentMarks | None, *, per_document: bool) -> bool:
+    """Return whether samples depend on the index of documents beside the tokens."""
+    return per_document or (marks is not None and marks.end_of_text is None)
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentMarks:
     """Where documents begin: behind every token `end_of_text`; if it is None, where the index of the file says.

@@ -168,7 +168,7 @@ def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
     beginnings: dict[tuple[int, bytes], list[Path]] = {}
     try:
         sizes = {path.stat().st_size for path in valid}
-        for path in train:
+        for path in train if sizes else ():
             if path.stat().st_size in sizes:
                 beginnings.setdefault(_beginning(path), []).append(path)
         for path in valid if beginnings else ():

@@ -90,8 +90,9 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=file.read), identity
     if is_folder(path):
-        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(open_folder(path))).hex()}
-        return replace(folder_source(path, plain), tokenizer={}), identity
+        folder = open_folder(path)
+        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
+        return replace(folder_source(folder, plain), tokenizer={}), identity
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

@@ -15,7 +15,7 @@ from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.loading import Chooser, LoadSource, open_checkpoint
 from reprise.storage import FILE_SYSTEM, Files
-from trainer.interop.hf.folder import folder_source, is_folder
+from trainer.interop.hf.folder import folder_source, is_folder, open_folder
 from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
 
@@ -41,7 +41,7 @@ def open_model(
         TrainerError: if there is no model, it is damaged, or its family is not supported.
     """
     if is_folder(path) and not averages:
-        source = folder_source(path)
+        source = folder_source(open_folder(path))
         return _filled(source.model, source.read, device), path
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from trainer.compare.curves import QUANTITIES, Curve, absolute_differences, compare, tolerance_of
+from trainer.compare.curves import QUANTITIES, Curve, compare, tolerance_of
 from trainer.compare.read import CONFIG_FILE, read_dtype
 from trainer.metrics.log_file import Floats, Integers, MetricColumns
 from trainer.report.history import History
@@ -19,8 +19,7 @@ def difference_of(base: History, test: History) -> tuple[Integers, Floats, str]:
     """
     curves = [_curve_of(history) for history in (base, test)]
     comparison = compare(*curves, tolerance=tolerance_of(*curves))
-    a, b = comparison.points.base, comparison.points.test
-    return a.iterations, absolute_differences(a.values[0], b.values[0]), comparison.verdict
+    return comparison.points.base.iterations, comparison.points.sizes, comparison.verdict
 
 
 def _curve_of(history: History) -> Curve:

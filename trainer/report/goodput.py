@@ -13,6 +13,7 @@ from trainer.metrics.log_file import Floats, MetricsLog
 from trainer.report.history import (
     BLOCKED,
     DATA,
+    SAVES,
     SECONDS,
     TIME,
     History,
@@ -87,7 +88,7 @@ def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> fl
 def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the seconds from the last work of each launch to its end, where it saved meanwhile."""
     work = _sorted([*(log.columns.column(TIME) for log in logs), _times_of(logs, "evaluation", "sample")])
-    saves = _sorted([_times_of(logs, "save", "local_save", "weights_save")])
+    saves = _sorted([_times_of(logs, *SAVES)])
     seconds = 0.0
     for launch in launches:
         place = int(numpy.searchsorted(work, launch.ended, side="right"))

@@ -19,6 +19,7 @@ from trainer.metrics.log_file import Floats, MetricsLog, read_log
 
 SAMPLES, SPEED, SECONDS = "consumed_samples", "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
+SAVES = ("save", "local_save", "weights_save")  # the events of saves
 _LARGEST = 1e300  # a number of a record, whose sums are finite
 
 

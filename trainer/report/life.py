@@ -16,9 +16,7 @@ from reprise.storage import Json, is_locked
 from trainer.compare.evaluations import read_evaluations
 from trainer.compare.text_table import duration
 from trainer.metrics.json_lines import LATEST
-from trainer.report.history import TIME, History, LaunchSpan, events_of, sum_of
-
-SAVES = ("save", "local_save", "weights_save")
+from trainer.report.history import SAVES, TIME, History, LaunchSpan, events_of, sum_of
 
 
 class LifeEvent(NamedTuple):

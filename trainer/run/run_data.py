@@ -26,7 +26,7 @@ from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of, identity
 from trainer.data.document_table import table_of
-from trainer.data.documents import DocumentMarks
+from trainer.data.documents import DocumentMarks, uses_index
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
@@ -210,7 +210,8 @@ def _open(config: Config) -> _OpenFiles:
     refuse_shared([*itertools.chain(*paths.values())], valid)
     paths[_VALID] = valid if config.train.eval_interval else []
     open_file = _OPENERS.get(config.data.kind, open_token_file)
-    sides = {key: open_token_files(members, open_file) for key, members in paths.items()}
+    opened = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
+    sides = {key: list(itertools.islice(opened, len(members))) for key, members in paths.items()}
     return _OpenFiles(sides, weights, _marks(config, corpora[0]) if config.data.document_mask else None)
 
 
@@ -248,12 +249,12 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
     """Return the digests of the files, after checking every token against the model's vocabulary."""
     cache, read_again, reports = data_cache(config), config.data.verify is DigestSource.full, list[_FileReport]()
-    uses_index = config.data.samples is SampleCut.per_document or (files.marks and files.marks.end_of_text is None)
+    has_tables = uses_index(files.marks, per_document=config.data.samples is SampleCut.per_document)
     for key, file in files:
         digest, documents = digest_of(file, cache=cache, read_again=read_again), ""
         if digest.largest >= config.model.vocab_size:
             check_tokens(file, config.model.vocab_size)
-        if uses_index:
+        if has_tables:
             length = config.train.seq_length
             documents = table_of(file, seq_length=length, cache=cache, read_again=read_again).digest
         reports.append(_FileReport(key, str(file.path), digest, documents))

@@ -226,23 +226,21 @@ def _stored_name(folder: HfFolder, name: str) -> str:
     return name if name in folder.tensors else name.split(".", 1)[1]
 
 
-def folder_source(path: Path, model: ModelConfig | None = None) -> StateSource:
+def folder_source(folder: HfFolder, model: ModelConfig | None = None) -> StateSource:
     """Return the weights of a folder as a source, and log the settings of its files that the model does not have.
 
     Args:
         model: the expected model; by default the folder's own.
 
     Raises:
-        CheckpointError: if it is not such a folder, or is damaged.
-        MismatchError: if its model is not supported, or another one.
+        MismatchError: if its tensors or its model are others.
     """
-    folder = open_folder(path)
     expected = folder.model if model is None else model
-    for line in [*([] if model is None else differences(folder.model, model, where=path)), *folder.lost]:
+    for line in [*([] if model is None else differences(folder.model, model, where=folder.path)), *folder.lost]:
         _log.warning(line)
     tensors = stored_tensors(folder, expected)
     check_tied(folder, expected)
-    return StateSource(expected, 0, False, tensors.__getitem__, tokenizer_files_in(path))
+    return StateSource(expected, 0, False, tensors.__getitem__, tokenizer_files_in(folder.path))
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:

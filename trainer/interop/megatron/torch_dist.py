@@ -259,8 +259,8 @@ def _optimizer(
         )
     if any(is_bucket(key) for key in dcp.tensors):
         buckets = Buckets.open(dcp, files.weight, tensors, RankCopies(options.from_rank0))
-        kinds = {MASTERS: _COPIES[0], **dict(zip(MOMENTS, MOMENTS, strict=True))}
-        return {key: partial(buckets.read, kind) for key, kind in kinds.items()}, _saved_groups(dcp)
+        kinds = zip((MASTERS, *MOMENTS), (_COPIES[0], *MOMENTS), strict=True)
+        return {key: partial(buckets.read, kind) for key, kind in kinds}, _saved_groups(dcp)
     _refuse_others(dcp)
     require_moments(signs_of_moments(common, dcp.path), options, where=dcp.path)
     _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
