@@ -13,8 +13,7 @@ import multiprocessing.synchronize  # noqa: F401
 import pytest  # noqa: F401
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.pipelining
-import torch.profiler
-import torch.utils.tensorboard  # noqa: F401
+import torch.profiler  # noqa: F401
 
 import reprise
 import tests.crash.hosts
@@ -26,6 +25,7 @@ import trainer.config.compose
 import trainer.launch.process_group
 import trainer.launch.relaunch
 import trainer.launch.watchdog
+import trainer.metrics.event_file
 import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
 import trainer.record.versions

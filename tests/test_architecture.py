@@ -205,9 +205,8 @@ ONLY_IN = {
     "matplotlib": "trainer.compare.figure",
     "pyarrow": "trainer.data.text_file",
     "zstandard": "trainer.data.text_file",
-    "torch.utils.tensorboard": "trainer.metrics.tensorboard_sink",
     "obstore": "reprise.stores.client",
-    "tensorboard": "trainer.publish.tensorboard_tracker",
+    "tensorboard": "trainer.metrics.event_file",
     "wandb": "trainer.publish.wandb_tracker",
     "swanlab": "trainer.publish.swanlab_tracker",
     "mlflow": "trainer.publish.mlflow_tracker",
@@ -325,7 +324,7 @@ NOT_IMPORTED = {
     "moto": "tests/stores starts its server as a process",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
-IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}
+IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-import threading
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from reprise.storage import Files, matching
 from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
+
+if TYPE_CHECKING:
+    from trainer.metrics.event_file import EventFile
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +33,9 @@ class TensorboardSink(MetricSink):
 
     def __init__(self) -> None:
         self._folder = Path(_EVENTS)
-        self._writer: Any = None
+        self._file: EventFile | None = None
         self._purge_step = 1
         self._has_lost_points = False
-        self._lock = threading.Lock()  # a save syncs while training writes
 
     def start(self, position: RunPosition) -> None:
         self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
@@ -42,43 +45,31 @@ class TensorboardSink(MetricSink):
         if record.curves or record.texts:
             self._plot(lambda: self._add(record), record.iteration)
 
-    def sync(self) -> None:
-        if self._writer is not None:
-            self._plot(self._flush, self._purge_step)
-
     def close(self) -> None:
-        if self._writer is not None:
-            self._plot(lambda: self._writer.close(), self._purge_step)
+        if self._file is not None:
+            self._plot(self._file.close, self._purge_step)
 
     def _add(self, record: MetricRecord) -> None:
-        for tag, value in record.curves.items():
-            self._opened_writer().add_scalar(tag, value, record.iteration)
-        for tag, text in record.texts.items():
-            indented = "    " + text.replace("\n", "\n    ")  # which Markdown shows as it is
-            self._opened_writer().add_text(tag, indented, record.iteration)
+        from trainer.metrics.event_file import EventFile, event, point, verbatim
 
-    def _flush(self) -> None:
-        if self._writer is not None:  # still, as another thread may have dropped it
-            self._writer.flush()
-
-    def _opened_writer(self) -> Any:
-        if self._writer is None:  # made with the first point: a run that does nothing leaves no file
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        return self._writer
+        if self._file is None:  # made with the first point: a run that does nothing leaves no file
+            self._folder.mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+            self._file = EventFile(self._folder / name, purge_step=self._purge_step)
+        values = [point(tag, value) for tag, value in record.curves.items()]
+        values += [verbatim(tag, text) for tag, text in record.texts.items()]
+        self._file.write([event(record.iteration, values)])
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
-        """Call TensorBoard; after a disk error the next point starts a new file."""
-        with self._lock:
-            try:
-                call()
-                self._has_lost_points = False
-            except OSError as error:
-                if not self._has_lost_points:
-                    _log.error("%s lacks points: %s", self._folder, error)
-                self._has_lost_points = True
-                self._writer, self._purge_step = None, iteration + 1
+        """Write points; after a disk error the next point starts a new file."""
+        try:
+            call()
+            self._has_lost_points = False
+        except OSError as error:
+            if not self._has_lost_points:
+                _log.error("%s lacks points: %s", self._folder, error)
+            self._has_lost_points = True
+            self._file, self._purge_step = None, iteration + 1
 
 
 def put_before(folder: Path, second: int, files: Files) -> None:
