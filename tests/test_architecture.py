@@ -324,7 +324,9 @@ NOT_IMPORTED = {
     "moto": "tests/stores starts its server as a process",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
-IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core"}
+IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "pyyaml": "yaml"}
+# Extras that serve the project's own tests and pages.
+OWN_EXTRAS = {"test", "check", "docs", "corpus", "loops", "interop", "eval"}
 
 
 @dataclass(frozen=True)
@@ -1003,13 +1005,30 @@ def test_a_cycle_of_imports_is_named() -> None:
     assert no_cycles([a, b]) == []
 
 
+def required(requirement: str) -> tuple[str, str]:
+    """Return the names of a requirement and of its module."""
+    name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+    return name, IMPORT_NAMES.get(name, name)
+
+
+def test_every_import_is_a_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = set(project["dependencies"]).union(
+        *(needs for extra, needs in project["optional-dependencies"].items() if extra not in OWN_EXTRAS)
+    )
+    modules = {required(requirement)[1] for requirement in requirements}
+    sources = [source for source in PRODUCT if not is_or_in(source.module, "scripts")]
+    imported = {name.split(".")[0] for source in sources for name in source.imports}
+    # Two trackers need requests, and install it.
+    assert imported - modules - set(sys.stdlib_module_names) - {"requests", "reprise", "trainer", "models"} == set()
+
+
 def unused_dependencies(requirements: Sequence[str], sources: Sequence[Source], tools: str) -> list[str]:
     """Return the requirements that no source imports and that are no word of `tools`."""
     imported = {name for source in sources for name in source.imports}
     found = []
     for requirement in requirements:
-        name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
-        module = IMPORT_NAMES.get(name, name)
+        name, module = required(requirement)
         if not any(is_or_in(i, module) for i in imported) and not re.search(rf"\b{re.escape(name)}\b", tools):
             found.append(name)
     return found
