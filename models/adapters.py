@@ -1,7 +1,7 @@
-"""The low-rank adapters of a model as data: which projections have one, their tensors and names. Without torch.
+"""A model's low-rank adapters as data: adapted projections, tensors and names. Does not import torch.
 
-On disk an adapter has the names and shapes of PEFT, `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`.
-Source: `peft.tuners.lora` and `peft.utils.save_and_load` of PEFT 0.21.
+On disk an adapter has PEFT's names and shapes, `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`.
+Source: `peft.tuners.lora` and `peft.utils.save_and_load`, PEFT 0.21.
 """
 
 from dataclasses import replace
@@ -21,14 +21,14 @@ def base_of(config: ModelConfig) -> ModelConfig:
 
 
 def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the modules with an adapter, in model order; none without `model.lora.rank`."""
+    """Return the adapted modules' names in model order; none without `model.lora.rank`."""
     return tuple(name for name in _projections(config) if config.is_adapted and _fits(name, _targets(config)))
 
 
 def adapter_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of all adapters as they lie on disk, in model order.
+    """Return all adapters' stored tensors in model order.
 
-    A is [rank, in] and B [out, rank]. B of a fused projection lives as its weight does, as [parts, out, rank].
+    A is [rank, in] and B [out, rank]. In memory a fused projection's B is [parts, out, rank], like its weight.
     """
     tensors = {}
     projections, rank = _projections(config), config.lora.rank
@@ -43,7 +43,7 @@ def adapter_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def adapter_initial_values(config: ModelConfig) -> dict[str, Initial]:
-    """Return the initial values of every tensor of an adapter: PEFT's, with which the model begins as its base.
+    """Return initial values for every adapter tensor: PEFT's, with which the model starts out equal to its base.
 
     A is `kaiming_uniform_` with a = sqrt(5), whose bound is 1 / sqrt(in); B is zero.
     """
@@ -58,12 +58,12 @@ _ZEROS = Initial(InitialKind.zeros)
 
 
 def saved_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors in a checkpoint of the model: its adapters if any, else the complete model."""
+    """Return the tensors in the model's checkpoint: its adapters if it has any, else the complete model."""
     return adapter_tensors(config) if config.is_adapted else stored_tensors(config)
 
 
 def stored_name(parameter: str) -> str:
-    """Return the name on disk of a parameter, given its name in the network; a tied parameter keeps its second name."""
+    """Return a parameter's name on disk, given its name in the network; a tied parameter keeps its second name."""
     return PREFIX + parameter if parameter.endswith((A, B)) else parameter
 
 
@@ -123,7 +123,7 @@ def model_documents(config: ModelConfig) -> dict[str, dict[str, object]]:
 
 
 def scale_of(config: ModelConfig) -> float:
-    """Return the factor of the product of B and A."""
+    """Return the scale applied to B A."""
     return config.lora.alpha / config.lora.rank
 
 
@@ -133,12 +133,12 @@ def _targets(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _fits(module: str, targets: tuple[str, ...]) -> bool:
-    """Return whether a module is a target. Source: `check_target_module_exists` of PEFT, for lists."""
+    """Return whether a module is a target. Source: PEFT's `check_target_module_exists`, for lists."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the weights of the projections of all blocks, by module name in model order."""
+    """Return the projection weights in all blocks, by module name in model order."""
     spec = spec_of(config)
     block = {name.removesuffix(".weight"): t for name, t in spec.block(config).items() if len(t.shape) == 2}
     return {f"{spec.blocks}.{layer}.{name}": t for layer in range(config.n_layer) for name, t in block.items()}

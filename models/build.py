@@ -1,4 +1,4 @@
-"""Builds the network of any family."""
+"""Builds a network for any family."""
 
 from importlib import import_module
 
@@ -12,12 +12,12 @@ from models.network import Model
 def build_model(
     config: ModelConfig, *, stage: Stage | None = None, compute_dtype: torch.dtype = torch.float32
 ) -> Model:
-    """Build a model, or a stage of it, on torch's current default device with float32 parameters.
+    """Build a model, or a pipeline stage, on torch's default device with float32 parameters.
 
     The memory is uninitialized: fill it by `initial_values` or from a checkpoint, padding rows with zeros.
 
     Raises:
-        ValueError: no model of these sizes can be built; the message lists every reason.
+        ValueError: A model cannot have these sizes. The message lists every reason.
     """
     if reasons := problems(config):
         raise ValueError("impossible model:\n" + "\n".join(f"  {problem}" for problem in reasons))

@@ -1,12 +1,12 @@
-"""The description of a model: its sizes, the part of it on a process, and how its tensors lie on disk.
+"""Model configuration: sizes, the stage on a process, and the on-disk form of tensors.
 
-No module of torch's lives here, and nothing about training.
+Nothing here imports torch or knows about training.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Metadata of a field of `ModelConfig` that the first checkpoints lack: records leave it out where it has its default.
+# Marks `ModelConfig` fields added after the first checkpoints: records omit them at their default.
 ADDED = "added"
 
 
@@ -19,7 +19,7 @@ class Family(Enum):
 
 
 class Activation(Enum):
-    """The form of the GELU in GPT-2's MLP: by a tanh, as OpenAI's GPT-2 has it, or exact, by the error function."""
+    """The GELU variant in GPT-2's MLP: the tanh approximation, as in OpenAI's GPT-2, or the exact error function."""
 
     gelu_tanh = "gelu_tanh"
     gelu = "gelu"
@@ -27,15 +27,15 @@ class Activation(Enum):
 
 @dataclass
 class RopeScaling:
-    """Stretch rotary frequencies for contexts longer than those of pre-training.
+    """RoPE scaling, which stretches rotary frequencies for contexts longer than the pre-training context.
 
-    Source: LLaMA 3.1, `apply_scaling` of the reference code; `rope_type: llama3` in transformers.
+    Source: `apply_scaling` in the LLaMA 3.1 reference code; `rope_type: llama3` in transformers.
 
     Args:
-        factor: divisor of low frequencies.
-        low_freq_factor: wavelengths above `original_max_position_embeddings` divided by it are fully scaled.
-        high_freq_factor: wavelengths below `original_max_position_embeddings` divided by it are not scaled.
-        original_max_position_embeddings: tokens of a context in pre-training.
+        factor: Divides the low frequencies.
+        low_freq_factor: Wavelengths above `original_max_position_embeddings / low_freq_factor` are fully scaled.
+        high_freq_factor: Wavelengths below `original_max_position_embeddings / high_freq_factor` are not scaled.
+        original_max_position_embeddings: Pre-training context length, in tokens.
     """
 
     factor: float = 8.0
@@ -46,15 +46,15 @@ class RopeScaling:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters on frozen projections: W x + (alpha / rank) B A x, of which A and B are trained.
+    """Low-rank adapters on frozen projections: W x + (alpha / rank) B A x. Training updates A and B only.
 
-    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; meanings are those of PEFT.
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; fields as in PEFT.
 
     Args:
-        rank: rows of A and columns of B; 0 trains the whole model.
-        alpha: numerator of the scale.
-        dropout: dropout probability of A's input.
-        target_modules: projections with adapters, by ends of transformers' module names; null is PEFT's choice:
+        rank: Row count in A and column count in B; 0 trains the whole model.
+        alpha: Numerator in the scale alpha / rank.
+        dropout: Dropout probability for A's input.
+        target_modules: Adapted projections, as suffixes of transformers' module names. null is PEFT's default:
             `c_attn` for gpt2, else `[q_proj,v_proj]`.
     """
 
@@ -66,30 +66,30 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """Sizes of a model, the same for all families.
+    """Model sizes, with the same fields for all families.
 
     Args:
-        family: architecture.
-        n_layer: transformer blocks.
-        n_head: attention heads.
-        n_kv_head: key and value heads; fewer than `n_head` are shared (not gpt2).
-        n_embd: width of the residual stream.
-        intermediate_size: width inside the MLP.
-        vocab_size: tokens of the vocabulary.
-        max_position_embeddings: maximum tokens of a sequence.
-        bos_token_id: first token of a document.
-        eos_token_id: last token of a document.
-        tie_word_embeddings: use the embedding as the output layer.
-        dropout: dropout probability (gpt2 only).
-        norm_eps: added to the variance in norms.
-        initializer_range: standard deviation of initial weights.
-        rope_theta: base of rotary frequencies (not gpt2).
-        rope_scaling: rotary scaling for long contexts (llama3 only).
-        pad_vocab_multiple: round the vocabulary's rows up to this multiple, in memory only.
-        activation: GELU (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
-        head_dim: width of a head (qwen3 only, required); elsewhere `n_embd / n_head`.
-        stop_token_ids: tokens beside `eos_token_id` that end a generated text; null for none.
-        lora: low-rank adapters on a frozen base.
+        family: Model architecture.
+        n_layer: Number of transformer blocks.
+        n_head: Number of attention heads.
+        n_kv_head: Number of key and value heads. Query heads share them if there are fewer than `n_head` (not gpt2).
+        n_embd: Residual stream width.
+        intermediate_size: MLP inner width.
+        vocab_size: Number of tokens in the vocabulary.
+        max_position_embeddings: Maximum sequence length, in tokens.
+        bos_token_id: First token in a document.
+        eos_token_id: Last token in a document.
+        tie_word_embeddings: Share the embedding weight with the output layer.
+        dropout: Dropout probability (gpt2 only).
+        norm_eps: Epsilon added to the variance in norms.
+        initializer_range: Standard deviation for initial weights.
+        rope_theta: Rotary frequency base (not gpt2).
+        rope_scaling: RoPE scaling for long contexts (llama3 only).
+        pad_vocab_multiple: Round the vocabulary's rows up to this multiple, in memory only.
+        activation: GELU variant (gpt2 only): `gelu_tanh`, as OpenAI's, or `gelu`, exact.
+        head_dim: Attention head width (qwen3 only, required); elsewhere `n_embd / n_head`.
+        stop_token_ids: Further end tokens for generation, beside `eos_token_id`. null adds none.
+        lora: Low-rank adapters on a frozen base.
     """
 
     family: Family
@@ -116,7 +116,7 @@ class ModelConfig:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end a generated text."""
+        """Return the end tokens for generation."""
         return (self.eos_token_id, *(self.stop_token_ids or ()))
 
     @property
@@ -126,18 +126,18 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Return the width of an attention head."""
+        """Return the attention head width."""
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
-        """Return the rows of the vocabulary in memory: `vocab_size` rounded up to `pad_vocab_multiple`."""
+        """Return the vocabulary's row count in memory: `vocab_size` rounded up to `pad_vocab_multiple`."""
         return -(-self.vocab_size // self.pad_vocab_multiple) * self.pad_vocab_multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The part of a model on a process: a range of global layer numbers and, at the ends, more.
+    """A pipeline stage: a range of global layer numbers and, at the ends, more.
 
     The first stage holds the embeddings, the last the final norm and the output layer.
     """
@@ -148,16 +148,16 @@ class Stage:
 
     @classmethod
     def whole(cls, n_layer: int) -> "Stage":
-        """Return the complete model as a stage."""
+        """Return the stage holding the complete model."""
         return cls(layers=range(n_layer), first=True, last=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The form of a tensor on disk and its relation to the live parameter.
+    """A tensor's on-disk form and its relation to the live parameter.
 
-    `shape` is transformers' shape. `view` names the same bytes, in C order, with the dimensions of the live parameter,
-    of which it is the leading box: what a live parameter holds beyond `view` is padding and not stored.
+    `shape` is transformers' shape. `view` is the same C-ordered bytes' shape with the live parameter's dimensions.
+    Elements beyond `view` are padding, which is not stored.
     """
 
     shape: tuple[int, ...]
@@ -170,7 +170,7 @@ class StoredTensor:
 
 
 class InitialKind(Enum):
-    """A distribution of initial values."""
+    """A distribution for initial values."""
 
     normal = "normal"
     uniform = "uniform"
@@ -180,9 +180,9 @@ class InitialKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of a tensor, with mean 0 where they are random.
+    """A tensor's initial values. Random ones have mean 0.
 
-    `std` is the standard deviation of the normal distribution, `bound` the largest value of the uniform distribution.
+    `std` is the normal distribution's standard deviation, `bound` the uniform distribution's largest value.
     """
 
     kind: InitialKind
@@ -191,7 +191,7 @@ class Initial:
 
 
 def common_problems(config: ModelConfig) -> list[str]:
-    """Return every reason why no family can have a model of these sizes; each names its key and value."""
+    """Return every reason why no family can have these sizes; each names its key and value."""
     return _size_problems(config) + _head_problems(config) + _number_problems(config)
 
 
@@ -230,13 +230,13 @@ def _number_problems(config: ModelConfig) -> list[str]:
     return messages
 
 
-# Far beyond what any model has, and within what float32 computes with.
+# Far beyond any model's values, and within float32's range.
 _RANGES = {"norm_eps": (1e-30, 1.0), "initializer_range": (1e-30, 1e3), "rope_theta": (1e-3, 1e18)}
 _MOST_FACTOR = 1e9
 
 
 def rotary_problems(config: ModelConfig) -> list[str]:
-    """Return every reason why positions cannot be rotations in a model of these sizes."""
+    """Return every reason why these sizes rule out rotary positions."""
     messages = []
     if config.n_head >= 1 and config.head_width % 2:
         messages.append(

@@ -1,4 +1,4 @@
-"""The table of the families of models, and the facts known of a model before it is built. Without torch."""
+"""The model family table, and what is known about a model before it is built. Does not import torch."""
 
 from dataclasses import fields
 from enum import Enum
@@ -20,17 +20,17 @@ _ADDED = {field.name for field in fields(ModelConfig) if field.metadata.get(ADDE
 
 
 def spec_of(config: ModelConfig) -> FamilySpec:
-    """Return the description of a model's family."""
+    """Return the family spec for a model."""
     return FAMILIES[config.family]
 
 
 def family_of_type(model_type: object) -> Family | None:
-    """Return the family under transformers' name `model_type`, or None."""
+    """Return the family with this `model_type` in transformers, or None."""
     return next((family for family, spec in FAMILIES.items() if spec.hf.model_type == model_type), None)
 
 
 def problems(config: ModelConfig) -> list[str]:
-    """Return every reason why no model of these sizes can be built; each names its key and value."""
+    """Return every reason why a model cannot have these sizes; each names its key and value."""
     spec, family = spec_of(config), config.family.value
     messages = common_problems(config)
     for name, origin in spec.follows.items():
@@ -46,24 +46,24 @@ def problems(config: ModelConfig) -> list[str]:
 
 
 def _unused(family: Family) -> dict[str, str]:
-    """Return the fields of `ModelConfig` that must keep their default in a family, and why."""
+    """Return the `ModelConfig` fields that must keep their default in a family, and why."""
     spec = FAMILIES[family]
     unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family.value} has none, leave the key out")
     return unused | dict(spec.unused)
 
 
 def has_field(family: Family, name: str) -> bool:
-    """Return whether models of a family differ in a field of `ModelConfig`."""
+    """Return whether a `ModelConfig` field applies to a family."""
     return name not in _unused(family)
 
 
 def default_of(name: str) -> Any:
-    """Return the default of a field of `ModelConfig`, which families without the field keep."""
+    """Return a `ModelConfig` field's default, which families without the field keep."""
     return _DEFAULTS[name]
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of the whole model as they lie on disk, in model order, without a tied output weight."""
+    """Return the whole model's stored tensors in model order, without a tied output weight."""
     spec = spec_of(config)
     stored, block = spec.first(config), spec.block(config)
     for layer in range(config.n_layer):
@@ -73,25 +73,25 @@ def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Return second names of stored tensors, each with the stored name."""
+    """Map each tied tensor's second name to its stored name."""
     return {OUTPUT: spec_of(config).embedding} if config.tie_word_embeddings else {}
 
 
 def block_matrices(config: ModelConfig) -> frozenset[str]:
-    """Return the matrices of the blocks: no tables of tokens or positions, no output layer."""
+    """Return the names of the blocks' matrices: no embedding tables, no output layer."""
     block = [name for name, tensor in spec_of(config).block(config).items() if len(tensor.shape) == 2]
     blocks = spec_of(config).blocks
     return frozenset(f"{blocks}.{layer}.{name}" for layer in range(config.n_layer) for name in block)
 
 
 def initial_values(config: ModelConfig) -> dict[str, Initial]:
-    """Return the initial values of every stored tensor, in model order."""
+    """Return every stored tensor's initial values, in model order."""
     initial = spec_of(config).initial
     return {name: initial(name, config) for name in stored_tensors(config)}
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Return the number of stored parameters; a tied table counts once, padding rows not at all."""
+    """Count the stored parameters: a tied table once, padding rows not at all."""
     spec = spec_of(config)
     output = 0 if config.tie_word_embeddings else config.vocab_size * config.n_embd
     return _count(spec.first(config)) + config.n_layer * _count(spec.block(config)) + _count(spec.last(config)) + output
@@ -108,7 +108,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> int:
     is not discounted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     spec = spec_of(config)
-    # Of the tensors in front of the blocks, only a table that the output layer shares is multiplied with.
+    # Among the tensors before the blocks, only a table shared with the output layer takes part in a product.
     looked_up = _count({n: t for n, t in spec.first(config).items() if n not in aliases(config).values()})
     attention = 12 * config.n_layer * config.n_head * config.head_width * seq_length
     return 6 * (parameter_count(config) - looked_up) + attention
@@ -120,5 +120,5 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
 
 
 def generation_config(config: ModelConfig) -> dict[str, object]:
-    """Return the `generation_config.json` with which transformers stops at the end of a text."""
+    """Return the `generation_config.json` with which transformers stops at an end token."""
     return generation_members(config)

@@ -1,4 +1,4 @@
-"""The network of GPT-2. Its names, shapes and plan are in `gpt2_spec`."""
+"""The GPT-2 network. Its names, shapes and plan are in `gpt2_spec`."""
 
 from typing import assert_never, cast
 
@@ -25,7 +25,7 @@ from models.network import Model
 
 
 class GPT2(Model):
-    """A GPT-2 language model, or a stage of it."""
+    """A GPT-2 language model, or a pipeline stage."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__(config, stage, compute_dtype)
@@ -45,7 +45,7 @@ class GPT2(Model):
 
     @property
     def blocks(self) -> nn.ModuleDict:
-        """Return the blocks of this stage by global layer number."""
+        """Return this stage's blocks by global layer number."""
         return cast(nn.ModuleDict, self.transformer["h"])
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
@@ -66,14 +66,14 @@ class GPT2(Model):
 
 
 class Positions(nn.Module):
-    """Learned vectors of the positions, `weight` [max_position_embeddings, width]."""
+    """Learned position vectors, `weight` [max_position_embeddings, width]."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, length: int, starts: Tensor | None) -> Tensor:
-        """Return the vectors of the first `length` positions, [length, width], or of those in documents, [B, T, width].
+        """Return vectors for the first `length` positions, [length, width], or for document positions, [B, T, width].
 
         Args:
             starts: see `Model`.

@@ -1,6 +1,6 @@
 """GPT-2 as data, under transformers' names and orientation. The network is in `gpt2`.
 
-Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; `GPT2LMHeadModel` of transformers.
+Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; transformers' `GPT2LMHeadModel`.
 """
 
 from math import sqrt
@@ -43,9 +43,9 @@ def _last(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _initial(name: str, config: ModelConfig) -> Initial:
-    """Return `GPT2PreTrainedModel._init_weights` of transformers.
+    """Return initial values as transformers' `GPT2PreTrainedModel._init_weights` sets them.
 
-    Projections into the residual stream get std / sqrt(2 * n_layer), for as many additions to it: section 2.3 of the
+    Projections into the residual stream get std / sqrt(2 * n_layer), for as many additions to it: section 2.3 in the
     GPT-2 paper.
     """
     if name.endswith(".bias"):
@@ -106,7 +106,7 @@ _HF = HfConfig(
     ),
     tokens={"bos_token_id": 50256, "eos_token_id": 50256},
     neutral={"reorder_and_upcast_attn": False},
-    # Of heads other than that of a language model.
+    # For heads other than the language model's.
     inert=(
         "summary_activation",
         "summary_first_dropout",

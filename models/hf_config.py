@@ -1,4 +1,4 @@
-"""A family's `config.json` of transformers as data, used in both directions."""
+"""A family's `config.json` in transformers as data, used in both directions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from models.config import ModelConfig, RopeScaling
 
 Json: TypeAlias = Mapping[str, Any]
-_MOST = 1e30  # of any number in a configuration; `families.problems` has the bounds of each
+_MOST = 1e30  # for any number in a configuration; `families.problems` has each number's bounds
 _THETA = 10000.0  # where a file names none
 BEGIN, END = "bos_token_id", "eos_token_id"
-# Members of `config.json` and `generation_config.json` that change neither a number nor a text of a language model.
+# Members of `config.json` and `generation_config.json` that change neither a model's numbers nor its text.
 _INERT = frozenset({
     "_commit_hash", "_from_model_config", "_name_or_path", "architectures", "chunk_size_feed_forward", "id2label",
     "label2id", "model_type", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
@@ -22,13 +22,13 @@ _INERT = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class HfField:
-    """A field of `ModelConfig` under transformers' name.
+    """A `ModelConfig` field under transformers' name.
 
     Args:
-        default: the value for a file without the field, as in transformers; a function computes it from the fields
-            before.
-        names: transformers' names of an enumeration's members; the first of a member is written.
-        is_read: False for a second name, which is written and not read.
+        default: The value for a file without the field, as in transformers. A function computes it from the earlier
+            fields.
+        names: Transformers' names for an enumeration's members. A member's first name is written.
+        is_read: False for a second name, which is written and not read. Default True.
     """
 
     field: str
@@ -38,18 +38,18 @@ class HfField:
     is_read: bool = True
 
     def decided(self) -> tuple[str, ...]:
-        """Return the members of a `config.json` that are carried or refused."""
+        """Return the carried or refused `config.json` members."""
         return (self.hf_name,) if self.is_read else ()
 
     def write(self, config: ModelConfig) -> dict[str, object]:
-        """Return the members of `config.json`."""
+        """Return the `config.json` members."""
         value = getattr(config, self.field)
         if self.names is not None:
             value = next(name for name, member in self.names.items() if member is value)
         return {self.hf_name: value}
 
     def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
-        """Return the fields of `ModelConfig`; add an impossible value to `problems`."""
+        """Return the `ModelConfig` fields; add an impossible value to `problems`."""
         if not self.is_read:
             return {}
         if self.names is not None:
@@ -62,18 +62,18 @@ class HfField:
 
 @dataclass(frozen=True, slots=True)
 class HfConstant:
-    """A member independent of our fields: the first of the values is ours, the others mean the same."""
+    """A member independent of our fields. Our models write the first value; the others mean the same."""
 
     hf_name: str
     allowed: tuple[object, ...]
     is_written: bool = True
 
     def decided(self) -> tuple[str, ...]:
-        """Return the members of a `config.json` that are carried or refused."""
+        """Return the carried or refused `config.json` members."""
         return (self.hf_name,)
 
     def write(self, _: ModelConfig) -> dict[str, object]:
-        """Return the members of `config.json`."""
+        """Return the `config.json` members."""
         return {self.hf_name: self.allowed[0]} if self.is_written else {}
 
     def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
@@ -84,7 +84,7 @@ class HfConstant:
 
 @dataclass(frozen=True, slots=True)
 class HfDerived:
-    """A member computed from other fields of `ModelConfig`; `meaning` is its formula in transformers' names."""
+    """A member computed from other `ModelConfig` fields; `meaning` is its formula in transformers' names."""
 
     hf_name: str
     value: Callable[[Json], object]
@@ -92,11 +92,11 @@ class HfDerived:
     is_written: bool = True
 
     def decided(self) -> tuple[str, ...]:
-        """Return the members of a `config.json` that are carried or refused."""
+        """Return the carried or refused `config.json` members."""
         return (self.hf_name,)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
-        """Return the members of `config.json`."""
+        """Return the `config.json` members."""
         return {self.hf_name: self.value(vars(config))} if self.is_written else {}
 
     def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
@@ -113,17 +113,17 @@ _WHOLE = ((_PARTIAL, None), (_PARTIAL, 1.0))
 
 @dataclass(frozen=True, slots=True)
 class HfRope:
-    """The rotation: version 5 of transformers has `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
+    """The rotation: transformers 5 has `rope_parameters`, transformers 4 has `rope_theta` and `rope_scaling`.
 
-    Of two descriptions `rope_scaling` counts, as in `convert_rope_params_to_dict` of version 5.
+    If a file has both, `rope_scaling` wins, as in version 5's `convert_rope_params_to_dict`.
     """
 
     def decided(self) -> tuple[str, ...]:
-        """Return the members of a `config.json` that are carried or refused."""
+        """Return the carried or refused `config.json` members."""
         return ("rope_parameters", "rope_scaling", "rope_theta", _PARTIAL)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
-        """Return the members of `config.json`, for both versions."""
+        """Return the `config.json` members for both versions."""
         scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **asdict(config.rope_scaling)}
         return {
             "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
@@ -132,7 +132,7 @@ class HfRope:
         }
 
     def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
-        """Return the fields of `ModelConfig`; add an unsupported rotation to `problems`."""
+        """Return the `ModelConfig` fields; add an unsupported rotation to `problems`."""
         theta = table.get("rope_theta", _THETA)
         scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
@@ -160,12 +160,12 @@ class HfRope:
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The `config.json` of a family: its class and type, and its members in the order of the file.
+    """A family's `config.json`: its class and type, and its members in file order.
 
     Args:
-        tokens: transformers' ids for a file without them.
-        neutral: members that our models lack, with the value that changes nothing; any other is named in the log.
-        inert: members that change neither a number nor a text of our models.
+        tokens: Transformers' token ids for a file without them.
+        neutral: Members without a counterpart in our models, with their neutral value. The log names any other value.
+        inert: Members without effect on our models' numbers and text.
     """
 
     architecture: str
@@ -187,12 +187,12 @@ class HfConfig:
         return table | generation_members(config)
 
     def read(self, table: Json, generation: Json | None, problems: list[str]) -> dict[str, Any]:
-        """Return the fields of `ModelConfig` in a `config.json`; add unsupported members to `problems`.
+        """Return the `ModelConfig` fields in a `config.json`; add unsupported members to `problems`.
 
-        Missing tokens become another token of the vocabulary.
+        Another token in the vocabulary replaces a missing one.
 
         Args:
-            generation: the `generation_config.json` beside it, whose end tokens count; None where there is none.
+            generation: The `generation_config.json` beside it, whose end tokens count. None if it is missing.
         """
         values: dict[str, Any] = {}
         for member in sorted((*self.members, *_REFUSED), key=_depends_on_others):
@@ -200,7 +200,7 @@ class HfConfig:
         return values | _tokens({**self.tokens, **table}, generation, values["vocab_size"])
 
     def lost(self, table: Json, generation: Json | None, config: ModelConfig) -> dict[str, object]:
-        """Return the members of a `config.json` whose value its model does not have, with that value."""
+        """Return the `config.json` members, with their values, whose effect the model lacks."""
         decided = {name for member in (*self.members, *_REFUSED) for name in member.decided()}
         members = {"torch_dtype": "float32", **self.neutral, **self.write(config)}
         ends = set(_ids(table.get(END, self.tokens.get(END))))
@@ -209,7 +209,7 @@ class HfConfig:
         return _lost({**self.tokens, **table}, members, decided | set(self.inert))
 
     def names(self) -> dict[str, str]:
-        """Return transformers' names of the fields of `ModelConfig`; some fields have none."""
+        """Return transformers' names for the `ModelConfig` fields; some fields have none."""
         names = {m.field: m.hf_name for m in self.members if isinstance(m, HfField) and m.is_read}
         names["stop_token_ids"] = END
         rotates = any(isinstance(member, HfRope) for member in self.members)
@@ -224,18 +224,18 @@ _REFUSED = (
 
 
 def generation_members(config: ModelConfig) -> dict[str, object]:
-    """Return the members of a `generation_config.json`; transformers ends a text at each of its end tokens."""
+    """Return the `generation_config.json` members; transformers stops generating at each end token."""
     ends = list(config.end_tokens)
     return {BEGIN: config.bos_token_id, END: ends if len(ends) > 1 else config.eos_token_id}
 
 
 def lost_generation(table: Json, config: ModelConfig) -> dict[str, object]:
-    """Return the members of a `generation_config.json` whose value its model does not have, with that value."""
+    """Return the `generation_config.json` members, with their values, whose effect the model lacks."""
     return _lost({END: None, **table}, generation_members(config), set())
 
 
 def _lost(table: Json, members: Json, decided: set[str]) -> dict[str, object]:
-    """Return the members neither decided nor inert, with a value other than that in `members`."""
+    """Return undecided members with an effect and a value other than the one in `members`."""
     lost = {}
     for name in table.keys() - decided - _INERT:
         value = table[name]
@@ -253,7 +253,7 @@ def _depends_on_others(member: object) -> bool:
 
 
 def _checked(name: str, value: object, like: object, problems: list[str]) -> object:
-    """Return a value of the kind of `like`; note any other, and return `like`."""
+    """Return a value if it has `like`'s type; else note it and return `like`."""
     match like:
         case bool():
             is_fit = isinstance(value, bool)
@@ -274,7 +274,7 @@ def _refuse_others(table: Json, name: str, allowed: tuple[object, ...], problems
 
 
 def _ids(value: object) -> list[Any]:
-    """Return the tokens of a member with one or several, or none."""
+    """Return the tokens in a member, which holds an id, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

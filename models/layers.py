@@ -1,6 +1,6 @@
 """Modules and functions shared by all model families.
 
-Parameters are uninitialized float32 master weights. Each module casts them to the dtype of its input, a no-op if a
+Parameters are uninitialized float32 master weights. Each module casts them to its input's dtype, a no-op if a
 wrapper such as FSDP has cast them already.
 """
 
@@ -17,7 +17,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Site(IntEnum):
-    """A place of a dropout mask in the model; the numbers are part of every seed and never change."""
+    """A dropout site in the model. The numbers enter every seed and never change."""
 
     embedding = 0
     attention = 1
@@ -26,10 +26,10 @@ class Site(IntEnum):
 
 
 def site_seed(key: int, site: int, *, layer: int, shard: int = 0) -> int:
-    """Return the 64-bit seed of a dropout mask.
+    """Return the 64-bit seed for a dropout mask.
 
     `site` is a `Site`, or a number from 2^32 on for a site added from outside. `layer` is the global layer number,
-    `shard` the coordinate where ranks hold different parts of an activation.
+    `shard` the rank's coordinate where ranks hold different parts of an activation.
     """
     state = key & _MASK64
     for word in (layer, site, shard):
@@ -38,9 +38,9 @@ def site_seed(key: int, site: int, *, layer: int, shard: int = 0) -> int:
 
 
 def splitmix64(state: int) -> int:
-    """Return the next 64-bit output of the generator at `state`.
+    """Return the generator's next 64-bit output after `state`.
 
-    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA; constants of
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA; constants from
     java.util.SplittableRandom.
     """
     z = (state + 0x9E3779B97F4A7C15) & _MASK64
@@ -50,7 +50,7 @@ def splitmix64(state: int) -> int:
 
 
 def seed_site(key: int, site: int, *, layer: int, shard: int, device: torch.device) -> None:
-    """Seed the default generator of `device` for the next mask."""
+    """Seed the device's default generator for the next mask."""
     seed = site_seed(key, site, layer=layer, shard=shard)
     if device.type in ("cpu", "meta"):
         torch.default_generator.manual_seed(seed)
@@ -61,7 +61,7 @@ def seed_site(key: int, site: int, *, layer: int, shard: int, device: torch.devi
 class Dropout(nn.Module):
     """Dropout whose mask depends only on the key, site, layer and shard, not on earlier draws.
 
-    `shard` is 0 unless tensor parallelism sets it because ranks hold different parts of the activation.
+    Tensor parallelism sets `shard` where ranks hold different parts of the activation; elsewhere it is 0.
     """
 
     def __init__(self, p: float, site: Site, *, layer: int) -> None:
@@ -85,11 +85,11 @@ class Dropout(nn.Module):
         seed_site(key, self.site, layer=self.layer, shard=self.shard, device=device)
 
     # Site and layer are read outside the compiled graph, so that one graph serves every layer. torch.compiler.disable
-    # would import torch._dynamo here, 0.8 s of every start, and this does at its first call.
+    # would import torch._dynamo here, which takes 0.8 s; this imports it at its first call.
     _seed_outside_graph = _disable_dynamo(_seed)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:
-        """Drop elements of `x`, of any shape; without a key return `x` itself."""
+        """Apply dropout to `x`, which may have any shape. Without a key return `x` itself."""
         p = self.seed(key, x.device)
         return F.dropout(x, p) if p else x
 
@@ -99,12 +99,11 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table, `weight` [rows, width], in the orientation of transformers.
+    """An embedding table, `weight` [rows, width], oriented as in transformers.
 
-    `fuses_tied_gradient` is set by `tie` if the output layer shares the table and both gradients can be added in place.
-    `adds_tokens_first` is set from outside if these gradients are to be added as one sum of each end: rows of equal
-    tokens are added before they meet the output layer's gradient. `output_gradient` is set from outside if the gradient
-    of the output layer is to be kept apart altogether.
+    `tie` sets `fuses_tied_gradient` if the output layer shares the table and both gradients can be added in place.
+    Callers set `adds_tokens_first` to add rows for equal tokens before they meet the output layer's gradient, and
+    `output_gradient` to keep the output layer's gradient apart altogether.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -114,14 +113,14 @@ class Embedding(nn.Embedding):
         self.output_gradient: OutputGradient | None = None
 
     def reset_parameters(self) -> None:
-        """Leave the values as allocated."""
+        """Do nothing: the values stay as allocated."""
 
     def look_up(self, tokens: Tensor, output: nn.Linear | None) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors [..., width] of `tokens` [...], and the table for `output` or None.
+        """Return the vectors [..., width] for `tokens` [...], and the table for `output` or None.
 
-        The caller must pass the table to `output` in place of its weight. None if gradients are neither kept apart nor
-        fused; they are not fused if `output` has another weight by now, or if this module has hooks, which need a call
-        of the module.
+        The caller must pass the table to `output` in place of its weight. It is None if gradients are neither kept
+        apart nor fused. They are not fused if `output` has another weight by now, or if this module has hooks, which
+        run only when the module is called.
         """
         if self.output_gradient is not None and output is not None and torch.is_grad_enabled():
             return cast(Tensor, self(tokens)), self.output_gradient.leaf(self.weight)
@@ -133,11 +132,11 @@ class Embedding(nn.Embedding):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """Looks tokens up and returns the table for the output layer, so a single backward gets both gradients.
+    """Looks up tokens and returns the table for the output layer, so a single backward gets both gradients.
 
-    The backward adds the gradient rows of the tokens to the output's full gradient, in place unless a graph of the
-    gradient is requested. With two separate uses of a Parameter, autograd would allocate a second full table for these
-    rows and add it entirely.
+    The backward adds the tokens' gradient rows to the output's full gradient, in place unless the caller requests a
+    gradient graph. If the Parameter were used twice, autograd would allocate a second full table for these rows and
+    add all its rows.
     """
 
     @staticmethod
@@ -161,7 +160,7 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 class OutputGradient:
-    """Accumulates the gradient of a tied table from the output layer, apart from the embedding's.
+    """Accumulates a tied table's gradient from the output layer, apart from the embedding's.
 
     Autograd adds the two within each backward pass. Pipeline stages with a copy each add them after all passes.
     Kept apart, both are added in the same order everywhere.
@@ -171,7 +170,7 @@ class OutputGradient:
         self._sum: Tensor | None = None
 
     def leaf(self, table: Tensor) -> Tensor:
-        """Return the table for the output layer of a forward pass: the same memory, with a gradient of its own."""
+        """Return the table for the output layer in a forward pass: the same memory, with its own gradient."""
         leaf = table.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
         return leaf
@@ -202,7 +201,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Leave the values as allocated."""
+        """Do nothing: the values stay as allocated."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
@@ -223,10 +222,10 @@ class Conv1D(nn.Module):
 
 
 class FusedConv1D(nn.Module):
-    """Several projections of an input in a single product, `weight` [in, parts, out] and `bias` [parts, out].
+    """Several projections fused into a single product, `weight` [in, parts, out] and `bias` [parts, out].
 
-    In C order these are the bytes of GPT-2's [in, parts * out] and [parts * out]. With a separate dimension for the
-    parts, sharding the last dimension gives every rank the same heads of each part.
+    In C order the bytes equal GPT-2's [in, parts * out] and [parts * out]. Because the parts have their own dimension,
+    sharding the last dimension gives every rank the same heads in each part.
     """
 
     def __init__(self, in_features: int, parts: int, out_features: int) -> None:
@@ -250,12 +249,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of `x`."""
+        """Normalize the last dimension."""
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization in float32, `weight` [width]. Source: `LlamaRMSNorm` of transformers."""
+    """Root-mean-square normalization in float32, `weight` [width]. Source: transformers' `LlamaRMSNorm`."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -263,31 +262,31 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of `x`."""
+        """Normalize the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class OutputLayer(nn.Linear):
-    """The projection to the vocabulary, `weight` [rows, width]; logits of padding rows are masked."""
+    """The projection to the vocabulary, `weight` [rows, width], which masks logits for padding rows."""
 
     def __init__(self, width: int, rows: int, vocab_size: int) -> None:
         super().__init__(width, rows, bias=False)
         self.vocab_size = vocab_size
 
     def reset_parameters(self) -> None:
-        """Leave the values as allocated."""
+        """Do nothing: the values stay as allocated."""
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
         """Map [..., width] to logits [..., rows]. Padding rows get -inf and no gradient.
 
         Args:
-            table: the table returned by `Embedding.look_up`, used in place of the weight.
+            table: The table from `Embedding.look_up`, used in place of the weight.
         """
         weight = (self.weight if table is None else table).to(x.dtype)
-        padding = weight.shape[0] - self.vocab_size  # a DTensor's shape is that of the whole table
+        padding = weight.shape[0] - self.vocab_size  # a DTensor has the whole table's shape
         if padding == 0:
             return F.linear(x, weight)
-        # As the bias of the product, the mask needs no extra pass over the logits, the largest activation of the model.
+        # As the product's bias, the mask needs no extra pass over the logits, the model's largest activation.
         mask = torch.cat((x.new_zeros(self.vocab_size), x.new_full((padding,), -torch.inf)))
         return F.linear(x, weight, mask)
 
@@ -298,7 +297,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropo
     Args:
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim], where kv_heads divides heads; `v` has the same shape.
-        mask: as `attention_mask` returns it, to attend within documents only; None attends to all tokens before.
+        mask: The mask from `attention_mask`, to attend within documents only. None attends to all earlier tokens.
     """
     grouped = k.shape[2] != q.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -315,7 +314,7 @@ def attention_mask(starts: Tensor) -> Tensor:
     """Return which tokens each token attends to, bool [B, 1, T, T]: itself and those before it in its document.
 
     Args:
-        starts: int64 [B, T], the position in the sequence at which the document of each token begins.
+        starts: int64 [B, T], the position in the sequence at which each token's document begins.
     """
     positions = torch.arange(starts.shape[1], device=starts.device)
     is_before = positions <= positions.unsqueeze(1)
@@ -323,7 +322,7 @@ def attention_mask(starts: Tensor) -> Tensor:
 
 
 def document_positions(starts: Tensor) -> Tensor:
-    """Return the position of each token in its document, int64 [B, T]; `starts` as for `attention_mask`."""
+    """Return each token's position in its document, int64 [B, T]. `attention_mask` describes `starts`."""
     return torch.arange(starts.shape[1], device=starts.device) - starts
 
 
@@ -338,7 +337,7 @@ def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:
 def as_key(key: int | Tensor | None) -> int | None:
     """Return a dropout key as an integer.
 
-    Pipeline schedules split only tensors over micro batches, so they pass a key as a tensor of a single int64 element.
+    Pipeline schedules split only tensors over micro batches, so they pass a key as a single-element int64 tensor.
     """
     return int(key) if isinstance(key, Tensor) else key
 
@@ -346,6 +345,7 @@ def as_key(key: int | Tensor | None) -> int | None:
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy, 0-d float32.
 
-    `logits` is [B, T, vocabulary], `targets` int64 [B, T]. Targets of -100 are ignored; NaN if all are.
+    `logits` is [B, T, vocabulary], `targets` int64 [B, T]. Targets equal to -100 are ignored. The loss is NaN if all
+    are.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)

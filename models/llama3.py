@@ -1,4 +1,4 @@
-"""The network of LLaMA-3. Its names, shapes and plan are in `llama3_spec`."""
+"""The LLaMA-3 network. Its names, shapes and plan are in `llama3_spec`."""
 
 from math import pi
 from typing import cast
@@ -23,7 +23,7 @@ from models.network import Model
 
 
 class Llama3(Model):
-    """A LLaMA-3 language model, or a stage of it."""
+    """A LLaMA-3 language model, or a pipeline stage."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__(config, stage, compute_dtype)
@@ -42,12 +42,12 @@ class Llama3(Model):
 
     @staticmethod
     def build_block(config: ModelConfig) -> nn.Module:
-        """Return a layer; a family that differs in its layers alone overrides this."""
+        """Return a layer; a family with its own layers overrides this."""
         return Llama3Block(config)
 
     @property
     def blocks(self) -> nn.ModuleDict:
-        """Return the blocks of this stage by global layer number."""
+        """Return this stage's blocks by global layer number."""
         return cast(nn.ModuleDict, self.model["layers"])
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ class Llama3Attention(nn.Module):
 
 
 class Llama3MLP(nn.Module):
-    """A projection gated by the SiLU of another, and a projection back.
+    """A projection gated by another's SiLU, and a projection back.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).
     """
@@ -132,24 +132,24 @@ class Llama3Block(nn.Module):
         """Map hidden states [B, T, n_embd] to the same shape.
 
         `cos` and `sin` are as `rotation` returns them, or [B, T, 1, head_dim] for positions in documents; `mask` is as
-        for `causal_attention`. `key` is for the dropout of adapters, which take it from this call.
+        for `causal_attention`. `key` seeds the adapters' dropout.
         """
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of `x` [B, T, heads, head_dim] by the angles of their positions.
+    """Rotate the pairs (i, i + head_dim / 2) in `x` [B, T, heads, head_dim] by their positions' angles.
 
-    Source: Su et al. 2021, "RoFormer", in the pairing of transformers' `rotate_half`, whose signs are in `sin` here.
+    Source: Su et al. 2021, "RoFormer", paired as in transformers' `rotate_half`, with its signs moved into `sin`.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotation(config: ModelConfig, length: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and signed sine of the angles at positions 0 to `length`, each [length, 1, head_dim].
+    """Return each angle's cosine and signed sine at positions 0 to `length`, each [length, 1, head_dim].
 
-    The first half of the sines is negated, see `rotate`. Computed in float32 on the CPU: every device turns by the
+    The sines' first half is negated, see `rotate`. Computed in float32 on the CPU: every device rotates by the
     same angles.
     """
     # A table first made during inference must still serve a later backward pass.
@@ -162,7 +162,7 @@ def rotation(config: ModelConfig, length: int, *, device: torch.device, dtype: t
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Return the angle per position of every pair of a head, float32 [head_dim / 2] on the CPU, in radians."""
+    """Return the angle per position for each pair in a head, float32 [head_dim / 2] on the CPU, in radians."""
     exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device="cpu") / config.head_width
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
@@ -171,7 +171,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide low frequencies by the factor, keep high frequencies, and blend between.
 
-    Source: `apply_scaling` of LLaMA 3.1's reference code, `_compute_llama3_parameters` of transformers.
+    Source: `apply_scaling` in LLaMA 3.1's reference code, transformers' `_compute_llama3_parameters`.
     """
     turns = scaling.original_max_position_embeddings / (2 * pi / frequencies)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

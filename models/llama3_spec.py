@@ -1,6 +1,6 @@
 """LLaMA-3 as data, under transformers' names and orientation. The network is in `llama3`.
 
-Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; `LlamaForCausalLM` of transformers.
+Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; transformers' `LlamaForCausalLM`.
 """
 
 from models.config import Initial, InitialKind, ModelConfig, StoredTensor
@@ -36,7 +36,7 @@ def _last(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _initial(name: str, config: ModelConfig) -> Initial:
-    """Return `_init_weights` of transformers."""
+    """Return initial values as transformers' `_init_weights` sets them."""
     if name.endswith("norm.weight"):
         return Initial(InitialKind.ones)
     return Initial(InitialKind.normal, config.initializer_range)
@@ -80,7 +80,7 @@ _HF = HfConfig(
     ),
     tokens={"bos_token_id": 1, "eos_token_id": 2},
     neutral={"attention_dropout": 0.0},
-    inert=("pretraining_tp",),  # the order of sums in version 4
+    inert=("pretraining_tp",),  # the summation order in version 4
 )
 MEGATRON = MegatronNames(
     arguments={

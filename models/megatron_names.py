@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 POSITIONS = "position_embedding_type"
-ABSENT = (False, None)  # the values of an argument for a part that a family does not have
+ABSENT = (False, None)  # an argument's values for a part that a family does not have
 
 
 class MegatronForm(Enum):
-    """How a tensor of Megatron's holds the stored tensors."""
+    """How a Megatron tensor holds the stored tensors."""
 
     plain = "the stored tensor itself"
     transposed = "[out, in] of a stored [in, out]"
@@ -25,12 +25,12 @@ class MegatronForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MegatronPart:
-    """A tensor of a `GPTModel` and the stored tensors that it holds.
+    """A `GPTModel` tensor and the stored tensors in it.
 
     Args:
-        name: within the model; of a tensor of a block, within the layer.
-        stored: transformers' names, within the block for a tensor of a block.
-        cut: the dimension along which tensor parallelism cuts it; None if every rank holds all of it.
+        name: The name within the model, or within the layer for a block's tensor.
+        stored: Transformers' names, within the block for a block's tensor.
+        cut: The dimension sharded by tensor parallelism. None if every rank holds the whole tensor.
     """
 
     name: str
@@ -41,15 +41,15 @@ class MegatronPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronNames:
-    """The arguments and tensors of a family in Megatron-LM.
+    """A family's arguments and tensors in Megatron-LM.
 
     Args:
-        arguments: the arguments of every model of the family, `POSITIONS` among them, with their possible values: an
+        arguments: The arguments for every model in the family, `POSITIONS` included, with their possible values: an
             export writes the first, an import refuses all others. None also stands for a missing argument.
-        first: the tensors in front of the layers.
-        block: the tensors of a layer.
+        first: The tensors before the layers.
+        block: A layer's tensors.
         last: the tensors behind the layers, without the output layer.
-        tokenizer_type: the argument of this name, for the vocabulary that the family is usually trained with.
+        tokenizer_type: Megatron's argument for the family's usual vocabulary.
     """
 
     arguments: Mapping[str, tuple[object, ...]]
@@ -60,9 +60,9 @@ class MegatronNames:
 
 
 def norm_parts(module: str, stored: str, *kinds: str) -> tuple[MegatronPart, ...]:
-    """Return the parameters of a norm in front of a linear layer, under the names of the two fused.
+    """Return a norm's parameters before a linear layer, under the fused pair's names.
 
-    `GPTModel` of the local spec, whose norms are modules of their own, saves the same names.
+    With the local spec, whose norms are separate modules, `GPTModel` saves the same names.
 
     Args:
         module: Megatron's linear layer.

@@ -1,4 +1,4 @@
-"""The interface of every network: a language model, or a stage of it."""
+"""The network interface: a language model, or a pipeline stage."""
 
 from typing import cast
 
@@ -11,15 +11,15 @@ from models.layers import Embedding, OutputLayer, tie
 
 
 class Model(nn.Module):
-    """A language model, or a stage of it.
+    """A language model, or a pipeline stage.
 
     Called with int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd], and with `dropout_key`, an
-    integer, an int64 element, or None for no dropout. `starts`, int64 [B, T], is the position at which the document of
-    each token begins; attention and positions then stay within documents. None is a single document. Returns logits
-    [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype.
+    integer, an int64 element, or None for no dropout. `starts`, int64 [B, T], is the position at which each
+    token's document begins; attention and positions then stay within documents. None is a single document. Returns
+    logits [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype.
     """
 
-    lm_head: OutputLayer  # of the last stage
+    lm_head: OutputLayer  # on the last stage
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleDict:
-        """Return the blocks of this stage by global layer number."""
+        """Return this stage's blocks by global layer number."""
         raise NotImplementedError
 
     def tie_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""The network of Qwen3: LLaMA-3's, with a norm of every query and key head before the rotation."""
+"""The Qwen3 network: LLaMA-3's, with every query and key head normalized before the rotation."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from models.llama3 import Llama3, Llama3Attention, Llama3Block, rotate
 
 
 class Qwen3(Llama3):
-    """A Qwen3 language model, or a stage of it."""
+    """A Qwen3 language model, or a pipeline stage."""
 
     @staticmethod
     def build_block(config: ModelConfig) -> nn.Module:
@@ -19,7 +19,7 @@ class Qwen3(Llama3):
 
 
 class Qwen3Attention(Llama3Attention):
-    """Causal grouped-query attention over normalized heads; all heads of a kind share the weight of their norm."""
+    """Causal grouped-query attention over normalized heads; query heads share a norm weight, and key heads another."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
 """Qwen3 as data, under transformers' names and orientation. The network is in `qwen3`.
 
-Sources: Yang et al. 2025, "Qwen3 Technical Report"; `Qwen3ForCausalLM` of transformers.
+Sources: Yang et al. 2025, "Qwen3 Technical Report"; transformers' `Qwen3ForCausalLM`.
 """
 
 from dataclasses import replace

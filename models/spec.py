@@ -1,4 +1,4 @@
-"""What describes a model family as plain data: tensors on disk, initial values, tensor-parallel plan, limits."""
+"""A model family as plain data: stored tensors, initial values, tensor-parallel plan, limits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from models.config import Initial, ModelConfig, StoredTensor
 from models.hf_config import HfConfig
 from models.megatron_names import MegatronNames
 
-OUTPUT = "lm_head.weight"  # the output layer of every family
+OUTPUT = "lm_head.weight"  # every family's output layer
 
 
 class Cut(Enum):
@@ -31,7 +31,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """A `Cut` by module name: of modules of the model, and of modules within each block."""
+    """A `Cut` by module name: for the model's modules, and for modules within each block."""
 
     ends: Mapping[str, Cut]
     block: Mapping[str, Cut]
@@ -39,26 +39,25 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """The description of a family, apart from the code of its network.
+    """Describes a family, apart from its network's code.
 
     Args:
-        network: the module and the class of the network; imported when a model is built: a configuration is checked
-            without torch.
-        blocks: the name of the blocks' container; tensors of a block are `<blocks>.<layer>.<name>`.
-        embedding: the stored name of the token table, which a tied output layer shares.
-        first: the stored tensors in front of the blocks.
-        block: the stored tensors of a block, by their name within it.
-        last: the stored tensors behind the blocks, without the output layer.
-        initial: the initial values of a stored tensor, by its name.
-        is_rotary: whether positions are rotations of queries and keys.
-        lora_targets: the ends of the names of the projections with a low-rank adapter by default, as in PEFT.
-        unused: the fields of `ModelConfig` that must keep their default, and why; so must fields added later and not
-            named in `hf`.
-        follows: the fields of `ModelConfig` that must equal another field.
-        needs: the fields of `ModelConfig` that may be None, but not here.
-        fan_in_fan_out: whether the weights of projections are stored as [in, out], PEFT's word for it.
-        megatron: tensors and arguments in Megatron-LM; None if a conversion refuses the family.
-        scaled_preset: a preset of the group `model` with a scaled RoPE, for a family that has one.
+        network: The network's module and class. Building a model imports it; checking a configuration needs no torch.
+        blocks: The blocks' container. A block's tensors are named `<blocks>.<layer>.<name>`.
+        embedding: The token table's stored name, which a tied output layer shares.
+        first: Returns the stored tensors before the blocks.
+        block: Returns a block's stored tensors, by their name within it.
+        last: Returns the stored tensors after the blocks, without the output layer.
+        initial: Returns a stored tensor's initial values, by its name.
+        is_rotary: Whether positions rotate queries and keys.
+        lora_targets: Name suffixes that select the projections adapted by default, as in PEFT.
+        unused: The `ModelConfig` fields that must keep their default, and why. Fields added later must keep it too,
+            unless `hf` names them.
+        follows: The `ModelConfig` fields that must equal another field.
+        needs: The optional `ModelConfig` fields required by this family.
+        fan_in_fan_out: Whether projection weights are stored as [in, out] (PEFT's term).
+        megatron: Megatron-LM's tensors and arguments. None if conversion refuses the family.
+        scaled_preset: A `model` preset with scaled RoPE. None if the family has none.
     """
 
     network: tuple[str, str]
