@@ -1,4 +1,4 @@
-"""The format on disk: names, layout, manifest and headers."""
+"""The on-disk format: names, layout, manifest and headers."""
 
 from typing import TYPE_CHECKING
 

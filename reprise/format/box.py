@@ -1,4 +1,4 @@
-"""Boxes: rectangles of a tensor, and the bytes they occupy in it. Pure arithmetic."""
+"""Boxes: rectangles within a tensor, and the bytes they occupy. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The half-open rectangle `[offset, offset + shape)` of a tensor, in elements."""
+    """The half-open rectangle `[offset, offset + shape)` within a tensor, in elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,17 +25,17 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the index of the box in an array."""
+        """Return the slices selecting the box in an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of a complete tensor of `shape`."""
+    """Return the box covering a whole tensor of shape `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box:
-    """Return the intersection of two boxes of a tensor; its `numel` is 0 if they are disjoint."""
+    """Return the intersection of two boxes within a tensor; its `numel` is 0 if they are disjoint."""
     if a == b:
         return a
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
@@ -44,17 +44,17 @@ def intersect(a: Box, b: Box) -> Box:
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """Return `inner`, a box inside `outer`, in coordinates relative to the corner of `outer`."""
+    """Return `inner`, a box inside `outer`, in coordinates relative to `outer`'s corner."""
     return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
 
 
 def absolute(inner: Box, outer: Box) -> Box:
-    """Return `inner`, a box in coordinates relative to the corner of `outer`, in the coordinates of `outer`."""
+    """Return `inner`, a box in coordinates relative to `outer`'s corner, in `outer`'s coordinates."""
     return Box(tuple(i + o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
 
 
 def in_bytes(box: Box, itemsize: int) -> Box:
-    """Return the box with another dimension, the bytes of each item."""
+    """Return the box with a further dimension for each item's bytes."""
     return Box((*box.offset, 0), (*box.shape, itemsize))
 
 
@@ -63,11 +63,11 @@ class Split:
     """A mesh axis with a tensor dimension sharded over it.
 
     Args:
-        dim: the sharded tensor dimension.
-        index: this rank's coordinate on the mesh axis.
-        count: size of the mesh axis.
-        strided: product of the sizes of the axes to the right with the same dimension sharded *before* this axis
-            (`split_factor` of torch's `_StridedShard`); 1 for a plain shard.
+        dim: The sharded tensor dimension.
+        index: This rank's coordinate on the mesh axis.
+        count: The mesh axis size.
+        strided: The product of the sizes of the axes to the right that shard the dimension *before* this axis
+            (torch's `_StridedShard.split_factor`). 1 for a plain shard.
     """
 
     dim: int
@@ -77,21 +77,22 @@ class Split:
 
 
 def cut(lo: int, hi: int, *, index: int, count: int) -> tuple[int, int]:
-    """Return part `index` of `[lo, hi)` cut into `count` parts of `ceil(length / count)`, as `torch.chunk` cuts."""
+    """Return part `index` when `[lo, hi)` is cut into `count` parts with `ceil(length / count)` items each, as in
+    `torch.chunk`."""
     step = -(-(hi - lo) // count)
     first = min(hi, lo + index * step)
     return first, min(hi, first + step)
 
 
 def box_of_splits(shape: Sequence[int], splits: Sequence[Split]) -> Box:
-    """Return the box of a rank after all `splits`, listed in mesh axis order.
+    """Return a rank's box after all `splits`, listed in mesh axis order.
 
     Plain splits apply from left to right. A strided split applies after the axes to its right whose sizes multiply to
     its `strided` factor (FSDP2 over tensor parallelism: `torch/distributed/tensor/placement_types.py`,
     `_StridedShard`).
 
     Raises:
-        ValueError: if a strided factor is not a product of sizes to its right: the shard is then not a single box.
+        ValueError: A strided factor is no product of sizes to its right, so the shard is not a single box.
     """
     offset, size = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -117,12 +118,12 @@ def _cutting_order(splits: list[Split]) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bytes of a box: contiguous in memory (C order), runs of `run_bytes` each in the tensor's file image.
+    """A box's bytes: contiguous in memory (C order), runs of `run_bytes` each in the tensor's file image.
 
     Args:
-        start: offset of the first run in the tensor's bytes.
-        loops: `(count, stride in bytes)` of the runs, from the outermost loop to the innermost; empty for a single run.
-            Adjacent loops are merged where possible.
+        start: The first run's offset in the tensor's bytes.
+        loops: `(count, stride in bytes)` for the runs, from the outermost loop to the innermost. Empty for a single
+            run. Adjacent loops are merged where possible.
     """
 
     box: Box
@@ -149,7 +150,7 @@ class Image:
         return (*(count for count, _ in self.loops), self.run_bytes)
 
     def before(self, offset: int) -> int:
-        """Return the number of its bytes before byte `offset` of the tensor."""
+        """Count its bytes before the tensor's byte `offset`."""
         remaining, step, packed = offset - self.start, self.total_bytes, 0
         for count, stride in self.loops:
             step //= count
@@ -162,13 +163,13 @@ class Image:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the strides, in bytes of the tensor, of the packed image's dimensions."""
+        """Return the packed image dimensions' strides, in bytes within the tensor."""
         return (*(stride for _, stride in self.loops), 1)
 
     def boxes(self, lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Yield packed bytes `[lo, hi)` as a minimal number of arrays with strides `strides` in the tensor.
+        """Yield packed bytes `[lo, hi)` as the fewest arrays with strides `strides` in the tensor.
 
-        Each is a shape, the offset of its first byte in the tensor's bytes, and its offset in the packed image.
+        Each is a shape, its first byte's offset in the tensor, and its offset in the packed image.
         """
         strides, at = self.strides, lo
         for box in extent(self.packed_shape, lo, hi):
@@ -176,7 +177,7 @@ class Image:
             at += box.numel
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """Yield `(offset in the tensor's bytes, offset in the packed image, length)` of packed bytes `[lo, hi)`."""
+        """Yield `(offset in the tensor's bytes, offset in the packed image, length)` for packed bytes `[lo, hi)`."""
         position = lo
         while position < hi:
             row, inside = divmod(position, self.run_bytes)
@@ -193,7 +194,7 @@ class Image:
 
 
 def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
-    """Return the image of `box` in a C-ordered tensor of `shape`, with runs as long as possible."""
+    """Return the image of `box` in a C-ordered tensor shaped `shape`, with runs as long as possible."""
     if 0 in box.shape:
         return Image(box, 0, (), 0)
     run = stride = itemsize
@@ -212,9 +213,9 @@ def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
 
 
 def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
-    """Yield the boxes of elements `[lo, hi)` of a C-ordered array of `shape`, in order.
+    """Yield the fewest boxes covering elements `[lo, hi)` in a C-ordered array shaped `shape`, in order.
 
-    Their number is minimal: at most 2 * dimensions - 1.
+    There are at most 2 * dimensions - 1.
     """
     if lo >= hi:
         return

@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors, without torch, so that listing, verifying and uploading never import it."""
+"""Stored dtypes, without torch: listing, verifying and uploading never import it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import Enum
 
 
 class StoredDtype(Enum):
-    """A dtype that passes unchanged into the files; members are named as in safetensors (safetensors/src/tensor.rs).
+    """A dtype stored unchanged. Members are named as in safetensors (safetensors/src/tensor.rs).
 
     Attributes:
-        label: torch's name, such as `bfloat16`.
-        itemsize: the size of an item, in bytes.
+        label: Torch's name, such as `bfloat16`.
+        itemsize: Item size in bytes.
     """
 
     F64 = "float64", 8

@@ -1,7 +1,7 @@
-"""`host.json`: which pieces of a checkpoint lie in the folder of a host.
+"""`host.json`: which checkpoint pieces lie in a host's folder.
 
 A local checkpoint has a folder on each host, all with the same manifest and the same files at their full size. Only
-the ranges of the listed pieces are there; every other range is a hole and must not be read.
+the listed pieces' ranges hold data. Every other range is a hole and must not be read.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from reprise.storage.json_file import integer
 from reprise.storage.paths import exists, lexists, read_regular
 
 FORMAT = "reprise-host/1"
-# A folder that lacks pieces has the configuration of its model or adapters under another name: transformers and PEFT
-# refuse a folder without the first one, and would read holes as zeros in a folder with it.
+# A folder with missing pieces stores its model or adapter configuration under another name: transformers and PEFT
+# refuse a folder without the usual name, and would read holes as zeros in a folder with it.
 _CONFIGS, _OF_PART = ("config.json", "adapter_config.json"), ".part"
 
-# By tensor: numbers of pieces, in the order of `TensorEntry.pieces`. A tensor without any is absent.
+# By tensor: piece numbers, in `TensorEntry.pieces` order. A tensor without pieces is absent.
 PieceNumbers = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class HostFile:
-    """The content of `host.json`.
+    """The parsed `host.json`.
 
     Args:
-        attempt: name of the save's attempt.
-        manifest: digest of the manifest.
-        host: number of the host of this folder in the save; None for a folder of copies alone.
-        hosts: the names of all hosts of the save.
-        writers: by tensor, the number of the host of each piece.
-        held: the pieces in this folder: those of its own host, and copies of others.
+        attempt: The save attempt's name.
+        manifest: The manifest's digest.
+        host: The number that this folder's host has in the save. None for a folder with copies alone.
+        hosts: The names of all hosts in the save.
+        writers: By tensor, each piece's host number.
+        held: The pieces in this folder: its own host's, and copies from other hosts.
     """
 
     attempt: str
@@ -49,7 +49,7 @@ class HostFile:
 
     @property
     def own(self) -> dict[str, tuple[int, ...]]:
-        """Return the pieces of this host."""
+        """Return this host's pieces."""
         return {} if self.host is None else self.written_by(self.host)
 
     @property
@@ -59,7 +59,7 @@ class HostFile:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Return the numbers of the hosts all of whose pieces lie in this folder."""
+        """Return the hosts, by number, whose pieces all lie in this folder."""
         lacking = self.by_host(self.missing)
         return tuple(number for number in range(len(self.hosts)) if number not in lacking)
 
@@ -73,11 +73,11 @@ class HostFile:
         return {name: tuple(range(len(hosts))) for name, hosts in self.writers.items()}
 
     def written_by(self, host: int) -> dict[str, tuple[int, ...]]:
-        """Return the pieces of a host."""
+        """Return a host's pieces."""
         return self.by_host(self._pieces).get(host, {})
 
     def by_host(self, pieces: PieceNumbers | None = None) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return pieces, by default all, by the number of the host that wrote them."""
+        """Return pieces, by default all, grouped by the host number that wrote them."""
         groups: dict[int, dict[str, list[int]]] = {}
         for name, numbers in (self._pieces if pieces is None else pieces).items():
             for number in numbers:
@@ -85,7 +85,7 @@ class HostFile:
         return {host: {name: tuple(group[name]) for name in group} for host, group in sorted(groups.items())}
 
     def to_bytes(self) -> bytes:
-        """Return the JSON form; its last member is the digest of all bytes before its comma."""
+        """Return the JSON form. Its last member is the digest of all bytes before that member's comma."""
         return json_file.sealed(
             {
                 "format": FORMAT,
@@ -100,12 +100,12 @@ class HostFile:
 
 
 def stored_name(name: str, *, is_whole: bool) -> str:
-    """Return the name of a file of the manifest in the folder of a host."""
+    """Return a manifest file's name in a host's folder."""
     return name + _OF_PART if name in _CONFIGS and not is_whole else name
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Return the path of a file of the manifest in a folder, perhaps of a host."""
+    """Return a manifest file's path in a checkpoint folder or a host's folder."""
     path, of_part = folder / name, folder / stored_name(name, is_whole=False)
     return path if path == of_part or lexists(path) or not exists(of_part) else of_part
 
@@ -114,14 +114,14 @@ def from_bytes(data: bytes, *, where: object) -> HostFile:
     """Parse and check a `host.json`.
 
     Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it is damaged or malformed.
+        MismatchError: It has another format version.
+        CheckpointError: It is damaged or malformed.
     """
     return json_file.unsealed(data, _from_table, kind="host file", form=FORMAT, where=where)
 
 
 def attempt_of(folder: Path) -> str | None:
-    """Return the attempt whose manifest and `host.json` lie in a folder; None if it lacks either."""
+    """Return the save attempt whose manifest and `host.json` lie in a folder, or None if either is missing."""
     try:
         host = from_bytes(read_regular(folder / HOST, limit_bytes=json_file.MAX_BYTES), where=folder / HOST)
         digest = digest_of(read_regular(folder / MANIFEST, limit_bytes=json_file.MAX_BYTES))
@@ -145,7 +145,7 @@ def _from_table(table: Mapping[str, Any]) -> HostFile:
 
 
 def _numbers(values: Iterable[int], *, most: int) -> tuple[int, ...]:
-    """Return numbers from 0 to `most`; a large checkpoint has millions of them, so they are checked together."""
+    """Return numbers from 0 to `most`. They are checked together, because a large checkpoint has millions."""
     numbers = tuple(values)
     if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
         raise ValueError(f"numbers from 0 to {most} are expected")
@@ -153,7 +153,7 @@ def _numbers(values: Iterable[int], *, most: int) -> tuple[int, ...]:
 
 
 def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
-    """Return the pieces in any of these sets."""
+    """Return the pieces in at least one set."""
     merged: dict[str, set[int]] = {}
     for numbers in sets:
         for name, members in numbers.items():
@@ -162,7 +162,7 @@ def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
 
 
 def without(numbers: PieceNumbers, excluded_pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
-    """Return the pieces of `numbers` without those of `excluded_pieces`."""
+    """Return the pieces in `numbers` but not in `excluded_pieces`."""
     excluded = {name: frozenset(members) for name, members in excluded_pieces.items()}
     difference = {
         name: tuple(number for number in members if number not in excluded.get(name, ()))

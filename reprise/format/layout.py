@@ -1,9 +1,9 @@
-"""The position of every tensor on disk: a pure function of names, shapes, dtypes and `file_bytes`.
+"""Every tensor's position on disk: a pure function of names, shapes, dtypes and `file_bytes`.
 
 Every rank computes the same layout, so planning a save needs no communication.
 
-The files are safetensors (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header
-length, a JSON header, then the data. Padding of the headers puts the data on a page boundary.
+The files are safetensors (https://github.com/huggingface/safetensors#format): the header length as eight little-endian
+bytes, a JSON header, then the data. Header padding aligns the data to a page boundary.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PAGE_BYTES = 4096
 DEFAULT_FILE_BYTES = 2 << 30
 
 METADATA = "__metadata__"
-MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the bytes of an item
-MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
+MOST_DIMENSIONS = 31  # 32, numpy 1's limit, less one for an item's bytes
+MOST_ELEMENTS = 2**63 - 1  # torch's largest size
 
 
 class TensorKind(Enum):
-    """The family of files of a tensor: weights, adapters, optimizer state, the rest of a state dict."""
+    """A tensor's file family: weights, adapters, optimizer state, or the rest of a state dict."""
 
     MODEL = "model"
     ADAPTER = "adapter"
@@ -44,8 +44,8 @@ class TensorSpec:
     """A logical tensor as stored on disk.
 
     Args:
-        shape: the shape in the header.
-        view: another shape of the same C-ordered bytes; boxes of live parameters are in its coordinates.
+        shape: The shape in the header.
+        view: Another shape for the same C-ordered bytes. Live parameters' boxes are in its coordinates.
     """
 
     kind: TensorKind
@@ -59,13 +59,13 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def image(self, box: Box) -> Image:
-        """Return the bytes of a box, in the coordinates of `view`, in the tensor."""
+        """Return the image of a box in `view` coordinates."""
         return image(box, self.view, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's position: `file` is relative to the checkpoint folder, `offset` counts from the start of the file."""
+    """A tensor's position: `file` is relative to the checkpoint folder, `offset` counts from the file start."""
 
     spec: TensorSpec
     file: str
@@ -74,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A safetensors file: `header` holds every byte before the data, `total_bytes` is the size of the file."""
+    """A safetensors file: `header` holds every byte before the data, `total_bytes` is the file size."""
 
     name: str
     header: bytes
@@ -84,7 +84,7 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All tensor files of a checkpoint, and the place of each tensor by name."""
+    """A checkpoint's tensor files, and each tensor's place by name."""
 
     files: tuple[FileLayout, ...]
     places: dict[str, Place]
@@ -95,12 +95,12 @@ class Layout:
 
 
 def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_BYTES) -> Layout:
-    """Lay out `specs`, given in model order: larger items first, without holes, at most `file_bytes` of data per file.
+    """Lay out `specs`, given in model order: larger items first, no holes, at most `file_bytes` data bytes per file.
 
-    A tensor is never split across files; a tensor larger than `file_bytes` gets a file of its own.
+    A tensor is never split across files. A tensor larger than `file_bytes` gets its own file.
 
     Raises:
-        CheckpointError: for a duplicate name, a name of safetensors' own, or too many dimensions.
+        CheckpointError: A name is duplicate or reserved by safetensors, or a tensor has too many dimensions.
     """
     refuse_unstorable(specs)
     files: list[FileLayout] = []
@@ -113,7 +113,7 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
 
 
 def file_name(kind: TensorKind, index: int, count: int) -> str:
-    """Return the name of file `index` of `count`, as transformers numbers shards."""
+    """Return the name for file `index` among `count`, numbered like transformers' shards."""
     if kind is TensorKind.ADAPTER:
         return ADAPTERS
     if kind is TensorKind.MODEL and count == 1:
@@ -123,7 +123,7 @@ def file_name(kind: TensorKind, index: int, count: int) -> str:
 
 
 def kind_of_file(name: str) -> TensorKind:
-    """Return the family of a tensor file, by its name in the checkpoint."""
+    """Return a tensor file's family, by its name in the checkpoint."""
     if name == ADAPTERS:
         return TensorKind.ADAPTER
     folder = name.split("/")[0]
@@ -131,7 +131,7 @@ def kind_of_file(name: str) -> TensorKind:
 
 
 def model_index(layout: Layout) -> dict[str, object]:
-    """Return `model.safetensors.index.json`, by which globbing loaders find exactly the weights."""
+    """Return `model.safetensors.index.json`, which tells globbing loaders the exact weight files."""
     weights = [place for place in layout.places.values() if place.spec.kind is TensorKind.MODEL]
     return {
         "metadata": {"total_size": sum(place.spec.total_bytes for place in weights)},
@@ -140,10 +140,10 @@ def model_index(layout: Layout) -> dict[str, object]:
 
 
 def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
-    """Refuse tensors with a name twice, a reserved name, or too many dimensions.
+    """Refuse duplicate or reserved tensor names, and too many dimensions.
 
     Raises:
-        CheckpointError: naming the first of them.
+        CheckpointError: Names the first such tensor.
     """
     seen: set[str] = set()
     for spec in specs:
@@ -193,22 +193,22 @@ def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
 
 
 def is_shape(sizes: Sequence[int]) -> bool:
-    """Return whether a tensor can have these sizes: limits on the number of dimensions and elements hold."""
+    """Return whether a tensor can have these sizes: neither too many dimensions nor too many elements."""
     if len(sizes) > MOST_DIMENSIONS or any(size > MOST_ELEMENTS for size in sizes):
         return False
     return math.prod(sizes) <= MOST_ELEMENTS
 
 
 def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *, where: object) -> list[Place]:
-    """Return the place of every tensor in a safetensors header.
+    """Return every tensor's place from a safetensors header.
 
     Args:
-        data: the header, as `read_header` returns it.
-        name: the name of the file in its folder.
-        total_bytes: the size of the file.
+        data: The header from `read_header`.
+        name: The file name in its folder.
+        total_bytes: The file size.
 
     Raises:
-        CheckpointError: if the header is malformed, or the file is longer or shorter than its tensors.
+        CheckpointError: The header is malformed, or the file size does not match its tensors.
     """
     table, length = json_file.parse(data[8:], where=where), len(data) - 8
     specs = parse(table, kind, data_bytes=total_bytes - 8 - length, where=where)
@@ -216,10 +216,10 @@ def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *,
 
 
 def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:
-    """Return every tensor of a header in file order, with its offset in the file's `data_bytes` of data.
+    """Return every tensor in a header in file order, with its offset in the file's `data_bytes` data bytes.
 
     Raises:
-        CheckpointError: naming the first tensor with a malformed entry, or with a gap or overlap before it; or if the
+        CheckpointError: Names the first tensor with a malformed entry, or with a gap or overlap before it. Or the
             data does not end with the last tensor.
     """
     specs = []

@@ -1,8 +1,7 @@
-"""The lineage of a run: its branches, by which a start tells its own checkpoints from others. Pure.
+"""A run's lineage: its branches, by which a start tells its own checkpoints from others. Pure.
 
-The first branch begins with the run, and its random id is the id of the run. A start from an earlier iteration begins
-another branch there: later saves of earlier branches are given up. Every checkpoint records the lineage of its run at
-the save.
+The first branch starts with the run, and its random id is the run id. A start from an earlier iteration opens another
+branch there: later saves on earlier branches are given up. Every checkpoint records its run's lineage at the save.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from reprise.errors import CheckpointError
 from reprise.storage import json_file
 from reprise.storage.json_file import Json, integer
 
-LINEAGE = "run"  # the member of trainer_state.json
+LINEAGE = "run"  # the member in trainer_state.json
 FORMAT = "reprise-run/1"
-FRESH = -1  # where a branch begins that starts from initial values
+FRESH = -1  # where a branch from initial values begins
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A branch of a run.
+    """A branch within a run.
 
     Args:
-        id: random, unique among all branches of all runs.
-        began_at: the iteration from which it goes on. For the first branch of a run, up to which checkpoints without a
-            lineage, of an earlier version of this program, belong to the run.
+        id: A random id, unique among all branches in all runs.
+        began_at: The iteration from which it continues. For a run's first branch: the last iteration up to which
+            checkpoints without a lineage, from an earlier version, belong to the run.
     """
 
     id: str
@@ -35,10 +34,10 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The checkpoint of another run at the begin of a run.
+    """The checkpoint from another run with which a run began.
 
     Args:
-        run: its run; None without a lineage.
+        run: Its run's id. None if it has no lineage.
     """
 
     run: str | None
@@ -47,10 +46,10 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The branches of a run, oldest first; none for an unknown run.
+    """A run's branches, oldest first. Empty for an unknown run.
 
     Args:
-        launch: the names of the newest launch whose command set where the run begins; a restart of it resumes.
+        launch: The names for the newest launch whose command set the starting point. A restart of that launch resumes.
     """
 
     branches: tuple[Branch, ...] = ()
@@ -59,27 +58,27 @@ class Lineage:
 
     @property
     def run(self) -> str | None:
-        """Return the id of the run."""
+        """Return the run id."""
         return self.branches[0].id if self.branches else None
 
     def extends(self, earlier: Lineage) -> bool:
-        """Return whether this is `earlier`, perhaps with further branches."""
+        """Return whether this is `earlier`, possibly with further branches."""
         return self.branches[: len(earlier.branches)] == earlier.branches
 
     def admits(self, saved: Lineage, iteration: int) -> bool:
-        """Return whether a start may go on from a checkpoint with the lineage `saved`.
+        """Return whether a start may continue from a checkpoint with the lineage `saved`.
 
-        It may if the checkpoint is of this run, and no later branch has given up its iteration. An extension of this
-        lineage has branches unknown to the start.
+        It may if the checkpoint belongs to this run, and no later branch has given up its iteration. A checkpoint whose
+        lineage extends this one has branches unknown to the start.
         """
         later = self.branches[len(saved.branches) :]
         return saved.extends(self) or (self.extends(saved) and all(iteration <= branch.began_at for branch in later))
 
     def after_start(self, branch: Branch, *, newest_known: int) -> Lineage:
-        """Return the lineage of a run after a start from the first iteration of `branch`.
+        """Return a run's lineage after a start from the first iteration in `branch`.
 
         Args:
-            newest_known: the newest iteration saved by the run, though perhaps not all of it is left.
+            newest_known: The newest iteration the run has saved, even if its checkpoint is no longer complete.
         """
         if newest_known <= branch.began_at:
             return self
@@ -97,10 +96,10 @@ class Lineage:
 
     @staticmethod
     def from_record(table: Mapping[str, object]) -> Lineage:
-        """Return the lineage in its JSON form.
+        """Return the lineage from its JSON form.
 
         Raises:
-            LookupError, TypeError, ValueError: if it is malformed.
+            LookupError, TypeError, ValueError: It is malformed.
         """
         listed, origin, launch = table["branches"], table.get("parent"), table.get("launch", [])
         if not isinstance(listed, list) or not listed:
@@ -113,7 +112,7 @@ class Lineage:
         return Lineage(branches, parent, tuple(map(_text, launch)))
 
     def to_bytes(self) -> bytes:
-        """Return the content of a `run.json`."""
+        """Return the `run.json` bytes."""
         return json_file.sealed({"format": FORMAT, **self.record()})
 
     @staticmethod
@@ -121,17 +120,17 @@ class Lineage:
         """Return the lineage in a `run.json`.
 
         Raises:
-            MismatchError: if it has another format version.
-            CheckpointError: if it is damaged or malformed.
+            MismatchError: It has another format version.
+            CheckpointError: It is damaged or malformed.
         """
         return json_file.unsealed(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
 
 
 def saved_lineage(state: Json, *, where: object) -> Lineage:
-    """Return the lineage in a `trainer_state.json`; without branches if an earlier version has written it.
+    """Return the lineage in a `trainer_state.json`; it has no branches if an earlier version wrote the file.
 
     Raises:
-        CheckpointError: if it is malformed.
+        CheckpointError: It is malformed.
     """
     if LINEAGE not in state:
         return Lineage()
@@ -142,7 +141,7 @@ def saved_lineage(state: Json, *, where: object) -> Lineage:
 
 
 def newest_lineage(lineages: Iterable[Lineage]) -> Lineage:
-    """Return the lineage with the most branches: the others were recorded before its last ones began."""
+    """Return the lineage with the most branches: the others were recorded before its last branches began."""
     return max(lineages, key=lambda lineage: len(lineage.branches), default=Lineage())
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and digests of everything in the folder, and the tiling pieces of each tensor.
+"""A checkpoint's manifest: file sizes and digests for the whole folder, and the pieces tiling each tensor.
 
 Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash) as 16 hex digits.
 """
@@ -34,10 +34,10 @@ _ITEMSIZES = sorted({dtype.itemsize for dtype in StoredDtype})
 
 
 def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of a piece, bytes `[lo, hi)` of a packed image, that have a byte of `[begin, end)`, in order.
+    """Yield, in order, the blocks overlapping `[begin, end)` in a piece, which is bytes `[lo, hi)` of a packed image.
 
     Args:
-        end: None for the end of the piece.
+        end: End offset. None means the piece's end.
     """
     skipped = max(0, begin - lo) // BLOCK_BYTES * BLOCK_BYTES
     for first in range(lo + skipped, hi if end is None else min(hi, end), BLOCK_BYTES):
@@ -46,7 +46,7 @@ def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
-    """A piece in a rank's report: bytes `[lo, hi)` of the packed image of `box`, and its packed block digests."""
+    """A piece in a rank's report: bytes `[lo, hi)` in the packed image of `box`, and its packed block digests."""
 
     name: str
     box: Box
@@ -57,9 +57,9 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A rank's share of a save: its pieces, and the tensor bytes it wrote.
+    """A rank's share in a save: its pieces, and the tensor bytes it wrote.
 
-    The two may differ on a rank, because ranks of a host write for each other; their sums over all ranks are equal.
+    The two may differ on a rank, because ranks on a host write for each other. Their sums over all ranks are equal.
     """
 
     pieces: list[WrittenPiece]
@@ -68,7 +68,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size of a file in bytes, and the digest of its safetensors header or, for any other file, of its content."""
+    """A file's size in bytes and digest, which covers a safetensors file's header or any other file's content."""
 
     total_bytes: int
     digest: str
@@ -77,10 +77,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The pieces of a tensor: `cuts` per dimension of `view` form a product grid of cells, in C order.
+    """A tensor's pieces: `cuts` along each `view` dimension form a grid with its cells in C order.
 
-    A cell in `shares` was written by several replicas, cut at these byte offsets of its packed image. `digests` holds
-    the block digests of all pieces in order, eight bytes each, big-endian.
+    Several replicas wrote a cell in `shares`, cut at these byte offsets in its packed image. `digests` holds the
+    block digests for all pieces in order, eight bytes each, big-endian.
     """
 
     view: tuple[int, ...]
@@ -94,7 +94,7 @@ class TensorEntry:
             yield piece
 
     def pieces_in(self, box: Box, itemsize: int) -> Iterator[tuple[int, WrittenPiece]]:
-        """Yield the pieces of the cells that have elements of `box`, each with its number among all pieces."""
+        """Yield the pieces in all cells overlapping `box`, each with its number among all pieces."""
         first_blocks, first_pieces = self._first_of_cells(itemsize)
         for cell, cell_box in _cells_in(self.cuts, box):
             position, number = int(first_blocks[cell]) * DIGEST_BYTES, int(first_pieces[cell])
@@ -106,11 +106,11 @@ class TensorEntry:
                 number += 1
 
     def _first_of_cells(self, itemsize: int) -> tuple[Sequence[int] | Integers, Sequence[int] | Integers]:
-        """Return the numbers of the first block and of the first piece of each cell.
+        """Return each cell's first block number and first piece number.
 
-        An entry that `fits` has a block in every cell, so its numbers of bytes are those of a possible tensor.
+        An entry that `fits` has a block in every cell, so its byte counts belong to a possible tensor.
         """
-        if all(len(marks) == 2 for marks in self.cuts):  # a single cell, as most tensors of a small run have
+        if all(len(marks) == 2 for marks in self.cuts):  # a single cell, as for most tensors in a small run
             return (0,), (0,)
         sizes = np.array([itemsize], dtype=np.int64)
         for marks in self.cuts:
@@ -124,16 +124,16 @@ class TensorEntry:
         return np.cumsum(blocks) - blocks, np.cumsum(counts) - counts
 
     def fits(self, itemsize: int) -> bool:
-        """Return whether shares and the number of digests fit a tensor with items of `itemsize` bytes.
+        """Return whether shares and digest count fit a tensor with `itemsize`-byte items.
 
-        Cells of equal lengths are counted together: a tensor has thousands of cells, and few lengths.
+        Cells with equal lengths are counted together: a tensor has thousands of cells, and few lengths.
         """
         cells = math.prod(len(marks) - 1 for marks in self.cuts)
-        if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one; no tensor is worth counting more
+        if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one digest, so there is nothing to count
             return False
         if not all(0 <= cell < cells for cell in self.shares):
             return False
-        if cells == 1 and not self.shares:  # as most tensors of a small run
+        if cells == 1 and not self.shares:  # as for most tensors in a small run
             size = math.prod(hi - lo for lo, hi in self.cuts) * itemsize
             return len(self.digests) == block_count(size) * DIGEST_BYTES
         count = 0
@@ -151,7 +151,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything needed to check a checkpoint folder; `aliases` maps a tied name to the stored name."""
+    """Everything needed to check a checkpoint folder. `aliases` maps a tied name to the stored name."""
 
     attempt: str
     files: Mapping[str, FileEntry]
@@ -160,17 +160,17 @@ class Manifest:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the `xxh3_64` digest of `data` as 16 hex digits."""
+    """Return the data's `xxh3_64` digest as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def block_count(total_bytes: int) -> int:
-    """Return how many blocks a piece of `total_bytes` has."""
+    """Return the block count for a piece with `total_bytes` bytes."""
     return -(-total_bytes // BLOCK_BYTES)
 
 
 def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Box]]:
-    """Yield the cells that have elements of `box`, each with its number."""
+    """Yield the cells overlapping `box`, each with its number."""
     if not box.numel:
         return
     ranges = [
@@ -188,12 +188,12 @@ def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Bo
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
 def _lengths(marks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the distances between neighbours, each with its number; most tensors are cut as many others are."""
+    """Return the distances between neighboring marks, each with its count. Cached: most tensors share their cuts."""
     return tuple(Counter(hi - lo for lo, hi in itertools.pairwise(marks)).items())
 
 
 def _numel_of(cuts: Sequence[Sequence[int]], cell: int) -> int:
-    """Return the number of elements of a cell."""
+    """Return a cell's element count."""
     numel = 1
     for marks in reversed(cuts):
         cell, index = divmod(cell, len(marks) - 1)
@@ -202,7 +202,7 @@ def _numel_of(cuts: Sequence[Sequence[int]], cell: int) -> int:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Return the JSON form; its last member is the digest of all bytes before its comma."""
+    """Return the JSON form. Its last member is the digest of all bytes before that member's comma."""
     return json_file.sealed(
         {
             "format": FORMAT,
@@ -233,8 +233,8 @@ def from_bytes(data: bytes, *, where: object) -> Manifest:
     """Parse and check a manifest.
 
     Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it is damaged or inconsistent.
+        MismatchError: It has another format version.
+        CheckpointError: It is damaged or inconsistent.
     """
     return json_file.unsealed(
         data, _from_table, kind="manifest", form=FORMAT, where=where, fix="Load another iteration."
@@ -266,7 +266,7 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
     shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
     parsed = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
-    # Only the headers know the item size; `reader.read_places` asks again with it.
+    # Only the headers know the item size; `reader.read_places` checks again with it.
     if not any(parsed.fits(itemsize) for itemsize in _ITEMSIZES):
         raise ValueError(
             f"{len(parsed.digests)} B of digests and shares {shares} fit no tensor of {view} cut at {cuts}"
@@ -279,10 +279,10 @@ def _size(value: object) -> int:
 
 
 def _marks(values: Iterable[object]) -> tuple[int, ...]:
-    """Return the numbers of a list, which are checked together: a tensor has thousands."""
+    """Return a list's numbers. They are checked together, because a tensor has thousands."""
     marks = tuple(values)
     if not set(map(type, marks)) <= {int}:
-        return tuple(_size(value) for value in marks)  # names the first
+        return tuple(_size(value) for value in marks)  # names the first bad one
     numbers = cast("tuple[int, ...]", marks)
     for number in (min(numbers, default=0), max(numbers, default=0)):
         _size(number)

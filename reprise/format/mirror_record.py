@@ -1,6 +1,6 @@
-"""The record of a mirror, `mirror.json` in a run's checkpoint folder, and the rule by which a mirror takes checkpoints.
+"""A mirror's record, `mirror.json` in a run's checkpoint folder, and its rule for choosing checkpoints.
 
-Names are those of folders within a run: `iter_0000100`, `weights/iter_0000100`.
+Names are folder names within a run: `iter_0000100`, `weights/iter_0000100`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MirroredCheckpoint:
     """A checkpoint in a store.
 
     Args:
-        digest: of its manifest.
-        lineage: of its run at the save; without branches for a program without recorded branches.
+        digest: Its manifest's digest.
+        lineage: Its run's lineage at the save. Without branches if the writer recorded none.
     """
 
     digest: str
@@ -39,12 +39,12 @@ class MirroredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRecord:
-    """The state of a mirror.
+    """A mirror's state.
 
     Args:
-        url: of the run in the store.
-        committed: the run's complete checkpoints in the store, by name.
-        interval, keep: of its rule.
+        url: The run's URL in the store.
+        committed: The run's complete checkpoints in the store, by name.
+        interval, keep: The fields of its `MirrorRule`.
     """
 
     url: str
@@ -53,11 +53,11 @@ class MirrorRecord:
     keep: int = 0
 
     def awaits(self, name: str, digest: str, names: Iterable[str]) -> bool:
-        """Return whether the mirror will take a checkpoint which the store does not have.
+        """Return whether the mirror will upload a checkpoint missing in the store.
 
         Args:
-            digest: of its manifest.
-            names: of all checkpoints in the run's folder. The newest may be the last of the run.
+            digest: Its manifest's digest.
+            names: All checkpoints in the run's folder. The newest may be the run's last.
         """
         entry = self.committed.get(name)
         if entry is not None and entry.digest == digest:
@@ -65,7 +65,7 @@ class MirrorRecord:
         return name in MirrorRule(self.url, self.interval, self.keep).due(names, self.committed, at_end=True)
 
     def to_bytes(self) -> bytes:
-        """Return the content of a `mirror.json`."""
+        """Return the `mirror.json` bytes."""
         committed = {
             name: {"digest": entry.digest, "run": entry.lineage.record() if entry.lineage.branches else None}
             for name, entry in sorted(self.committed.items())
@@ -83,13 +83,13 @@ class MirrorRecord:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRule:
-    """The checkpoints taken by a mirror: all saves of the weights alone, and the full ones of this rule.
+    """Chooses the checkpoints to upload: every weights-only save, and full checkpoints by interval.
 
     Args:
-        url: of the run in the store.
-        interval: take multiples of this iteration alone; 0 takes every one. The last of a run is always taken.
-        keep: number of newest full checkpoints to keep in the store; 0 keeps all.
-        prefix: what precedes the iterations of a folder in their names, for `unmirrored`.
+        url: The run's URL in the store.
+        interval: Upload multiples of this iteration only. 0 uploads every checkpoint. A run's last is always uploaded.
+        keep: How many of the newest full checkpoints to keep in the store. 0 keeps all.
+        prefix: Name prefix before the iteration folders, for `unmirrored`.
     """
 
     url: str
@@ -98,14 +98,14 @@ class MirrorRule:
     prefix: str = ""
 
     def due(self, names: Iterable[str], stored: Iterable[str], *, at_end: bool = False) -> list[str]:
-        """Return the names required in the store, newest first, full checkpoints before the weights alone.
+        """Return the names required in the store, newest first, full checkpoints before weights-only saves.
 
-        The newest goes first: with it in the store, the loss of the shared folder costs the least.
+        The newest goes first: with it in the store, losing the shared folder costs the least.
 
         Args:
-            names: of the checkpoints in the run's folder.
-            stored: of those in the store, which count for `keep` too.
-            at_end: whether no later checkpoint follows: the newest is then taken at any iteration.
+            names: The checkpoints in the run's folder.
+            stored: The checkpoints in the store, which count for `keep` too.
+            at_end: Whether no later checkpoint follows. The newest is then due at any iteration.
         """
         groups: tuple[list[str], list[str]] = ([], [])
         for name in names:
@@ -124,9 +124,9 @@ class MirrorRule:
         """Return the iterations among `candidates` required in the store and, by its record, absent.
 
         Args:
-            root: the folder of all these iterations.
-            committed: all iterations of the folder.
-            at_end: see `due`.
+            root: The folder holding these iterations.
+            committed: All iterations in the folder.
+            at_end: See `due`.
         """
         folder = root.parent if self.prefix else root
         record = read_record(folder, self.url)
@@ -140,7 +140,7 @@ class MirrorRule:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a name belongs to a save of the weights alone."""
+    """Return whether a name belongs to a weights-only save."""
     return name.startswith(f"{WEIGHTS}/")
 
 
@@ -152,7 +152,7 @@ def iteration_in(name: str) -> int:
 
 
 def read_record(folder: Path, url: str) -> MirrorRecord:
-    """Return the record in a checkpoint folder; empty without a record, or where it is damaged or of another URL."""
+    """Return the record in a checkpoint folder, or an empty record if it is missing, damaged or for another URL."""
     try:
         record = from_bytes(read_regular(folder / MIRROR, limit_bytes=_MOST_BYTES), where=folder / MIRROR)
     except (OSError, ValueError, TrainerError):
@@ -164,8 +164,8 @@ def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
     """Parse and check a `mirror.json`.
 
     Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it is damaged or malformed.
+        MismatchError: It has another format version.
+        CheckpointError: It is damaged or malformed.
     """
     fix = "Start the mirror, which writes the record anew from the store: `reprise checkpoint mirror`."
     return json_file.unsealed(data, _from_table, kind="record of a mirror", form=FORMAT, where=where, fix=fix)
@@ -189,7 +189,7 @@ def _name(name: str) -> str:
 
 
 def _has(record: MirrorRecord, name: str, path: Path) -> bool:
-    """Return whether the store has the checkpoint at `path`, or has it with the optimizer's state it had."""
+    """Return whether the store has the checkpoint at `path`, as it is or as it was with its optimizer state."""
     entry = record.committed.get(name)
     try:
         return entry is not None and xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST)) == entry.digest
