@@ -1,4 +1,4 @@
-"""The two-phase commit by which ranks agree that a checkpoint is complete."""
+"""Two-phase commit, by which ranks agree on a complete checkpoint."""
 
 from typing import TYPE_CHECKING
 

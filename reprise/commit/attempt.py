@@ -1,4 +1,4 @@
-"""An attempt to save: its place, its hosts, and its state on a rank, which two threads share."""
+"""A save attempt: its place, its hosts, and its state on a rank, shared by two threads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from reprise.storage.folder import CheckpointFolder
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a run by number. A shared folder counts as the folder of a single host with all ranks.
+    """A run's hosts by number. A shared folder counts as a single host's folder with all ranks.
 
-    The first rank of a host is its leader: it alone changes names in the host's folder.
+    A host's first rank is its leader: it alone changes names in the host's folder.
     """
 
     names: tuple[str, ...]
@@ -32,29 +32,29 @@ class Hosts:
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Hosts:
-        """Return the single host of a folder shared by these ranks; the first rank coordinates."""
+        """Return a single host for a folder shared by these ranks. The first rank coordinates."""
         return Hosts(("",), (tuple(ranks),))
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Return the leader of each host; the first leads the host of the coordinator, rank 0."""
+        """Return each host's leader, the coordinator's (rank 0's) first."""
         return tuple(ranks[0] for ranks in self.ranks)
 
     def number_of(self, rank: int) -> int:
-        """Return the number of the host of a rank."""
+        """Return the host number for a rank."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def ranks_with(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks on the host of a rank."""
+        """Return all ranks on the same host as a rank."""
         return self.ranks[self.number_of(rank)]
 
 
 def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> Hosts:
-    """Return the hosts of a run, numbered by their lowest rank. A call of all ranks.
+    """Return the run's hosts, numbered by their lowest rank. All ranks call it.
 
     Args:
-        local_ranks: the ranks of this host, this rank among them; empty for this rank alone.
-        key: of the messages, new on this channel.
+        local_ranks: The ranks on this host, including this rank. Empty for this rank alone.
+        key: Message key, new on this channel.
     """
     row = [socket.gethostname(), min([channel.rank, *local_ranks])]
     rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
@@ -62,10 +62,10 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
 
 
 def _packed(rows: list[tuple[str, int]]) -> str:
-    """Return the names and the ranks of all hosts in a few bytes, where names and numbers follow a pattern.
+    """Pack all hosts' names and ranks into a few bytes if names and numbers follow a pattern.
 
     Args:
-        rows: by rank, the name of its host and the lowest rank of that host.
+        rows: By rank, its host's name and that host's lowest rank.
     """
     names = {leader: rows[leader][0] for _, leader in rows}
     numbers = {leader: number for number, leader in enumerate(names)}
@@ -83,10 +83,11 @@ def _unpacked(text: str) -> Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks.
+    """One attempt to save an iteration. Its `name` is unique over the folder's lifetime and equal on all ranks.
 
     Args:
-        replaces: whether a checkpoint of this iteration gives way to the attempt, in place of being kept as superseded.
+        replaces: Whether the attempt replaces an existing checkpoint for this iteration instead of keeping it as
+            superseded.
     """
 
     iteration: int
@@ -103,21 +104,21 @@ class Attempt:
 
     @property
     def target(self) -> Path:
-        """Return the path of the checkpoint that it becomes."""
+        """Return the path of the resulting checkpoint."""
         return self.folder.iteration(self.iteration)
 
 
 def key_of(name: str) -> str:
-    """Return the prefix of the keys of all messages on attempt `name`."""
+    """Return the key prefix for all messages on attempt `name`."""
     return f"save/{name}"
 
 
 @dataclass(slots=True)
 class AttemptNames:
-    """The names of the attempts: equal on all ranks, and unique in the life of the folder.
+    """Attempt names: equal on all ranks, and unique over the folder's lifetime.
 
     Args:
-        earlier: those of which a partial folder or messages may be left, by iteration and name.
+        earlier: Attempts, by iteration and name, with a partial folder or messages possibly left over.
     """
 
     nonce: str
@@ -126,7 +127,7 @@ class AttemptNames:
 
     @property
     def name(self) -> str:
-        """Return the name of the attempt that begins next."""
+        """Return the next attempt's name."""
         return f"{self.nonce}-{self.count + 1}"
 
     def begin(self) -> None:
@@ -135,24 +136,24 @@ class AttemptNames:
 
 
 class Copying(Protocol):
-    """What a commit carries for the copies of local checkpoints: messages not read by the commit."""
+    """Messages about copies of local checkpoints, which the commit carries without reading them."""
 
     @property
     def pinned(self) -> Collection[int]:
-        """Return the iterations to keep: without their copies, the loss of a disk would cost too much."""
+        """Return the iterations to keep: without their copies, losing a disk would cost too much."""
 
     def status(self, iteration: int) -> bytes:
-        """Return what this leader tells rank 0 with its answer on the attempt to save `iteration`."""
+        """Return the message that this leader attaches to its answer to rank 0 on the save of `iteration`."""
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
-        """Return what rank 0 tells all leaders with its decision, given the status of each host."""
+        """Return the message that rank 0 attaches to its decision for all leaders, given each host's status."""
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
-        """Take note of the rename on this host, and of rank 0's decision on the copies."""
+        """Note this host's rename, and rank 0's decision on the copies."""
 
 
 class SharedCommitState:
-    """The state of one attempt on one rank, shared by its worker and its main thread."""
+    """One attempt's state on one rank, shared by its worker thread and its main thread."""
 
     def __init__(self, rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> None:
         self._state = CommitState.of(rank, ranks, leaders)
@@ -160,11 +161,11 @@ class SharedCommitState:
 
     @property
     def current(self) -> CommitState:
-        """Return the state now."""
+        """Return the current state."""
         return self._state
 
     def take(self, event: Event) -> Action:
-        """Take an event in, one thread at a time, and return the next action."""
+        """Advance by an event, one thread at a time, and return the next action."""
         with self._lock:
             self._state, action = commit_state.advance(self._state, event)
             return action

@@ -1,6 +1,6 @@
-"""Decides the next step of one rank in a two-phase commit: an event in, an action out, and no effects.
+"""Decides one rank's next step in a two-phase commit: an event in, an action out, no side effects.
 
-`protocol.py` carries the actions out and reports their results as events.
+`protocol.py` carries out the actions and reports their results as events.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from enum import Enum
 
 
 class CommitStage(Enum):
-    """The stage of a rank. Rank 0, the coordinator, passes COLLECTING, the others REPORTING; all may skip.
+    """A rank's stage. Rank 0, the coordinator, passes through COLLECTING, the others through REPORTING; all may skip.
 
-    Where each host has a folder of its own, the leaders of the other hosts pass PREPARING to RENAMING too.
+    Where each host has its own folder, the other hosts' leaders also pass through PREPARING to RENAMING.
     """
 
     WRITING = "writing its own part"
@@ -30,7 +30,7 @@ class CommitStage(Enum):
 
 
 class Outcome(Enum):
-    """The outcome of an attempt on a rank. UNKNOWN: in doubt, it may be committed, or still become so."""
+    """An attempt's outcome on a rank. UNKNOWN: in doubt; it may be committed, or still become so."""
 
     COMMITTED = "committed"
     FAILED = "failed"
@@ -38,7 +38,7 @@ class Outcome(Enum):
 
 
 class Action(Enum):
-    """The next action; done, it is an event itself, unless it has a result. NOTHING: another thread acts."""
+    """The next action. Once done, it is an event itself, unless it has a result. NOTHING: another thread acts."""
 
     NOTHING = "nothing"
     WRITE = "write its own part"
@@ -56,14 +56,14 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This rank's own part, or rank 0's preparation or rename, has failed."""
+    """This rank's part failed, or rank 0's preparation or rename."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The reports of some ranks, or the answers of leaders: the first reason why any of them failed, or None."""
+    """Reports from some ranks, or answers from leaders: the first failure's reason, or None."""
 
     ranks: frozenset[int]
     problem: str | None
@@ -71,7 +71,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class AskedToPrepare:
-    """Rank 0 asks the leader of another host to prepare its folder."""
+    """Rank 0 asks another host's leader to prepare its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Decision:
     """Rank 0's decision: the reason why it aborted, or None for a commit.
 
     Args:
-        is_earlier: whether an earlier attempt made the checkpoint: rank 0 has read no report on this attempt.
+        is_earlier: Whether an earlier attempt made the checkpoint. Rank 0 has then read no report on this attempt.
     """
 
     problem: str | None
@@ -95,7 +95,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Whether the checkpoint of this attempt is there."""
+    """Whether this attempt's checkpoint is there."""
 
     is_there: bool
 
@@ -112,16 +112,16 @@ Event = Action | Failed | Arrived | AskedToPrepare | Decision | Silence | Looked
 
 @dataclass(frozen=True, slots=True)
 class CommitState:
-    """The state of an attempt on a rank.
+    """An attempt's state on a rank.
 
     Args:
-        missing: on rank 0, the ranks whose report is not in.
-        unprepared: on rank 0, the leaders of other hosts whose answer is not in.
-        leads: whether this is the leader of another host than rank 0's, with a folder of its own.
-        coordinates: whether this rank decides. It is rank 0, unless a group of ranks names another.
-        problem: the first reason why it cannot become a checkpoint.
-        outcome: set once it is decided, on rank 0 before the broadcast.
-        is_earlier: whether an earlier attempt made the checkpoint of a committed attempt.
+        missing: On rank 0, the ranks with an outstanding report.
+        unprepared: On rank 0, the other hosts' leaders with an outstanding answer.
+        leads: Whether this rank leads a host other than rank 0's, with its own folder.
+        coordinates: Whether this rank decides. It is rank 0, unless a process group names another.
+        problem: The first reason why it cannot become a checkpoint.
+        outcome: Set when decided; on rank 0 before the broadcast.
+        is_earlier: Whether an earlier attempt made a committed attempt's checkpoint.
     """
 
     rank: int
@@ -136,16 +136,16 @@ class CommitState:
 
     @property
     def made_checkpoint(self) -> bool:
-        """Return whether this attempt made the checkpoint: rank 0 has read the reports of all ranks."""
+        """Return whether this attempt made the checkpoint, so that rank 0 has read all ranks' reports."""
         return self.outcome is Outcome.COMMITTED and not self.is_earlier
 
     @staticmethod
     def of(rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> CommitState:
-        """Return the state at the start.
+        """Return the initial state.
 
         Args:
-            ranks: all ranks, the coordinator first.
-            leaders: the leader of each host with a folder of its own; the coordinator alone for a shared folder.
+            ranks: All ranks, the coordinator first.
+            leaders: The leader of each host with its own folder. The coordinator alone for a shared folder.
         """
         if rank != ranks[0]:
             return CommitState(rank, frozenset(), leads=rank in leaders)
@@ -156,11 +156,11 @@ class CommitState:
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     """Return the state after an event, and the next action.
 
-    Invariant: RENAME comes once at most, only after every rank has reported its part as written, and never after a
-    decision to abort: an abort of a rank before then ends the attempt, a later abort changes nothing. Where hosts
-    have folders of their own, no folder is renamed before all are prepared, and rank 0's is the first: a prepared
-    folder of an attempt committed by another host is as good as renamed. An event of another stage, repeated or late,
-    changes nothing.
+    Invariant: RENAME comes at most once, only after every rank has reported its part as written, and never after a
+    decision to abort. If a rank aborts before then, the attempt ends; a later abort changes nothing. Where hosts have
+    their own folders, no folder is renamed before all are prepared, and rank 0's comes first: a prepared folder is as
+    good as renamed once another host has committed its attempt. An event for another stage, repeated or late, changes
+    nothing.
     """
     if isinstance(event, Aborted):
         return _aborted(state, event.why)
@@ -215,7 +215,7 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
 
 
 def _collected(state: CommitState) -> tuple[CommitState, Action]:
-    """Go on once all reports are in."""
+    """Proceed once all reports are in."""
     if state.missing:
         return state, Action.COLLECT
     if state.problem is not None:
@@ -224,7 +224,7 @@ def _collected(state: CommitState) -> tuple[CommitState, Action]:
 
 
 def _answered(state: CommitState) -> tuple[CommitState, Action]:
-    """Go on once all folders are prepared."""
+    """Proceed once all folders are prepared."""
     if state.unprepared:
         return state, Action.AWAIT_LEADERS
     if state.problem is not None:
@@ -262,16 +262,16 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return state, Action.AWAIT_DECISION
         case CommitStage.PREPARED, Decision(None) if state.problem is None:
             return replace(state, stage=CommitStage.RENAMING), Action.RENAME
-        case CommitStage.PREPARED, Decision(None):  # not rank 0's to decide: what this folder has stays
+        case CommitStage.PREPARED, Decision(None):  # rank 0 cannot decide it: this folder stays as it is
             return _ended(state, Outcome.UNKNOWN)
         case CommitStage.PREPARED, Decision(why):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
         case CommitStage.RENAMING, Action.RENAME:
             return _ended(state, Outcome.COMMITTED)
-        case CommitStage.RENAMING, Failed(why):  # the other hosts have it; this folder is renamed at the next start
+        case CommitStage.RENAMING, Failed(why):  # the other hosts have it; the next start renames this folder
             return _ended(replace(state, problem=why), Outcome.UNKNOWN)
         case CommitStage.AWAITING, Decision(None) if state.leads and state.problem is None:
-            # An earlier attempt is committed, of which this host may have a prepared folder only: that must stay.
+            # An earlier attempt is committed. This host may have only its prepared folder, which must stay.
             return _ended(replace(state, problem=_COMMITTED_EARLIER), Outcome.UNKNOWN)
         case CommitStage.AWAITING, Decision(None, is_earlier):
             state = replace(state, is_earlier=is_earlier)

@@ -1,4 +1,4 @@
-"""Turns an attempt whose parts are all written into a checkpoint: JSON files, manifest, sync, rename. Leaders only."""
+"""Turns a fully written attempt into a checkpoint: JSON files, manifest, sync, rename. Leaders only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def json_files(
     documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
 ) -> dict[str, bytes]:
-    """Return all JSON files by name, the manifest after what it lists."""
+    """Return all JSON files by name, the manifest after the files it lists."""
     entries = {
         file.name: FileEntry(file.total_bytes, manifest.digest_of(file.header), is_tensor_file=True)
         for file in attempt.layout.files
@@ -46,15 +46,15 @@ def prepare(
     lock: FolderLock | None,
     beside: Sequence[Callable[[], None]] = (),
 ) -> None:
-    """Write the JSON files into the folder of this host, and sync them together with all names in it.
+    """Write the JSON files into this host's folder, and sync them together with all its names.
 
-    The syncs have no order among themselves: until the rename, which comes after all of them, nothing reads the folder.
+    The syncs run in any order: nothing reads the folder before the rename, which comes after all of them.
 
     Args:
-        beside: further syncs that the rename is to follow.
+        beside: Further syncs to finish before the rename.
 
     Raises:
-        CheckpointError: if the lock is lost, or the file system fails.
+        CheckpointError: The lock is lost, or the file system fails.
     """
     files, folder = attempt.folder.files, attempt.partial
     try:
@@ -74,13 +74,13 @@ def prepare(
 
 
 def rename(attempt: Attempt) -> bool:
-    """Rename a prepared attempt to the checkpoint that it becomes.
+    """Rename a prepared attempt to its checkpoint.
 
     Returns:
-        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
+        Whether the checkpoint, which is there, is durable. If not, nothing may be deleted in its favor.
 
     Raises:
-        CheckpointError: if the file system fails; no checkpoint is there then.
+        CheckpointError: The file system fails. There is no checkpoint then.
     """
     try:
         return attempt.folder.commit(attempt.iteration, attempt.name, replaces=attempt.replaces)

@@ -1,6 +1,6 @@
-"""The commit of a save into a folder of each host: all folders are prepared first, then renamed, rank 0's before all.
+"""Commits a save into per-host folders: all folders are prepared first, then renamed, rank 0's before the others.
 
-Rank 0 sends the other leaders all JSON files, and waits until every folder is prepared; its decision lets them rename.
+Rank 0 sends all JSON files to the other leaders, and waits until every folder is prepared. They rename on its decision.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from reprise.ranks.file_exchange import FileExchange
 
 @dataclass(frozen=True, slots=True)
 class LocalSaves:
-    """What the leaders keep between saves into folders of their own.
+    """What leaders keep between saves into per-host folders.
 
     Args:
-        exchange: the JSON files that were sent.
-        copying: the copies.
+        exchange: The JSON files already sent.
+        copying: The copies.
     """
 
     exchange: FileExchange
@@ -36,7 +36,7 @@ class LocalSaves:
 
 
 class HostsCommit(TwoPhaseCommit):
-    """One rank's side of the commit of one attempt into a folder of each host; see `TwoPhaseCommit`."""
+    """One rank's side in committing an attempt into per-host folders; see `TwoPhaseCommit`."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class HostsCommit(TwoPhaseCommit):
         self._order = b""
 
     def run(self) -> None:
-        """Make the checkpoint, and begin its copies; see `TwoPhaseCommit.run`."""
+        """Make the checkpoint, and start its copies; see `TwoPhaseCommit.run`."""
         super().run()
         if self._channel.rank in self._attempt.hosts.leaders:
             self._copying.committed(self._attempt, self._order)
 
     def _begin(self) -> None:
-        """Require that all ranks of a host see one folder there."""
+        """Require all ranks on a host to see the same folder."""
         for name, ranks in zip(self._attempt.hosts.names, self._attempt.hosts.ranks, strict=True):
             for rank in ranks:
                 if self._offers[rank].view != self._offers[ranks[0]].view:
@@ -77,7 +77,7 @@ class HostsCommit(TwoPhaseCommit):
         return super()._calls() | {Action.ANSWER: self._answer, Action.AWAIT_LEADERS: self._await_leaders}
 
     def _await_decision(self) -> Event:
-        """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
+        """Wait for rank 0's decision or, on another host's leader, its request to prepare."""
         if self._shared.current.stage is commit_state.CommitStage.AWAITING and self._shared.current.leads:
             keys = [f"{self._key}/files", f"{self._key}/decision"]
             if self._channel.await_any(keys, sender=self._coordinator) == keys[0]:
@@ -124,7 +124,7 @@ class HostsCommit(TwoPhaseCommit):
         return replace(decision, copies=self._order.decode())
 
     def _with_host_file(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the JSON files with `host.json` after them, as rank 0's host has it."""
+        """Return the JSON files followed by `host.json` for rank 0's host."""
         attempt = self._attempt
         assert self._plan is not None
         host_of = {rank: number for number, ranks in enumerate(attempt.hosts.ranks) for rank in ranks}
@@ -138,7 +138,7 @@ class HostsCommit(TwoPhaseCommit):
 
 
 def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
-    """Return rank 0's JSON files as the host with this number has them: `host.json` lists the pieces of its ranks."""
+    """Return rank 0's JSON files for the host with this number: `host.json` lists its ranks' pieces."""
     record = host_file.from_bytes(files[HOST], where=HOST)
     record = replace(record, host=host, held=record.written_by(host))
     names = {name: host_file.stored_name(name, is_whole=record.is_whole) for name in files}

@@ -1,8 +1,8 @@
-"""The joint plan of a save: which rank writes which bytes, agreed before the first of them is written.
+"""A save's joint plan: which rank writes which bytes, agreed before the first byte is written.
 
-The table of a rank lists the pieces that it writes. It changes with the tensors, so its digest is enough for most
-saves. Rank 0 checks once that the tables of all ranks tile every tensor, in columns: millions of pieces need no object
-each. Later saves bring the digests of the blocks in the order of the tables.
+A rank's table lists the pieces it writes. It changes only with the tensors, so most saves send its digest alone. Rank 0
+checks once that all tables together tile every tensor. It works in columns, because millions of pieces are too many for
+one object each. Later saves bring block digests in table order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from reprise.format.box import Box
 from reprise.format.layout import Layout, Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, TensorEntry, WrittenPiece
 
-_LEVEL = 1  # of zlib: the numbers of a table are small, and most repeat those of the piece before
+_LEVEL = 1  # zlib's level: a table's numbers are small, and most repeat the previous piece's
 _DIGEST, _NUMBER = np.dtype("<u8"), np.dtype("<i8")
-_LO, _HI, _BOX = 1, 2, 3  # columns of a table, after the tensor's number
+_LO, _HI, _BOX = 1, 2, 3  # table columns after the tensor number
 _Integers = npt.NDArray[np.int64]
 
 
 class PlannedPiece(Protocol):
-    """Bytes `[lo, hi)` of the packed image of a box, written by one rank."""
+    """Bytes `[lo, hi)` in a box's packed image, written by one rank."""
 
     @property
     def name(self) -> str: ...
@@ -45,16 +45,16 @@ class PlannedPiece(Protocol):
 
 
 def encode(pieces: Sequence[PlannedPiece], layout: Layout) -> bytes:
-    """Return the table of pieces: the digest of the layout, then a row of numbers for each piece.
+    """Return the table for these pieces: the layout digest, then a row of numbers per piece.
 
-    A row has the tensor's number in the layout, the byte range, and the box: offset and shape, each filled up to the
-    most dimensions of a tensor.
+    A row has the tensor's number in the layout, the byte range, and the box: offset and shape, each padded to the
+    largest dimension count.
 
     Raises:
-        CheckpointError: for a piece with other dimensions than its tensor.
+        CheckpointError: A piece and its tensor differ in dimensions.
     """
     identity = xxhash.xxh3_64()
-    for name, place in layout.places.items():  # row by row: the text of all would hold up other threads
+    for name, place in layout.places.items():  # row by row: one text for all would block other threads
         spec = place.spec
         identity.update(repr((spec.kind.value, name, spec.dtype.name, spec.shape, spec.view, place.file)).encode())
     numbers, most, rows = {name: number for number, name in enumerate(layout.places)}, _most_dims(layout), []
@@ -82,13 +82,12 @@ def _not_tiled(name: str, what: str) -> CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """How the pieces of several tables tile the tensors of a layout.
+    """How the pieces in several tables tile a layout's tensors.
 
     Args:
-        tables: the digests of the tables, in the order of the ranks.
-        counts: the number of blocks of each table.
-        entries: the tensors of the manifest; in the place of the digest of each block stands the number of the block
-            in the order of the tables.
+        tables: The table digests, in rank order.
+        counts: Each table's block count.
+        entries: The manifest's tensors, with each block's number in table order in place of its digest.
     """
 
     tables: tuple[int, ...]
@@ -97,10 +96,10 @@ class JointPlan:
 
     @staticmethod
     def of(layout: Layout, tables: Mapping[int, bytes]) -> JointPlan:
-        """Check that the pieces of all tables, given by rank, tile the tensors.
+        """Check that the pieces in all tables, given by rank, tile the tensors.
 
         Raises:
-            CheckpointError: naming the ranks with other tensors, or the first tensor with a missing, duplicate or
+            CheckpointError: Names the ranks with other tensors, or the first tensor with a missing, duplicate or
                 unknown piece.
         """
         sides = sides_of({rank: table[:DIGEST_BYTES] for rank, table in tables.items()})
@@ -129,13 +128,13 @@ class JointPlan:
         return JointPlan(tuple(map(_digest_of, tables.values())), tuple(counts.tolist()), entries)
 
     def tensors(self, digests: Sequence[bytes]) -> dict[str, TensorEntry]:
-        """Return the entries of all tensors in the manifest.
+        """Return all tensors' manifest entries.
 
         Args:
-            digests: the digests of all blocks of each table, in the order of the tables.
+            digests: Each table's block digests, in table order.
 
         Raises:
-            CheckpointError: if a table has not one digest for each of its blocks.
+            CheckpointError: A table's digest count differs from its block count.
         """
         sizes = [count * DIGEST_BYTES for count in self.counts]
         if (lengths := list(map(len, digests))) != sizes:
@@ -154,10 +153,10 @@ class JointPlan:
         }
 
     def writers(self, itemsizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Return by tensor the number of the table of each piece.
+        """Return, by tensor, each piece's table number.
 
         Args:
-            itemsizes: by tensor, the bytes of an element.
+            itemsizes: By tensor, the element size in bytes.
         """
         ends = np.cumsum(self.counts)
         writers = {}
@@ -169,13 +168,13 @@ class JointPlan:
 
 
 def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Integers) -> TensorEntry:
-    """Return the entry of a tensor.
+    """Return a tensor's entry.
 
     Args:
-        rows: of the pieces of the tensor, in the form of `encode`; blocks are counted over all tables.
+        rows: Its pieces' rows, as written by `encode`. Blocks are counted over all tables.
 
     Raises:
-        CheckpointError: if the pieces do not tile it.
+        CheckpointError: The pieces do not tile it.
     """
     name, view = place.spec.name, place.spec.view
     if bool(len(rows)) != (place.spec.total_bytes > 0):
@@ -188,7 +187,7 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
         if (begin < 0).any() or (length <= 0).any() or (length > size - begin).any():  # `end` may overflow
             raise _not_tiled(name, "a box outside the tensor")
         marks = np.sort(np.concatenate([[0, size], begin, end]))
-        marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would keep other threads waiting
+        marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would block other threads
         index = np.searchsorted(marks, begin)
         if (marks[index + 1] != end).any():
             raise _not_tiled(name, "boxes that overlap")
@@ -213,10 +212,10 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
 
 
 def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
-    """Return the entries of the tensors of a layout whose pieces are all written.
+    """Return the entries for a layout's tensors, given all written pieces.
 
     Raises:
-        CheckpointError: as `JointPlan.of` and `JointPlan.tensors`.
+        CheckpointError: See `JointPlan.of` and `JointPlan.tensors`.
     """
     plan = JointPlan.of(layout, {0: encode(pieces, layout)})
     return plan.tensors([b"".join(piece.digests for piece in pieces)])
@@ -227,34 +226,33 @@ def _digest_of(table: bytes) -> int:
 
 
 class KnownPlans:
-    """The plans of earlier saves: a rank has the digest of its own table, rank 0 the tables of all ranks.
+    """Plans from earlier saves: a rank keeps its own table's digest, rank 0 all ranks' tables.
 
-    A table that was sent counts as delivered once rank 0 has opened the attempt. In any other case the rank sends its
-    table again.
+    A sent table counts as delivered once rank 0 has opened the attempt. Otherwise the rank sends its table again.
     """
 
     def __init__(self) -> None:
-        self._delivered: int | None = None  # the digest of the table of this rank that rank 0 has
+        self._delivered: int | None = None  # the digest of this rank's table at rank 0
         self._sending: int | None = None
-        self._tables: dict[int, bytes] = {}  # on rank 0, by rank: compressed, as they came
+        self._tables: dict[int, bytes] = {}  # on rank 0, by rank: compressed, as received
         self._joint: JointPlan | None = None
 
     def with_table(self, offer: Offer, table: bytes) -> Offer:
-        """Return the offer of this rank with the digest of its table, and the table unless rank 0 has it."""
+        """Return this rank's offer with its table's digest, and the table itself unless rank 0 has it."""
         digest = _digest_of(table)
         is_delivered = digest == self._delivered
         self._delivered, self._sending = None, digest
         return replace(offer, pieces=digest, table=b"" if is_delivered else zlib.compress(table, _LEVEL))
 
     def delivered(self) -> None:
-        """Note that rank 0 has the table of the last offer."""
+        """Note that rank 0 has the last offer's table."""
         self._delivered = self._sending
 
     def joint(self, layout: Layout, offers: Mapping[int, Offer]) -> JointPlan:
-        """Return the plan of all ranks. Rank 0 only.
+        """Return all ranks' joint plan. Rank 0 only.
 
         Args:
-            offers: of all ranks, by rank.
+            offers: All ranks' offers, by rank.
 
         Raises:
             CheckpointError: if the ranks save different tensors, their pieces do not tile the tensors, or a table has
@@ -262,12 +260,12 @@ class KnownPlans:
         """
         self._tables |= {rank: offer.table for rank, offer in offers.items() if offer.table}
         if self._joint is None or self._joint.tables != tuple(offer.pieces for offer in offers.values()):
-            self._joint = None  # its memory is free while the next is made
+            self._joint = None  # frees its memory while building the next
             self._joint = JointPlan.of(layout, {rank: self._table(rank, offer) for rank, offer in offers.items()})
         return self._joint
 
     def _table(self, rank: int, offer: Offer) -> bytes:
-        """Return the table that an offer stands for."""
+        """Return an offer's table, sent or remembered."""
         table = zlib.decompress(self._tables[rank]) if rank in self._tables else b""
         if _digest_of(table) != offer.pieces:
             raise CheckpointError(

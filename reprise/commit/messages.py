@@ -1,4 +1,4 @@
-"""The messages of an attempt: the opening, the decision, answers and aborts, and their deletion."""
+"""An attempt's messages: the opening, the decision, answers and aborts, and their deletion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of named values."""
+    """A message with named values."""
 
     def to_bytes(self) -> bytes:
         """Return the message."""
@@ -31,7 +31,7 @@ class _Message:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the content of a message."""
+        """Parse a message."""
         return cls(**json.loads(data))
 
 
@@ -40,10 +40,10 @@ class DecisionMessage(_Message):
     """Rank 0's decision on an attempt.
 
     Args:
-        iteration: that of the checkpoint, if there is one.
-        problem: why there is none.
-        copies: the order for the copies of local checkpoints.
-        is_earlier: whether an earlier attempt made the checkpoint, and no report on this attempt is read.
+        iteration: The checkpoint's iteration. None without a checkpoint.
+        problem: Why there is no checkpoint.
+        copies: The order for copying local checkpoints.
+        is_earlier: Whether an earlier attempt made the checkpoint, so that no report on this attempt is read.
     """
 
     iteration: int | None = None
@@ -54,12 +54,12 @@ class DecisionMessage(_Message):
 
 @dataclass(frozen=True, slots=True)
 class OpeningMessage(_Message):
-    """Rank 0's answer to the offers of all ranks: they may write, unless a member says otherwise.
+    """Rank 0's answer to all offers: the ranks may write, unless a member says otherwise.
 
     Args:
-        problem: why none may write.
-        sides: the ranks whose replicas differ, which all ranks are about to learn; see `require_agreement`.
-        is_decided: whether there is a decision on the attempt already.
+        problem: Why no rank may write.
+        sides: The ranks with different replicas, which all ranks are about to learn; see `require_agreement`.
+        is_decided: Whether the attempt is decided already.
     """
 
     problem: str | None = None
@@ -69,11 +69,11 @@ class OpeningMessage(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Answer(_Message):
-    """The answer of a host's leader to the request to prepare its folder.
+    """A leader's answer to the request to prepare its host's folder.
 
     Args:
-        problem: why the folder is not prepared.
-        status: of the copies of local checkpoints.
+        problem: Why the folder is not prepared.
+        status: The local checkpoint copies' status.
     """
 
     problem: str | None
@@ -81,11 +81,11 @@ class Answer(_Message):
 
 
 def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-    """Abort an attempt in the place of the worker, which hangs, and let the other ranks know.
+    """Abort an attempt on behalf of a hung worker, and tell the other ranks.
 
     Returns:
-        Whether it has failed for certain. Where this rank's report is out, or the rename has begun, it is too late to
-        abort: the attempt is in doubt.
+        Whether it has failed for certain. If this rank has sent its report, or the rename has started, it is too late:
+        the attempt is in doubt.
     """
     action = shared.take(commit_state.Aborted(str(error)))
     key = key_of(attempt.name)
@@ -108,7 +108,7 @@ def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
 
 
 def put_opening(channel: StoreChannel, name: str, message: OpeningMessage) -> None:
-    """Send rank 0's last word on the opening of attempt `name`: an earlier one stands."""
+    """Send rank 0's final opening message for attempt `name`. An earlier message stands."""
     if channel.world_size == 1:
         return
     try:
@@ -121,7 +121,7 @@ def refuse_opening(channel: StoreChannel, attempt: Attempt, error: BaseException
     """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part.
 
     Raises:
-        LaunchError: on any rank but rank 0, if the store is gone.
+        LaunchError: The store is gone, on any rank but rank 0.
     """
     if channel.coordinates:
         put_opening(channel, attempt.name, OpeningMessage(str(as_problem(error))))
@@ -131,15 +131,15 @@ def refuse_opening(channel: StoreChannel, attempt: Attempt, error: BaseException
 
 
 def stripes_key(name: str, rank: int) -> str:
-    """Return the key of a rank's message to its host on the columns of attempt `name`."""
+    """Return the key for a rank's message to its host about columns in attempt `name`."""
     return f"{key_of(name)}/stripes/{rank}"
 
 
 def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
-    """Delete what this rank has sent on a committed attempt before the decision: every rank has read it.
+    """Delete the messages that this rank sent before a commit decision: every rank has read them.
 
     Raises:
-        LaunchError: if the store is gone.
+        LaunchError: The store is gone.
     """
     kinds = ["stripes"] if len(attempt.hosts.ranks_with(channel.rank)) > 1 else []
     kinds += [] if channel.coordinates else ["offer", "report"]
@@ -150,10 +150,10 @@ def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
 
 
 def delete_messages(channel: StoreChannel, name: str) -> None:
-    """Delete all messages of this rank on attempt `name`, which every rank is past.
+    """Delete all messages from this rank on attempt `name`, once every rank is past it.
 
     Raises:
-        LaunchError: if the store is gone.
+        LaunchError: The store is gone.
     """
     key = key_of(name)
     kinds = ("offer", "report", "stripes", "prepared")
@@ -162,7 +162,7 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
 
 
 def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:
-    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided."""
+    """Send the decision to all ranks. If the store is gone, they look for the checkpoint: the decision stands."""
     if channel.world_size == 1:
         return
     try:
@@ -172,7 +172,7 @@ def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> Non
 
 
 def is_committed(attempt: Attempt) -> bool:
-    """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
+    """Return whether the existing checkpoint comes from this attempt: the rename is the truth."""
     path = attempt.target / MANIFEST
     try:
         return manifest.from_bytes(attempt.folder.files.read_whole(path), where=path).attempt == attempt.name

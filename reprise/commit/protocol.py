@@ -1,4 +1,4 @@
-"""The two-phase commit of a save: the ranks turn their files into one checkpoint, or into none."""
+"""A save's two-phase commit: the ranks turn their files into one checkpoint, or none."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from reprise.ranks.error_message import as_problem
 
 T = TypeVar("T")
 
-# What a rank does on its disk: any error of it fails the attempt, also one of a message.
+# Work on a rank's disk: any error there fails the attempt, and so does a failed message.
 _ON_DISK = (Action.WRITE, Action.PREPARE, Action.RENAME)
 
 
 class Steps(Protocol):
-    """What a rank does on its disk in a commit. All raise what went wrong."""
+    """A rank's disk work in a commit. Each method raises its own failure."""
 
     @property
     def replicas(self) -> ReplicaDigests:
-        """Return the digests of what this rank compares with other ranks."""
+        """Return digests for the boxes that this rank compares with other ranks."""
 
     def table(self) -> bytes:
-        """Return the table of the pieces that this rank writes; see `joint_plan.encode`."""
+        """Return this rank's piece table; see `joint_plan.encode`."""
 
     def view(self) -> int:
-        """Return the identity of the checkpoint folder on this host. Where there are several ranks."""
+        """Return the checkpoint folder's identity on this host. Called only with several ranks."""
 
     def begin(self) -> None:
-        """Do what is to be done before any rank writes. Rank 0 only."""
+        """Prepare the save before any rank writes. Rank 0 only."""
 
     def write(self) -> Written:
         """Write this rank's part durably."""
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
-        """Return the JSON files of the checkpoint. Rank 0 only."""
+        """Return the checkpoint's JSON files. Rank 0 only."""
 
     def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
-        """Write the JSON files into the folder, and make all in it durable. Leaders only.
+        """Write the JSON files into the folder, and make the folder durable. Leaders only.
 
         Args:
-            views: of the folder by the other ranks that write into it, each with the first of them.
+            views: How other writing ranks identify the folder, each identity with its first rank.
         """
 
     def rename(self) -> None:
@@ -65,14 +65,14 @@ class Steps(Protocol):
 
 
 class TwoPhaseCommit:
-    """One rank's side of the commit of one attempt: rank 0 coordinates, the others participate. Worker thread.
+    """One rank's side in committing an attempt: rank 0 coordinates, the others participate. Runs on a worker thread.
 
-    `commit_state.advance` decides alone which action comes next. A call may return its result as an event.
+    `commit_state.advance` alone decides the next action. A call may return its result as an event.
 
     Args:
-        shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
-        steps: what this rank does on its disk.
-        plans: those of earlier attempts of this rank's run.
+        shared: The attempt's state on this rank. Another thread may `abort` on it meanwhile.
+        steps: This rank's disk work.
+        plans: Plans from earlier attempts in this rank's run.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TwoPhaseCommit:
         self._channel, self._attempt, self._shared = channel, attempt, shared
         self._steps, self._plans = steps, plans
         self._key = key_of(attempt.name)
-        self._error: BaseException | None = None  # of this rank
+        self._error: BaseException | None = None  # this rank's
         self._report = RankReport()
         # On rank 0, by rank:
         self._offers: dict[int, Offer] = {}
@@ -94,12 +94,12 @@ class TwoPhaseCommit:
         self._plan: JointPlan | None = None
 
     def run(self) -> None:
-        """Make the checkpoint, or learn of the failed attempt.
+        """Make the checkpoint, or learn that the attempt failed.
 
         Raises:
-            ReplicaError: on rank 0, if ranks hold different bits of the same tensor.
-            TrainerError: on every rank, if the attempt did not become a checkpoint.
-            BaseException: on the failed rank; the others get a CheckpointError with the number of the failed rank.
+            ReplicaError: Ranks hold different bits for the same tensor. Raised on rank 0.
+            TrainerError: The attempt did not become a checkpoint. Raised on every rank.
+            BaseException: The failed rank's own error. The others get a CheckpointError with that rank's number.
         """
         action = Action.WRITE
         while action not in (Action.END, Action.NOTHING):
@@ -113,7 +113,7 @@ class TwoPhaseCommit:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
 
     def _calls(self) -> dict[Action, Callable[[], Event | None]]:
-        """Return the call of each action. Kept, they would keep this object, and with it the lock of the folder."""
+        """Return the call for each action. Storing them would keep this object alive, and with it the folder lock."""
         return {
             Action.WRITE: self._write,
             Action.REPORT: self._send_report,
@@ -129,7 +129,7 @@ class TwoPhaseCommit:
         if is_silence:
             self._error = self._error or error
             return commit_state.Silence(str(error))
-        # A disagreement of the ranks says more than this rank's own error, but for one that nobody expects.
+        # A disagreement between ranks says more than this rank's own error, unless that one is unexpected.
         is_better = isinstance(error, TrainerError) and isinstance(self._error, TrainerError)
         self._error = error if is_better else self._error or error
         self._report = replace(self._report, problem=str(as_problem(error)))
@@ -144,19 +144,19 @@ class TwoPhaseCommit:
         written = self._steps.write()
         digests = b"".join(piece.digests for piece in written.pieces)
         self._report = RankReport(None, written.total_bytes, digests)
-        self._reports = {self._channel.rank: self._report}  # all there are, where there is one rank
+        self._reports = {self._channel.rank: self._report}  # complete with a single rank
         return None
 
     def _open(self) -> bool:
-        """Agree with all ranks on what is saved, before a byte is written.
+        """Agree with all ranks on what to save, before writing a byte.
 
         Returns:
-            False if rank 0 has decided the attempt already, as its decision says.
+            False if rank 0 has decided the attempt already.
 
         Raises:
-            CheckpointError: if the ranks save different tensors or iterations, or one of them saves nothing.
-            ReplicaError: on rank 0, if they hold different bits of the same tensor.
-            LaunchError: if a rank does not answer.
+            CheckpointError: The ranks save different tensors or iterations, or a rank saves nothing.
+            ReplicaError: They hold different bits for the same tensor. Raised on rank 0.
+            LaunchError: A rank does not answer.
         """
         channel, offer = self._channel, Offer(self._attempt.iteration)
         try:
@@ -172,7 +172,7 @@ class TwoPhaseCommit:
         return self._join(offer)
 
     def _lead(self, offer: Offer) -> None:
-        """Read the offers of all ranks, and open the attempt. Rank 0 only."""
+        """Read all ranks' offers, and open the attempt. Rank 0 only."""
         self._offers = {self._channel.rank: offer, **self._read_all("offer", Offer.from_bytes)}
         require_readiness(self._offers)
         self._plan = self._plans.joint(self._attempt.layout, self._offers)
@@ -186,7 +186,7 @@ class TwoPhaseCommit:
         put_opening(self._channel, self._attempt.name, OpeningMessage())
 
     def _join(self, offer: Offer) -> bool:
-        """Send the offer of this rank, and wait until it may write. Any rank but rank 0."""
+        """Send this rank's offer, and wait until it may write. Any rank but rank 0."""
         self._channel.put(f"{self._key}/offer/{self._channel.rank}", offer.to_bytes())
         answer = OpeningMessage.from_bytes(self._channel.read(f"{self._key}/opened", sender=self._coordinator))
         require_agreement(self._channel, self._key, answer.sides, self._steps.replicas.table)
@@ -197,11 +197,11 @@ class TwoPhaseCommit:
         return not answer.is_decided
 
     def _begin(self) -> None:
-        """Do what is to be done before any rank writes. Rank 0 only."""
+        """Prepare the save before any rank writes. Rank 0 only."""
         self._steps.begin()
 
     def _read_all(self, kind: str, parse: Callable[[bytes], T], ranks: Sequence[int] | None = None) -> dict[int, T]:
-        """Read the messages of a kind of ranks, by default all others, each deleted by its rank after the attempt."""
+        """Read one kind of message from ranks, by default all others. Each rank deletes its own after the attempt."""
         ranks = self._channel.ranks[1:] if ranks is None else ranks
         messages = self._channel.read_all({f"{self._key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
         return dict(zip(ranks, map(parse, messages), strict=True))
@@ -214,7 +214,7 @@ class TwoPhaseCommit:
         return self._decided(DecisionMessage.from_bytes(message))
 
     def _decided(self, decision: DecisionMessage) -> Event:
-        """Return the event of a decision on this attempt."""
+        """Return the event for a decision on this attempt."""
         if decision.problem is not None:
             return commit_state.Decision(decision.problem.rstrip("."))
         iteration = self._attempt.iteration
@@ -237,7 +237,7 @@ class TwoPhaseCommit:
         self._steps.prepare(self._steps.json_files(self._tensors()), self._views())
 
     def _views(self) -> dict[int, int]:
-        """Return the views of the other ranks, each with the first of them. Rank 0 only."""
+        """Return how other ranks identify the folder, each identity with its first rank. Rank 0 only."""
         views = dict[int, int]()
         for rank, offer in self._offers.items():
             if rank != self._channel.rank:
@@ -245,10 +245,10 @@ class TwoPhaseCommit:
         return views
 
     def _tensors(self) -> Mapping[str, TensorEntry]:
-        """Return the tensors of the checkpoint. Rank 0 only.
+        """Return the checkpoint's tensors. Rank 0 only.
 
         Raises:
-            CheckpointError: if some rank has counted on another to write its bytes, which has not.
+            CheckpointError: A rank relied on another to write its bytes, which did not.
         """
         written_bytes = sum(report.written_bytes for report in self._reports.values())
         expected = sum(place.spec.total_bytes for place in self._attempt.layout.places.values())
@@ -269,7 +269,7 @@ class TwoPhaseCommit:
         broadcast(self._channel, self._key, self._decision())
 
     def _decision(self) -> DecisionMessage:
-        """Return the decision of rank 0, to be sent."""
+        """Return rank 0's decision message."""
         state = self._shared.current
         if state.outcome is Outcome.COMMITTED:
             return DecisionMessage(iteration=self._attempt.iteration)

@@ -1,4 +1,4 @@
-"""Proves that the ranks which hold the same box hold the same bits: at a save, after a load, and between iterations."""
+"""Proves that replicas of a box hold the same bits: at a save, after a load, and between iterations."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
 from reprise.tensors.live import LiveTensor
 
-# A device sums a block at a time, as the sum needs four times the memory of its block.
+# A device sums block by block, because a sum needs four times its block's memory.
 _BLOCK_BYTES = 16 << 20
-# Bytes for which another thread is worth its start.
+# The bytes that justify starting another thread.
 _THREAD_BYTES = 4 << 20
 _MOST_NAMED = 3
 
 
 class ReplicaDigests:
-    """The digests of a rank's replicated boxes, with the bits of the moment at which this object is made.
+    """Digests of a rank's replicated boxes, as their bits are when this object is made.
 
-    Host memory is digested by this call, on several threads. A device sums its memory in the order of its stream, and
-    nothing waits for it before `by_ranks`.
+    The constructor digests host memory on several threads. A device sums its memory in stream order, and nothing waits
+    for it before `by_ranks`.
 
     Args:
-        live: the tensors of this rank.
+        live: This rank's tensors.
     """
 
     def __init__(self, live: Sequence[LiveTensor]) -> None:
@@ -58,7 +58,7 @@ class ReplicaDigests:
             self._copy_to_host()
 
     def by_ranks(self) -> dict[tuple[int, ...], dict[str, bytes]]:
-        """Wait for the device, and return the digests by set of ranks, then by box. Any thread."""
+        """Wait for the device, and return the digests by rank set, then by box. Any thread."""
         if self._event is not None:
             self._event.synchronize()
         sums = {name: struct.pack(f"<{len(sums)}q", *sums.tolist()) for name, sums in self._sums.items()}
@@ -66,7 +66,7 @@ class ReplicaDigests:
         return {ranks: {name: digests[name] for name in names} for ranks, names in self._groups.items()}
 
     def groups(self) -> Groups:
-        """Return by digest of a set of ranks the digest of all that they share."""
+        """Return, by rank set digest, the digest of everything the set shares."""
         return {
             xxhash.xxh3_64_intdigest(repr(ranks).encode()): xxhash.xxh3_64_intdigest(
                 repr(sorted(boxes.items())).encode()
@@ -75,7 +75,7 @@ class ReplicaDigests:
         }
 
     def table(self) -> bytes:
-        """Return the digest of every box as a message: it is sent only if two ranks disagree."""
+        """Return every box's digest as a message, which is sent only if two ranks disagree."""
         return json.dumps(
             {name: data.hex() for boxes in self.by_ranks().values() for name, data in boxes.items()}
         ).encode()
@@ -84,7 +84,7 @@ class ReplicaDigests:
         self._digests[name] = xxhash.xxh3_64_digest(memoryview(data.numpy()))  # type: ignore[arg-type]
 
     def _copy_to_host(self) -> None:
-        """Start the copy of the sums from the device."""
+        """Start copying the sums from the device."""
         sums = torch.cat(list(self._sums.values()))
         counts = [len(sums_of_tensor) for sums_of_tensor in self._sums.values()]
         copy = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
@@ -94,14 +94,14 @@ class ReplicaDigests:
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return the sum over i of (2 i + 1) * word i, modulo 2^64, as a 0-d int64 tensor on the device of the data.
+    """Return the sum over i of (2 i + 1) * word i, modulo 2^64, as a 0-d int64 tensor on the data's device.
 
-    Words are 4 bytes, or 1 byte where the size is not a multiple of 4. A change of a single word always changes the
-    sum, since an odd number has an inverse modulo 2^64. The sum depends on neither the order of addition nor the
-    address, which may differ between ranks.
+    Words are 4 bytes, or 1 byte if the size is not a multiple of 4. Changing a single word always changes the sum,
+    since an odd number has an inverse modulo 2^64. The sum depends on neither addition order nor address, which may
+    differ between ranks.
 
     Args:
-        data: bytes, of shape `[n]`.
+        data: Bytes, shape `[n]`.
     """
     if data.data_ptr() % 4:
         data = data.clone()
@@ -110,19 +110,20 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
 
 
 def _name_of(tensor: LiveTensor) -> str:
-    """Return the name of a live tensor and, unless it is a whole tensor, its box."""
+    """Return a live tensor's name and, unless it is a whole tensor, its box."""
     box = tensor.box
     is_whole = box == whole(tensor.spec.view)
     return tensor.spec.name + ("" if is_whole else f" (the box at {list(box.offset)} of {list(box.shape)})")
 
 
 def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
-    """Compare the digests of all replicated boxes. A call of all ranks.
+    """Compare all replicated boxes' digests. All ranks call it.
 
-    Each rank sends a digest per group of replicas. Two ranks that disagree send the digests of every tensor.
+    Each rank sends a digest per replica group. Two disagreeing ranks send a digest per tensor.
 
     Raises:
-        ReplicaError: on rank 0, naming the first different tensors and the ranks; a CheckpointError on the others.
+        ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
+            CheckpointError.
     """
     if channel.world_size == 1:
         return
@@ -135,7 +136,7 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
 
 
 def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
-    """Return the ranks of the first group that disagrees, by side; empty if there is none."""
+    """Return the first disagreeing group's ranks by side, or an empty list."""
     digests = defaultdict[int, dict[int, int]](dict)
     for rank, groups in groups_by_rank.items():
         for group, digest in groups.items():
@@ -146,14 +147,15 @@ def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
 def require_agreement(
     channel: StoreChannel, key: str, sides: Sequence[Sequence[int]], table: Callable[[], bytes]
 ) -> None:
-    """Raise the disagreement of these sides, if any, on every rank; a rank of each of the first two explains it.
+    """Raise the disagreement between these sides, if any, on every rank. A rank from each of the first two explains it.
 
     Args:
-        sides: as `differing_sides`, the same on all ranks.
-        table: returns `ReplicaDigests.table` of this rank.
+        sides: The result of `differing_sides`, the same on all ranks.
+        table: Returns this rank's `ReplicaDigests.table`.
 
     Raises:
-        ReplicaError: on rank 0, naming the first different tensors and the ranks; a CheckpointError on the others.
+        ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
+            CheckpointError.
     """
     if not sides:
         return
@@ -167,7 +169,7 @@ def require_agreement(
 
 
 def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, str], second: Mapping[str, str]) -> ReplicaError:
-    """Return the error of the ranks and the first different boxes, given the tables of the first two sides."""
+    """Return the error naming the ranks and the first different boxes, given the first two sides' tables."""
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     count = f"{len(names)} differences, the first: " if len(names) > _MOST_NAMED else ""
     return ReplicaError(

@@ -1,4 +1,4 @@
-"""The messages of a rank on an attempt: its offer before the save, and its report once its part is written."""
+"""A rank's messages on an attempt: its offer before the save, and its report once its part is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from reprise.errors import CheckpointError
 
-# Has failed, iteration, digest of the table of pieces, the view of the folder, number of groups of replicas.
+# Has failed, iteration, piece table digest, folder identity, replica group count.
 _OFFER = struct.Struct("<?IQQH")
 _GROUP = struct.Struct("<QQ")
 _REPORT = struct.Struct("<?Q")  # has failed, bytes written
@@ -19,12 +19,12 @@ Groups = Mapping[int, int]
 
 
 def pack_groups(groups: Groups) -> bytes:
-    """Return groups of replicas as a message."""
+    """Return replica groups as a message."""
     return b"".join(itertools.starmap(_GROUP.pack, groups.items()))
 
 
 def unpack_groups(data: bytes) -> dict[int, int]:
-    """Return the groups of replicas in a message."""
+    """Parse replica groups from a message."""
     return dict(_GROUP.iter_unpack(data))
 
 
@@ -33,11 +33,11 @@ class Offer:
     """What a rank is about to save.
 
     Args:
-        pieces: digest of the table of its pieces; see `joint_plan.encode`.
-        view: identity of the checkpoint folder on this host; see `shared_folder.view_of`.
-        groups: the replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
-        table: the table itself, compressed; empty if it is not sent.
-        problem: the reason why this rank saves nothing, or None.
+        pieces: Its piece table's digest; see `joint_plan.encode`.
+        view: The checkpoint folder's identity on this host; see `shared_folder.view_of`.
+        groups: The replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
+        table: The compressed table. Empty if it is not sent.
+        problem: Why this rank saves nothing, or None.
     """
 
     iteration: int
@@ -54,7 +54,7 @@ class Offer:
 
     @staticmethod
     def from_bytes(data: bytes) -> Offer:
-        """Return the offer in a message."""
+        """Parse an offer."""
         has_failed, iteration, pieces, view, count = _OFFER.unpack_from(data)
         at = _OFFER.size + count * _GROUP.size
         groups, payload = unpack_groups(data[_OFFER.size : at]), data[at:]
@@ -68,9 +68,9 @@ class RankReport:
     """What a rank has written.
 
     Args:
-        problem: the reason why this rank failed, or None.
-        written_bytes: bytes written by this rank, without headers.
-        digests: the digests of all blocks of its pieces, in the order of its table.
+        problem: Why this rank failed, or None.
+        written_bytes: Bytes written by this rank, without headers.
+        digests: The digests for all blocks in its pieces, in table order.
     """
 
     problem: str | None = None
@@ -84,7 +84,7 @@ class RankReport:
 
     @staticmethod
     def from_bytes(data: bytes) -> RankReport:
-        """Return the report in a message."""
+        """Parse a report."""
         has_failed, written_bytes = _REPORT.unpack_from(data)
         payload = data[_REPORT.size :]
         return RankReport(payload.decode()) if has_failed else RankReport(None, written_bytes, payload)
@@ -94,7 +94,7 @@ def require_readiness(offers: Mapping[int, Offer]) -> None:
     """Refuse a save, given the offers by rank, if a rank saves nothing or ranks save different iterations.
 
     Raises:
-        CheckpointError: with the first rank's reason, or the iterations and the ranks.
+        CheckpointError: Has the first rank's reason, or the iterations and the ranks.
     """
     for rank in sorted(offers):
         if (problem := offers[rank].problem) is not None:
@@ -110,7 +110,7 @@ def require_readiness(offers: Mapping[int, Offer]) -> None:
 
 
 def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
-    """Group ascending ranks by equal answers, the side of the lowest rank first."""
+    """Group ascending ranks by equal answers, the lowest rank's side first."""
     sides = defaultdict[object, list[int]](list)
     for rank in sorted(answers):
         sides[answers[rank]].append(rank)
@@ -118,6 +118,6 @@ def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words, at most the first eight by number."""
+    """Return ranks in words, numbering at most the first eight."""
     text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
