@@ -1,4 +1,4 @@
-"""Messages between ranks over the store of the process group, and calls that all ranks make together."""
+"""Messages between ranks over the process group's store, and calls made by all ranks together."""
 
 from typing import TYPE_CHECKING
 

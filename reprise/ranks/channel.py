@@ -1,7 +1,7 @@
-"""Messages between ranks over a key-value store: saving and loading need no collective, and any thread may send.
+"""Messages between ranks over a key-value store: saves and loads need no collective, and any thread may send.
 
-A channel has a connection of its own: a store serves one call at a time on a connection, and a call that waits would
-hold up every other thread's.
+A channel has its own connection: a store serves one call at a time per connection, and a waiting call would block every
+other thread's.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from reprise.ranks.error_message import as_problem, pack, unpack
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
-# A message up to this size is the value of its key; a longer one is in chunks, and the value is their number.
+# A message up to this size is its key's value. A longer one is split into chunks, and the value is their count.
 SMALL_BYTES = 64 << 10
 _SMALL = b"="
 _FAILED, _LAST = "failed", "reprise/last"
 _EXIT_GRACE_S = 5.0
-_BATCH = 256  # messages read in one call, which holds the interpreter's lock for as long as it copies them
+_BATCH = 256  # messages read per call, which holds the GIL while it copies them
 
 
 class StoreChannel:
-    """Messages by key between all ranks of a run.
+    """Messages by key between all ranks in a run.
 
     Args:
-        store: it holds the messages; the channel clones it where there are several ranks.
-        rank: this rank.
-        world_size: number of ranks of the channel.
-        timeout_s: how long to wait for the message of a peer.
-        ranks: their numbers, the coordinator's first; by default all from 0 on. Rank 0 stands for the coordinator here.
-        prefix: of all keys in the store: several channels share a store.
-        spare: idle connections to the store, shared by its channels; None to keep none.
+        store: Holds the messages. With several ranks the channel clones it.
+        rank: This rank.
+        world_size: The channel's rank count.
+        timeout_s: Seconds to wait for a peer's message.
+        ranks: The global ranks, the coordinator first. Default: all from 0. Below, rank 0 means the coordinator.
+        prefix: Prefix for all keys, because several channels share a store.
+        spare: Idle connections to the store, shared by its channels. None keeps none.
 
-    Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
-    ranks make the same calls of `gather`, `broadcast`, `agree` and their users in the same order on a channel, or on
-    clones of it.
+    Any thread may call any method, but a channel serves one thread at a time: `clone` it for another. All ranks call
+    `gather`, `broadcast`, `agree` and the methods built on them in the same order, on a channel or its clones.
 
-    `gather` deletes rank 0's broadcasts before it: a rank in the gather is past them. `broadcast` deletes what a rank
-    has sent to a `gather` before it: rank 0 is past that, and deletes nothing for the ranks. A message sent by `put`
+    `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's messages
+    to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
     stays until `take` or `delete`: see `messages.delete_messages` for saves.
     """
 
@@ -77,13 +76,13 @@ class StoreChannel:
         return channel
 
     def release(self) -> None:
-        """Leave the connection to a later channel. Nothing may be sent or read on this channel any more."""
+        """Hand the connection to a later channel. This channel must not be used any more."""
         if self._spare is not None and self._connection is not self._source:
             self._spare.append(self._connection)
             self._spare = None
 
     def keep(self) -> None:
-        """Keep the connection for longer than the call that opened it: `release` leaves it to nobody."""
+        """Keep the connection beyond the call that opened it: `release` no longer hands it on."""
         self._spare = None
 
     @property
@@ -97,23 +96,23 @@ class StoreChannel:
         return self.rank == self.coordinator
 
     def store(self, prefix: str, timeout_s: float) -> Store:
-        """Return the store below a prefix with a connection of its own, for a process group other than the run's."""
+        """Return the store below a prefix with its own connection, for a process group other than the run's."""
         connection = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, connection)
 
     def path_of(self, key: str) -> str:
-        """Return a key of this channel as it is in the whole store."""
+        """Return a channel key's full name in the store."""
         return f"{self._prefix}/{key}"
 
     def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
         """Store `data` under `key`, and check the store: `set` on a dead host returns normally.
 
         Args:
-            is_first: whether an earlier message under the key is an error; else the earlier message stays.
+            is_first: Whether an earlier message under the key is an error. If not, the earlier message stays.
 
         Raises:
-            LaunchError: if the store does not hold it.
+            LaunchError: The store does not hold it.
         """
         value = _SMALL + data
         try:
@@ -122,7 +121,7 @@ class StoreChannel:
                 value = b"%d" % len(chunks)
                 for index, chunk in enumerate(chunks):
                     self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
-            # A reader may delete the message at once, so the answer to this call is the proof, not a second look.
+            # A reader may delete the message at once, so this call's answer is the proof, not a second look.
             echo = self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         except dist.DistError as error:
             raise self._lost(key, error) from error
@@ -130,10 +129,10 @@ class StoreChannel:
             raise self._lost(key, None)
 
     def publish(self, key: str, data: bytes) -> None:
-        """Store a small `data` under `key` in place of an earlier message, and check the store.
+        """Store small `data` under `key`, replacing an earlier message, and check the store.
 
         Raises:
-            LaunchError: if the store does not hold it.
+            LaunchError: The store does not hold it.
         """
         value = _SMALL + data
         try:
@@ -148,15 +147,15 @@ class StoreChannel:
         """Wait for `key` and return its data.
 
         Raises:
-            LaunchError: if it is not there within `timeout_s`, naming the `sender`.
+            LaunchError: It is missing after `timeout_s`. Names the `sender`.
         """
         return self._message(key, sender)[0]
 
     def take(self, key: str, *, sender: str = "a peer") -> bytes:
-        """Wait for `key`, return its data and delete it; for a message to this rank alone, read once.
+        """Wait for `key`, return its data and delete it. For a message to this rank alone, read once.
 
         Raises:
-            LaunchError: as `read`, or if the store is gone before the message is deleted.
+            LaunchError: See `read`; or the store is gone before the message is deleted.
         """
         data, chunks = self._message(key, sender)
         try:
@@ -166,13 +165,13 @@ class StoreChannel:
         return data
 
     def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
-        """Wait for the messages under all of these keys and return their data in order, in few calls of the store.
+        """Wait for the messages under all these keys and return their data in order, with few store calls.
 
         Args:
-            senders: by key, the sender in words.
+            senders: By key, the sender in words.
 
         Raises:
-            LaunchError: if the next of them are not there within `timeout_s`, naming the first missing sender.
+            LaunchError: Some are missing after `timeout_s`. Names the first missing sender.
         """
         keys, data = list(senders), list[bytes]()
         for at in range(0, len(keys), _BATCH):
@@ -190,13 +189,13 @@ class StoreChannel:
         return data
 
     def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None] = lambda: None) -> str:
-        """Wait until there is a message under any of `keys`, and return its key.
+        """Wait for a message under any of `keys`, and return its key.
 
         Args:
-            check: called again and again; ends the wait if it raises.
+            check: Called repeatedly. Ends the wait by raising.
 
         Raises:
-            LaunchError: if there is none within `timeout_s`, naming the `sender`.
+            LaunchError: There is none after `timeout_s`. Names the `sender`.
         """
         arrived: list[str] = []
 
@@ -213,23 +212,23 @@ class StoreChannel:
         return arrived[0]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete the stored ones of messages no rank reads any more.
+        """Delete the stored messages among these keys. No rank reads them any more.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         for key in keys:
             try:
                 if self._store.check([key]):
-                    self._delete(key, _chunk_count(self._store.get(key)))  # a FileStore reports every one as done
+                    self._delete(key, _chunk_count(self._store.get(key)))  # a FileStore reports every deletion as done
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
     def settle(self, key: str, text: str) -> str:
-        """Store `text` under `key` unless another rank was first; return what is stored.
+        """Store `text` under `key` unless another rank was first. Return the stored text.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         if self.coordinates:
             self._settled.append(key)
@@ -237,10 +236,10 @@ class StoreChannel:
             return bytes(self._store.compare_set(key, "", text)).decode()
 
     def forget_settled(self, *, but: Sequence[str] = ()) -> None:
-        """Delete what was settled before, which every rank has read, but for some keys. Rank 0 only.
+        """Delete earlier settled texts, which every rank has read, except some keys. Rank 0 only.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         for key in dict.fromkeys(self._settled):
             if key not in but:
@@ -249,38 +248,38 @@ class StoreChannel:
         self._settled[:] = [key for key in self._settled if key in but]
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys are stored.
+        """Return whether all these keys are stored.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         with self._reaching(keys[0]):
             return bool(self._store.check(list(keys)))
 
     def wait_until(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether something is there in time.
+        """Wait until `is_there` returns True, and return whether it did in time.
 
         Raises:
-            LaunchError: if a rank fails meanwhile, or the store is gone.
+            LaunchError: A rank fails meanwhile, or the store is gone.
         """
         with self._reaching("any"):
             return self._poll(is_there, timeout_s, watch=True)
 
     def announce(self, place: str, name: str) -> None:
-        """Let ranks of any channel on this store see which call this rank makes last.
+        """Record this rank's latest call for ranks on any channel of this store.
 
         Args:
-            place: the key of the call in the whole store.
-            name: the call in words.
+            place: The call's full key in the store.
+            name: The call in words.
         """
         with self._reaching(place):
             self._connection.set(f"{_LAST}/{self.rank}", f"{place}\n{name}")
 
     def last_call(self, rank: int) -> tuple[str, str]:
-        """Return the place and the name of a rank's last call; empty texts without a call.
+        """Return the place and name of a rank's last call, or empty texts if it made none.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         key = f"{_LAST}/{rank}"
         with self._reaching(key):
@@ -289,10 +288,7 @@ class StoreChannel:
         return place, name
 
     def gather(self, key: str, data: bytes) -> list[bytes]:
-        """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in the order of `ranks`.
-
-        The others get an empty list.
-        """
+        """Send `data` to rank 0. Return all ranks' data there, ordered like `ranks`, and an empty list elsewhere."""
         if not self.coordinates:
             self.put(f"{key}/{self.rank}", data)
             self._gathered.append(f"{key}/{self.rank}")
@@ -316,10 +312,10 @@ class StoreChannel:
         return data
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
-        """Let every rank go on only if none has a problem.
+        """Return on every rank if no rank has a problem; else raise on all.
 
         Raises:
-            TrainerError: this rank's `problem`, or the first of another rank: a DataError, MismatchError, LockError,
+            TrainerError: This rank's `problem`, or another rank's first. A DataError, MismatchError, LockError,
                 LaunchError or UnreadableError keeps its class, any other becomes a CheckpointError.
         """
         messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem).encode())
@@ -334,11 +330,11 @@ class StoreChannel:
 
     @contextlib.contextmanager
     def agreed(self, key: str) -> Iterator[None]:
-        """Let every rank go on after this block only if it raised nothing on any rank; see `agree`."""
+        """Agree after this block: if it raised on any rank, every rank raises; see `agree`."""
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(TrainerError):  # this one, as the others read it
+            with contextlib.suppress(TrainerError):  # this rank's error, as the others read it
                 self.agree(key, as_problem(error))
             raise
         self.agree(key, None)
@@ -347,11 +343,11 @@ class StoreChannel:
         """Return rank 0's result on every rank, with a single message.
 
         Args:
-            key: of the message, new on this channel.
-            make: called on rank 0 alone; its result is passed as JSON: all ranks get equal types.
+            key: Message key, new on this channel.
+            make: Called on rank 0 alone. Its result travels as JSON, so all ranks get equal types.
 
         Raises:
-            TrainerError: on every rank, if `make` raises; of the classes of `agree`.
+            TrainerError: `make` raised. Every rank raises, with the classes in `agree`.
         """
         if not self.coordinates:
             message = json.loads(self.broadcast(key, None))
@@ -372,23 +368,23 @@ class StoreChannel:
         return json.loads(self.broadcast(key, message.encode()))["value"]
 
     def require_same(self, key: str, digest: str, describe: Callable[[str], TrainerError]) -> None:
-        """Let every rank go on only if all have the digest of rank 0.
+        """Require rank 0's digest on every rank.
 
         Args:
-            key: of the messages, new on this channel.
-            describe: returns the error of this rank, given the digest of rank 0; called if they differ.
+            key: Message key, new on this channel.
+            describe: Called if the digests differ. Returns this rank's error, given rank 0's digest.
 
         Raises:
-            TrainerError: on every rank, as `agree`: the error of a rank with another digest.
+            TrainerError: The error from a rank with another digest. Every rank raises, as in `agree`.
         """
         expected = self.broadcast(f"{key}/first", digest.encode()).decode()
         self.agree(key, None if digest == expected else describe(expected))
 
     def fail(self, text: str) -> str | None:
-        """Report this rank's failure to every rank, to end their waits for its messages; the first report counts.
+        """Report this rank's failure to every rank, which ends their waits for its messages. The first report counts.
 
         Returns:
-            The report of an earlier failure on another rank; None if this is the first.
+            Another rank's earlier report, or None if this is the first.
         """
         report, first = f"Rank {self.rank} failed: {text}", ""
         with contextlib.suppress(dist.DistError):
@@ -398,10 +394,10 @@ class StoreChannel:
         return first if first not in ("", report) else None
 
     def await_others(self, *, but: Sequence[int] = ()) -> None:
-        """Wait on rank 0, which may host the store, until all ranks have reported their end, or for 5 s.
+        """On rank 0, which may host the store, wait up to 5 s for all ranks to report their end.
 
         Args:
-            but: ranks without further messages.
+            but: Ranks with nothing more to send.
         """
         with contextlib.suppress(dist.DistError):
             keys = [f"left/{rank}" for rank in self.ranks[1:] if rank not in but]
@@ -409,19 +405,19 @@ class StoreChannel:
                 self._await(keys, _EXIT_GRACE_S)
 
     def failure(self) -> str | None:
-        """Return the report of the first failed rank, or None without a failure.
+        """Return the first failed rank's report, or None without a failure.
 
         Raises:
-            DistError: if the store is gone.
+            DistError: The store is gone.
         """
         return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
 
     def answer(self) -> None:
-        """Answer the failure of another rank: this rank is alive."""
+        """Answer another rank's failure: this rank is alive."""
         self._store.set(f"here/{self.rank}", "")
 
     def silent_ranks(self, timeout_s: float) -> list[int]:
-        """Return the ranks without a timely answer to a failure. After `fail`."""
+        """Return the ranks without a timely answer to a failure. Call it after `fail`."""
         ranks = self.ranks
         with contextlib.suppress(dist.DistError):
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
@@ -429,10 +425,10 @@ class StoreChannel:
         return []
 
     def _open(self) -> None:
-        """Take an idle connection, or make a new one."""
+        """Take an idle connection, or open one."""
         self._broadcasts: list[str] = []  # rank 0's since its last `gather`
-        self._gathered: list[str] = []  # this rank's messages for `gather` since the last broadcast that it read
-        self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
+        self._gathered: list[str] = []  # this rank's `gather` messages since the last broadcast that it read
+        self._settled: list[str] = []  # keys settled since rank 0 last deleted some
         self._connection: Store = self._source
         if self.world_size > 1:
             try:
@@ -462,7 +458,7 @@ class StoreChannel:
         )
 
     def _first_missing(self, keys: Sequence[str], senders: Mapping[str, str]) -> tuple[str, str]:
-        """Return the first key without a message, and its sender; the first of all if the store is gone."""
+        """Return the first key without a message, and its sender. If the store is gone, return the very first."""
         with contextlib.suppress(dist.DistError):
             for key in keys:
                 if not self._store.check([key]):
@@ -470,7 +466,7 @@ class StoreChannel:
         return keys[0], senders[keys[0]]
 
     def _message(self, key: str, sender: str) -> tuple[bytes, int]:
-        """Wait for `key`, and return its data and the number of its chunks."""
+        """Wait for `key`, and return its data and chunk count."""
         try:
             value = self._get(key)
             count = _chunk_count(value)
@@ -481,7 +477,7 @@ class StoreChannel:
             raise self._silent(key, sender, error) from error
 
     def _delete(self, key: str, chunks: int) -> None:
-        """Delete a stored message of so many chunks."""
+        """Delete a stored message with this chunk count."""
         for name in (key, *(f"{key}/{index}" for index in range(chunks))):
             self._store.delete_key(name)
 
@@ -491,7 +487,7 @@ class StoreChannel:
         return bytes(self._store.get(key))
 
     def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
-        """Poll until all `keys` are stored or the time is over; `watch` also looks for a failed rank."""
+        """Poll until all `keys` are stored or the time is over. `watch` also checks for a failed rank."""
         return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
 
     def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
@@ -502,18 +498,18 @@ class StoreChannel:
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:
                 return False
-            # An eighth of the wait, so that it is at most that much too long; however many ranks wait for long, the
-            # store's host is asked at most 20,000 times a second.
+            # An eighth of the time waited so far, which bounds the delay. However many ranks wait for long, the store's
+            # host gets at most 20,000 requests a second.
             first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
             time.sleep(min(max(first_s, waited_s / 8), longest_s))
         return True
 
 
 def _chunk_count(value: bytes) -> int:
-    """Return the number of chunks of a message; 0 where the value of its key holds it."""
+    """Return a message's chunk count; 0 if its key's value holds it."""
     return 0 if value.startswith(_SMALL) else int(value)
 
 
 def single_rank_channel() -> StoreChannel:
-    """Return the channel of a run of a single rank."""
+    """Return a channel for a single-rank run."""
     return StoreChannel(HashStore(), 0, world_size=1, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""Errors as messages between ranks, which keep the classes that callers tell apart."""
+"""Errors as messages between ranks. Classes that callers distinguish survive."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from reprise.errors import (
     UnreadableError,
 )
 
-_MOST_CHARACTERS = 4000  # of an error of another library
+_MOST_CHARACTERS = 4000  # from another library's error
 _KINDS: dict[str, type[TrainerError]] = {
     kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError, UnreadableError)
 }
 
 
 def as_problem(error: BaseException) -> TrainerError:
-    """Return an error as one that ranks share: a TrainerError itself, any other by its class and its text."""
+    """Return an error as a TrainerError: itself if it is one, else one with its class name and text."""
     if isinstance(error, TrainerError):
         return error
     return CheckpointError(f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS].rstrip(": ."))
 
 
 def pack(problem: TrainerError) -> str:
-    """Return an error as a message that every store takes; `unpack` returns its class and its text."""
+    """Return an error as a message for any store; `unpack` restores its class and text."""
     text = f"{type(problem).__name__}\n{str(problem).rstrip('.')}"
     return text.encode(errors="backslashreplace").decode()
 
 
 def unpack(message: str) -> tuple[type[TrainerError], str]:
-    """Return the class and the text of an error: CheckpointError for one that only its own rank needs to tell apart."""
+    """Return an error's class and text. A class without meaning to other ranks becomes CheckpointError."""
     kind, _, text = message.partition("\n")
     return _KINDS.get(kind, CheckpointError), text

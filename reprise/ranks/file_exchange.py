@@ -1,4 +1,4 @@
-"""Sends the JSON files of a checkpoint to the leaders of other hosts, each only when it has changed."""
+"""Sends a checkpoint's JSON files to other hosts' leaders, each only when it has changed."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from reprise.format.manifest import digest_of
 
 
 class FileExchange:
-    """The files sent with earlier saves: rank 0 has their digests, the other leaders their bytes.
+    """Files sent with earlier saves: rank 0 keeps their digests, the other leaders their bytes.
 
-    A tokenizer of megabytes is in every checkpoint, and travels once.
+    A tokenizer takes megabytes in every checkpoint, and travels once.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, str] = {}  # by name, the digest that every leader has
+        self._sent: dict[str, str] = {}  # by name, the digest known to every leader
         self._sending: dict[str, str] = {}
         self._kept: dict[str, bytes] = {}
 
     def pack(self, files: Mapping[str, bytes]) -> bytes:
-        """Return the message for these files, by name in the order in which they are written. Rank 0 only."""
+        """Return the message for these files, given by name in write order. Rank 0 only."""
         self._sending = {name: digest_of(data) for name, data in files.items()}
         fresh = {name: data for name, data in files.items() if self._sent.get(name) != self._sending[name]}
-        self._sent = {}  # until every leader has taken this message: some may keep its files, others the earlier ones
+        self._sent = {}  # until every leader confirms: some may keep these files, others the earlier ones
         table = [[name, digest, len(fresh[name]) if name in fresh else None] for name, digest in self._sending.items()]
         return json.dumps(table).encode() + b"\n" + b"".join(fresh.values())
 
     def delivered(self, *, was_taken: bool) -> None:
-        """Note whether every leader has taken the last message. Rank 0 only."""
+        """Note whether every leader has received the last message. Rank 0 only."""
         self._sent = self._sending if was_taken else {}
 
     def unpack(self, message: bytes) -> dict[str, bytes]:
-        """Return the files of a message.
+        """Return a message's files.
 
         Raises:
-            CheckpointError: for a file sent with a save in which this rank took no part.
+            CheckpointError: A file was sent with a save in which this rank took no part.
         """
         head, _, blobs = message.partition(b"\n")
         files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""The ranks of a save or a load: a process group of the program, or this process alone."""
+"""The ranks taking part in a save or load: a process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reprise.errors import ConfigError
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.ranks.joint_call import OpenCall
 
-# How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
+# How long ranks in a call wait for a rank that is late: one with a long evaluation, say.
 CALL_TIMEOUT_S = 120.0
 COMMIT_TIMEOUT_S = 1800.0
 
-# The default store, and its idle connections: a new one costs milliseconds, and every save needs two.
+# The default store, and its idle connections: a new connection costs milliseconds, and every save needs two.
 _spare: list[Any] = [lambda: None, []]
 
 
@@ -31,20 +31,19 @@ def open_call(
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
 ) -> OpenCall:
-    """Return a call of all ranks of a group as a context, with a channel of its own.
+    """Return a joint call by a process group as a context, with its own channel.
 
-    The messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
-    no part.
+    Messages lie in the default store under the group's and the call's prefix, so other ranks take no part.
 
     Args:
-        name: the call as the user has written it, with what has to be equal on all ranks.
-        timeout_s: seconds to wait for ranks that have not made the call.
-        process_group: None for all ranks of the program.
-        coordinator_rank: the deciding global rank: it takes the lock, names the attempt and renames.
+        name: The call as the user wrote it, with everything that must be equal on all ranks.
+        timeout_s: Seconds to wait for absent ranks.
+        process_group: The calling group. None means all ranks.
+        coordinator_rank: The deciding global rank, which takes the lock, names the attempt and renames.
 
     Raises:
-        ConfigError: if this rank or, on entry, the coordinator is not in the group, or there is no number of seconds.
-        CheckpointError: on entry, if the ranks make different calls, or name several coordinators.
+        ConfigError: This rank or, on entry, the coordinator is outside the group, or `timeout_s` is not a number.
+        CheckpointError: On entry: the ranks make different calls, or name several coordinators.
     """
     check = partial(check_seconds, "timeout_s", timeout_s, may_be_zero=True)
     if not dist.is_available() or not dist.is_initialized():
@@ -55,7 +54,7 @@ def open_call(
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
     group = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
-    count = int(store.add(f"{group}/calls/{rank}", 1))  # before any check, as calls are matched by their number
+    count = int(store.add(f"{group}/calls/{rank}", 1))  # before any check, because calls match by number
     first = coordinator_rank if coordinator_rank in ranks else ranks[0]
     channel = StoreChannel(
         store,
@@ -76,10 +75,10 @@ def open_call(
 
 
 def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:
-    """Refuse what is no finite number of seconds.
+    """Require a finite number of seconds.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: Names it.
     """
     is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
     if not is_number or (limit == 0 and not may_be_zero):
@@ -91,7 +90,7 @@ def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> Non
 
 
 def _spare_connections(store: Store) -> list[Store]:
-    """Return the connections to the default store left by earlier calls; a new store has none."""
+    """Return the default store's connections left by earlier calls. A new store has none."""
     if _spare[0]() is not store:
         _spare[:] = [weakref.ref(store), []]
     connections: list[Store] = _spare[1]
@@ -110,10 +109,10 @@ def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:
 
 
 def _members(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the global ranks of a group in ascending order."""
+    """Return a group's global ranks in ascending order."""
     if process_group is None:
         return tuple(range(dist.get_world_size()))
-    if not isinstance(process_group, dist.ProcessGroup):  # as `new_group` returns it to ranks outside
+    if not isinstance(process_group, dist.ProcessGroup):  # `new_group` returns this to ranks outside the group
         raise ConfigError(
             "This rank is not in the process group",
             where=f"rank {dist.get_rank()}",

@@ -1,6 +1,6 @@
-"""A joint call of all ranks of a channel: who has arrived, who cannot go on, and what they agree on.
+"""A joint call by all ranks on a channel: who has arrived, who cannot go on, and what they agree on.
 
-The first decision stands, whichever rank makes it, and a late rank finds it: no rank waits for a rank which has raised,
+The first decision stands, whichever rank makes it, and a late rank reads it: no rank waits for one that has raised,
 makes another call, or never comes.
 """
 
@@ -21,10 +21,10 @@ _YES, _NO = "ok", "no"
 
 
 class JointCall:
-    """A joint call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
+    """A joint call by every rank on a channel. Each rank prepares it, offers its part, and learns the decision.
 
-    `timeout_s` limits the wait for ranks that have not made the call. A rank that has made it may take the channel's
-    own time to prepare.
+    `timeout_s` limits the wait for absent ranks. A rank in the call may prepare for as long as the
+    channel's own timeout.
 
         call = JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0)
         with call.preparing():
@@ -33,16 +33,16 @@ class JointCall:
         answer = call.decide(choose(offers) if channel.coordinates else "")
 
     Args:
-        key: of the messages, new on this channel.
-        name: the call as the user has written it, with what has to be equal on all ranks.
+        key: Message key, new on this channel.
+        name: The call as the user wrote it, with everything that must be equal on all ranks.
 
     Attributes:
-        nonce: a random name, equal on all ranks.
-        is_agreed: whether the coordinator's data was decided on: the other ranks go on.
+        nonce: A random name, equal on all ranks.
+        is_agreed: Whether the ranks decided for the coordinator's data, so that the other ranks go on.
 
     Raises:
-        CheckpointError: on every rank, if a rank makes another call in its place.
-        LaunchError: if the store is gone.
+        CheckpointError: A rank makes another call in its place. Every rank raises.
+        LaunchError: The store is gone.
     """
 
     def __init__(self, channel: StoreChannel, key: str, name: str, *, timeout_s: float) -> None:
@@ -59,12 +59,12 @@ class JointCall:
 
     @property
     def is_out_of_step(self) -> bool:
-        """Return whether other ranks may go on with this call after an error on this rank alone."""
+        """Return whether other ranks may continue this call after an error on this rank alone."""
         return self.channel.world_size > 1 and (self.is_agreed or not self._is_decided)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Let no rank go on, and none wait, if this rank raises anything in this block."""
+        """Stop every rank, waiting or not, if this rank raises in this block."""
         try:
             yield
         except BaseException as error:
@@ -74,31 +74,31 @@ class JointCall:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Let the ranks go on after this block once all have ended it, and only if none has raised."""
+        """Wait after this block until all ranks have left it. Raise on every rank if any rank raised."""
         with self.preparing():
             yield
         self.offer(b"")
         self.decide("")
 
     def refuse(self, problem: TrainerError) -> None:
-        """Decide that the call fails, unless there is a decision; waits for no rank.
+        """Decide on failure, unless there is a decision already. Waits for no rank.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         if not self._is_decided:
             kind, text = unpack(pack(problem))
             self.channel.settle(self._decision, _NO + pack(kind(f"Rank {self.channel.rank}: {text}")))
-            self._is_decided = True  # last: an interrupt before it leaves the call out of step
+            self._is_decided = True  # last: an interrupt before this leaves the call out of step
 
     def offer(self, data: bytes) -> list[bytes]:
-        """Give `data` to the coordinator, and return there the data of all ranks in the order of the channel's ranks.
+        """Send `data` to the coordinator, which returns all ranks' data in the channel's rank order.
 
         The other ranks return an empty list at once.
 
         Raises:
-            TrainerError: the decision of a rank which cannot go on; a CheckpointError if a rank does not come.
-            LaunchError: if the store is gone.
+            TrainerError: The decision by a rank unable to go on. A CheckpointError if a rank does not come.
+            LaunchError: The store is gone.
         """
         channel = self.channel
         if not channel.coordinates:
@@ -118,8 +118,8 @@ class JointCall:
         """Return the coordinator's `data` on every rank, unless a rank could not go on.
 
         Raises:
-            TrainerError: as `offer`.
-            LaunchError: if the store is gone.
+            TrainerError: See `offer`.
+            LaunchError: The store is gone.
         """
         if self.channel.world_size == 1:
             return data
@@ -137,7 +137,7 @@ class JointCall:
         return self.channel.path_of(self.key)
 
     def _decide(self, decision: str) -> str:
-        """Return the decision: `decision`, unless another was stored before it."""
+        """Return `decision`, or the earlier decision if there is one."""
         decision = self.channel.settle(self._decision, decision)
         self.is_agreed = not decision.startswith(_NO)
         self._is_decided = True  # second: an interrupt between these two leaves the call out of step
@@ -152,7 +152,7 @@ class JointCall:
         """Wait for a message or a decision.
 
         Args:
-            absent: returns the awaited ranks.
+            absent: Returns the awaited ranks.
         """
         channel = self.channel
 
@@ -172,7 +172,7 @@ class JointCall:
             self._decide("")
 
     def _missing(self, calls: dict[int, str]) -> CheckpointError:
-        """Return the error of ranks without this call, given the last call of each."""
+        """Return the error for ranks absent from this call, given their last calls."""
         last = [f"rank {rank} last called {name}" if name else f"rank {rank} nothing" for rank, name in calls.items()]
         return CheckpointError(
             f"{_ranks(list(calls))} not called {self.name} within {self.timeout_s:g} s; {', '.join(last)}",
@@ -188,15 +188,15 @@ class JointCall:
 
 
 class OpenCall:
-    """A joint call as a context: whatever ends this rank's part of it ends the waits of the other ranks.
+    """A joint call as a context: whatever ends this rank's part ends the other ranks' waits.
 
-    A class, not a generator: an interrupt of a generator's first line leaves it suspended, and its handlers unrun, for
+    A class, not a generator: an interrupt in a generator's first line leaves it suspended, with its handlers unrun, for
     as long as the program refers to the interrupt.
 
     Args:
-        channel: of this call alone, released at its end.
-        name: the call as the user has written it, with what has to be equal on all ranks.
-        check: raises for invalid arguments of this rank, on every rank.
+        channel: This call's own channel, released at its end.
+        name: The call as the user wrote it, with everything that must be equal on all ranks.
+        check: Raises if this rank's arguments are invalid; then every rank raises.
     """
 
     def __init__(self, channel: StoreChannel, name: str, *, timeout_s: float, check: Callable[[], None]) -> None:
@@ -206,14 +206,14 @@ class OpenCall:
         """Announce the call, and return it.
 
         Raises:
-            CheckpointError: if the ranks make different calls.
-            TrainerError: if `check` raises on a rank.
+            CheckpointError: The ranks make different calls.
+            TrainerError: `check` raised on a rank.
         """
         try:
             call = JointCall(self._channel, "call", self._name, timeout_s=self._timeout_s)
             with call.preparing():
                 self._check()
-            return call  # an interrupt of this line, too, ends the waits
+            return call  # an interrupt in this line, too, ends the waits
         except BaseException as error:
             end_waits(self._channel, error)
             raise
@@ -224,7 +224,7 @@ class OpenCall:
         """Release the channel, or report the error to the other ranks.
 
         Raises:
-            CheckpointError: in place of a LaunchError, if another rank has failed with an error of its own.
+            CheckpointError: Replaces a LaunchError if another rank failed with its own error.
         """
         if error is None:
             self._channel.release()
@@ -237,7 +237,7 @@ class OpenCall:
 
 
 def end_waits(channel: StoreChannel, error: BaseException) -> None:
-    """End the waits of the other ranks for this rank; they know of a `TrainerError` by the call's decision."""
+    """End the other ranks' waits for this rank. They learn about a `TrainerError` from the call's decision."""
     if channel.world_size > 1 and not isinstance(error, TrainerError):
         channel.fail(as_problem(error).what)
 
